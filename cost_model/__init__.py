@@ -1,0 +1,1 @@
+"""What a plan costs: seconds, bytes, and where each number came from."""

@@ -1,0 +1,86 @@
+"""A cluster: devices in hosts, joined by links, every figure with its source.
+
+GB is 1e9 bytes, GiB is 2**30. Rates are bytes per second in one direction per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+Source = Literal["measured", "interpolated", "spec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An accelerator (or a share of a CPU).
+
+    ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is what a process
+    may allocate. ``sources`` says for each field name where its figure comes from.
+    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent).
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    usable_memory_bytes: int
+    memory_bytes_per_second: float
+    peak_flops: Mapping[str, float]
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    launch_seconds: float = 5e-6
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A level of the network: latency per message and bandwidth per device, one direction."""
+
+    name: str
+    alpha_seconds: float
+    bytes_per_second: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Equal devices joined by one link."""
+
+    device: Device
+    num_devices: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts joined by ``inter_link``. Ranks number the devices host by host."""
+
+    name: str
+    hosts: tuple[Host, ...]
+    inter_link: Link
+
+    @property
+    def num_devices(self) -> int:
+        return sum(host.num_devices for host in self.hosts)
+
+    @cached_property
+    def host_of(self) -> tuple[int, ...]:
+        """For each rank the index of its host."""
+        return tuple(
+            index for index, host in enumerate(self.hosts) for _ in range(host.num_devices)
+        )
+
+    def device(self, rank: int) -> Device:
+        return self.hosts[self.host_of[rank]].device
+
+    def link(self, first: int, second: int) -> Link:
+        """The link that two ranks talk over."""
+        host = self.host_of[first]
+        return self.hosts[host].link if host == self.host_of[second] else self.inter_link
+
+    def slowest_device(self, ranks: Sequence[int]) -> Device:
+        return min(
+            (self.device(rank) for rank in ranks),
+            key=lambda device: max(device.peak_flops.values(), default=0.0),
+        )

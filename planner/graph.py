@@ -1,0 +1,245 @@
+"""The graph that is planned: tensors, nodes, and the blocks they form.
+
+Nodes are the forward of the model at one batch size, in topological order. A name
+is what a user knows: a parameter's node is called by its fully qualified name, an
+input's by its key in the batch, an op's by its name in the captured program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
+    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape (global), dtype by name (``"float32"``), and whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a node's ``index``-th output as an argument."""
+
+    name: str
+    index: int = 0
+
+
+NodeKind = Literal["input", "parameter", "buffer", "constant", "op"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value of the graph and how it is made.
+
+    ``kind``:
+      - ``input``: a tensor of the batch; ``parameter``: trained; ``buffer``: a state that
+        an op reads or writes in training;
+      - ``constant``: depends on no input and no parameter (rotary tables, masks). It is
+        evaluated once per process, may take any layout for nothing, and has no gradient.
+        ``op``/``args`` say how; its ancestors are constants or buffers;
+      - ``op``: everything else.
+
+    ``op`` is a ``torch.ops`` path such as ``"aten.linear.default"`` (empty for leaves).
+    ``args``/``kwargs`` hold literals, ``Ref``s and lists of them, as the op is called.
+    ``outputs`` has one spec per output. ``module`` is the module path that made the node,
+    ``source`` the user's ``file:line``.
+    """
+
+    name: str
+    kind: NodeKind
+    op: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[TensorSpec, ...] = ()
+    module: str = ""
+    source: str = ""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The first output's spec."""
+        return self.outputs[0]
+
+    @property
+    def inputs(self) -> tuple[Ref, ...]:
+        """Every ``Ref`` among the arguments, in call order (repeated uses repeated)."""
+        refs: list[Ref] = []
+        map_refs((self.args, tuple(self.kwargs.values())), lambda ref: refs.append(ref))
+        return tuple(refs)
+
+
+def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
+    """``value`` with every ``Ref`` in nested tuples, lists and dicts replaced by ``function``."""
+    if isinstance(value, Ref):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map_refs(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_refs(item, function) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The nodes in topological order and the loss they lead to.
+
+    ``loss`` is a scalar. ``batch_size`` is the batch that the shapes are for.
+    ``batch_dims[name][i]`` is the dimension of output ``i`` that counts the batch, or None;
+    a graph without ``batch_dims`` cannot be split into micro-batches.
+    ``tied`` maps each further name of a tied parameter to the name of its node.
+    """
+
+    nodes: tuple[Node, ...]
+    loss: Ref
+    batch_size: int
+    batch_dims: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For each node the names of the nodes that use it, in order, without repetition."""
+        users: dict[str, dict[str, None]] = {node.name: {} for node in self.nodes}
+        for node in self.nodes:
+            for ref in node.inputs:
+                users[ref.name][node.name] = None
+        return {name: tuple(found) for name, found in users.items()}
+
+    def __getitem__(self, name: str) -> Node:
+        return self.by_name[name]
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def spec(self, ref: Ref) -> TensorSpec:
+        return self.by_name[ref.name].outputs[ref.index]
+
+    @property
+    def parameters(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if node.kind == "parameter")
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if node.kind == "input")
+
+    def with_batch_size(self, batch_size: int) -> Graph:
+        """The same graph for another batch: every batch dimension scaled.
+
+        Size arguments of ops (``view``, ``expand``) keep the captured numbers; whoever
+        runs the graph takes them from the output's shape.
+        """
+        if batch_size == self.batch_size:
+            return self
+        if not self.batch_dims:
+            raise ValueError("this graph's batch dimension is not known: it cannot be rescaled")
+        nodes = tuple(
+            replace(node, outputs=tuple(
+                _scaled(spec, dim, batch_size, self.batch_size)
+                for spec, dim in zip(node.outputs, self.batch_dims[node.name], strict=True)
+            )) for node in self.nodes
+        )  # fmt: skip
+        return replace(self, nodes=nodes, batch_size=batch_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the model computes, free of dtypes and of the batch size."""
+        lines = [
+            [node.name, node.kind, node.op, [[ref.name, ref.index] for ref in node.inputs],
+             [self._shape_without_batch(node, index) for index in range(len(node.outputs))]]
+            for node in self.nodes
+        ]  # fmt: skip
+        text = json.dumps([lines, self.loss.name, self.loss.index, sorted(self.tied.items())])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _shape_without_batch(self, node: Node, index: int) -> list[int]:
+        shape = list(node.outputs[index].shape)
+        dim = self.batch_dims[node.name][index] if self.batch_dims else None
+        if dim is not None:
+            shape[dim] = -(shape[dim] // self.batch_size)
+        return shape
+
+
+def _scaled(spec: TensorSpec, dim: int | None, target: int, source: int) -> TensorSpec:
+    if dim is None:
+        return spec
+    shape = list(spec.shape)
+    shape[dim] = shape[dim] * target // source
+    return replace(spec, shape=tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of nodes that is never cut: a unit of stages, ZeRO gathering and recomputation.
+
+    ``nodes`` are its op nodes in order, then its own parameters and buffers are listed in
+    ``parameters``. Equal blocks have one ``kind`` and their nodes correspond by position.
+    A parameter used by several blocks is listed by the first and is ``shared``.
+    """
+
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The graph cut into blocks, in topological order: every edge stays or goes forward."""
+
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def kinds(self) -> dict[str, Block]:
+        """For each kind its first block, whose node names stand for the kind's."""
+        kinds: dict[str, Block] = {}
+        for block in self.blocks:
+            kinds.setdefault(block.kind, block)
+        return kinds
+
+    @cached_property
+    def template(self) -> dict[str, str]:
+        """For each op node and parameter, its counterpart in the first block of its kind."""
+        mapping: dict[str, str] = {}
+        for block in self.blocks:
+            first = self.kinds[block.kind]
+            mapping.update(zip(block.nodes, first.nodes, strict=True))
+            mapping.update(zip(block.parameters, first.parameters, strict=True))
+        return mapping
+
+    @cached_property
+    def of_node(self) -> dict[str, int]:
+        """For each op node and parameter, the position of its block."""
+        return {
+            name: position
+            for position, block in enumerate(self.blocks)
+            for name in block.nodes + block.parameters
+        }

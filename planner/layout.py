@@ -1,0 +1,278 @@
+"""Layouts: how a tensor lies on a mesh, and the collectives that change it.
+
+A layout is one placement per mesh axis. The four placements are the pairs of
+(value, gradient) that stay consistent under autograd:
+
+====== ============================== =========================
+ name   the value on the axis' ranks   its gradient
+====== ============================== =========================
+S(d)   split along dimension ``d``    split along ``d``
+R      the same                       a partial sum
+I      the same                       the same
+P      a partial sum                  the same
+====== ============================== =========================
+
+A dimension split on several axes is split by the first axis first (the first
+axis is the outermost), so a rank's part is always one contiguous box.
+
+Source: the value types of varying/invariant/partial from "spmd_types"-style
+systems; Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+Kind = Literal["S", "R", "I", "P"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """How a tensor lies along one mesh axis.
+
+    >>> str(Placement("S", 1)), str(Placement("R"))
+    ('S(1)', 'R')
+    """
+
+    kind: Kind
+    dim: int = -1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.kind == "S" else self.kind
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+
+def shard(dim: int) -> Placement:
+    """The placement that splits dimension ``dim`` (counted from 0)."""
+    return Placement("S", dim)
+
+
+REPLICATE = Placement("R")
+INVARIANT = Placement("I")
+PARTIAL = Placement("P")
+
+Layout = tuple[Placement, ...]
+
+_PLACEMENT = re.compile(r"S\((\d+)\)|([RIP])")
+
+
+def parse_placement(text: str) -> Placement:
+    """The placement that ``str`` printed.
+
+    >>> parse_placement("S(2)")
+    Placement(kind='S', dim=2)
+    """
+    match = _PLACEMENT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no placement: expected S(dim), R, I or P")
+    if match.group(1) is not None:
+        return shard(int(match.group(1)))
+    return {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}[match.group(2)]
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from its text, one placement per mesh axis, space-separated.
+
+    >>> parse_layout("S(0) R") == (shard(0), REPLICATE)
+    True
+    """
+    return tuple(parse_placement(part) for part in text.split())
+
+
+def format_layout(layout: Layout) -> str:
+    """The text of a layout; ``parse_layout`` reads it back.
+
+    >>> format_layout((shard(0), PARTIAL))
+    'S(0) P'
+    """
+    return " ".join(str(placement) for placement in layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A logical mesh: the names and sizes of its axes, outermost first.
+
+    Ranks are numbered row-major: the last axis varies fastest.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"mesh axes {self.axes} do not match shape {self.shape}")
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"mesh shape {self.shape} has an empty axis")
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def coordinates(self, index: int) -> tuple[int, ...]:
+        """The coordinates of the ``index``-th device of the mesh.
+
+        >>> Mesh(("dp", "tp"), (2, 4)).coordinates(5)
+        (1, 1)
+        """
+        coordinates = []
+        for size in reversed(self.shape):
+            index, coordinate = divmod(index, size)
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
+
+    def index(self, coordinates: Sequence[int]) -> int:
+        """The inverse of ``coordinates``."""
+        index = 0
+        for size, coordinate in zip(self.shape, coordinates, strict=True):
+            index = index * size + coordinate
+        return index
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """The groups of device indices that differ only in their coordinate on ``axis``.
+
+        >>> Mesh(("dp", "tp"), (2, 2)).groups(0)
+        ((0, 2), (1, 3))
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in range(self.size):
+            coordinates = self.coordinates(index)
+            groups.setdefault(coordinates[:axis] + coordinates[axis + 1 :], []).append(index)
+        return tuple(tuple(group) for group in groups.values())
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a rank's part. Every split must divide its dimension.
+
+    >>> local_shape((8, 6), (shard(0), shard(1)), (2, 3))
+    (4, 2)
+    """
+    local = list(shape)
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if placement.is_shard:
+            if local[placement.dim] % size:
+                raise ValueError(
+                    f"{format_layout(layout)} on {tuple(mesh_shape)} does not divide {tuple(shape)}"
+                )
+            local[placement.dim] //= size
+    return tuple(local)
+
+
+def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
+    """Whether every split of ``layout`` divides its dimension of ``shape`` evenly."""
+    local = list(shape)
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if placement.is_shard:
+            if placement.dim >= len(local) or local[placement.dim] % size:
+                return False
+            local[placement.dim] //= size
+    return True
+
+
+Region = tuple[tuple[int, int], ...]
+
+
+def local_region(
+    shape: Sequence[int], layout: Layout, mesh: Mesh, coordinates: Sequence[int]
+) -> Region:
+    """The box ``((start, stop), …)`` of the global tensor that a rank holds.
+
+    >>> local_region((8,), (shard(0), shard(0)), Mesh(("a", "b"), (2, 2)), (1, 0))
+    ((4, 6),)
+    """
+    box = [(0, size) for size in shape]
+    for placement, size, coordinate in zip(layout, mesh.shape, coordinates, strict=True):
+        if placement.is_shard:
+            start, stop = box[placement.dim]
+            part = (stop - start) // size
+            box[placement.dim] = (start + coordinate * part, start + (coordinate + 1) * part)
+    return tuple(box)
+
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
+    ("S", "S"): ("all_to_all", "all_to_all"),
+    ("S", "R"): ("all_gather", "reduce_scatter"),
+    ("S", "I"): ("all_gather", None),
+    ("S", "P"): (None, None),
+    ("R", "S"): (None, None),
+    ("R", "I"): (None, None),
+    ("R", "P"): (None, None),
+    ("I", "S"): (None, "all_gather"),
+    ("I", "R"): (None, "all_reduce"),
+    ("I", "P"): (None, None),
+    ("P", "I"): ("all_reduce", None),
+    ("P", "R"): ("all_reduce", "all_reduce"),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+}
+"""The collectives of each change of placement: (in the forward, in the backward).
+
+``None`` is local work only: a slice, zero padding, or a scale by 1/n (R→I scales
+the gradient, I→P and R→P the value).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of placement on one mesh axis."""
+
+    axis: int
+    source: Placement
+    target: Placement
+
+    @property
+    def collectives(self) -> tuple[Collective | None, Collective | None]:
+        return CONVERSIONS[self.source.kind, self.target.kind]
+
+
+def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The single-axis steps that turn ``source`` into ``target``, in order.
+
+    A dimension split on two axes is nested; an outer split can only change while
+    no inner axis splits that dimension, so such inner axes pass through ``I``.
+
+    >>> [(s.axis, str(s.source), str(s.target)) for s in
+    ...  conversion_steps((shard(0), PARTIAL), (shard(0), INVARIANT))]
+    [(1, 'P', 'I')]
+    >>> [(s.axis, str(s.source), str(s.target)) for s in
+    ...  conversion_steps((shard(0), shard(0)), (INVARIANT, shard(0)))]
+    [(1, 'S(0)', 'I'), (0, 'S(0)', 'I'), (1, 'I', 'S(0)')]
+    """
+    lifted = _lifted_axes(source, target)
+    current = list(source)
+    steps: list[Step] = []
+
+    def move(axis: int, placement: Placement) -> None:
+        if current[axis] != placement:
+            steps.append(Step(axis, current[axis], placement))
+            current[axis] = placement
+
+    for axis in sorted(lifted, reverse=True):
+        if current[axis].is_shard:
+            move(axis, INVARIANT)
+    for axis in range(len(source)):
+        if axis not in lifted:
+            move(axis, target[axis])
+    for axis in sorted(lifted):
+        move(axis, target[axis])
+    return tuple(steps)
+
+
+def _lifted_axes(source: Layout, target: Layout) -> set[int]:
+    """Axes inside the split of a dimension that an outer axis is changing."""
+    lifted: set[int] = set()
+    disturbed: set[int] = set()
+    for axis, (before, after) in enumerate(zip(source, target, strict=True)):
+        dims = {placement.dim for placement in (before, after) if placement.is_shard}
+        if dims & disturbed:
+            lifted.add(axis)
+        if before != after or axis in lifted:
+            disturbed |= dims
+    return lifted

@@ -1,0 +1,131 @@
+"""The plan: everything that a training run needs, in one readable JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..cost_model.cluster import Cluster
+from .layout import Mesh
+from .strategy import NodeLayout
+
+SCHEMA = 1
+
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16", "fp64"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What was planned: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
+
+    ``seq`` is None where the model has no such dimension.
+    """
+
+    target: str
+    settings: Mapping[str, Any]
+    fingerprint: str
+    num_parameters: int
+    global_batch: int
+    seq: int | None
+    precision: Precision
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """A block's decisions. ``kind`` finds its layouts in its stage's ``layouts``."""
+
+    name: str
+    kind: str
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A run of blocks on a mesh of devices.
+
+    ``devices`` are cluster ranks in the mesh's row-major order. ``zero`` is the ZeRO stage
+    of parameters that are replicated over mesh axis 0, the axis that shards states.
+    ``layouts`` maps a node's name, in the first block of its kind in the whole graph, to
+    what was chosen; names of inputs, constants and shared parameters stand for themselves.
+    ``forward_seconds``/``backward_seconds`` are per micro-batch.
+    """
+
+    blocks: tuple[BlockPlan, ...]
+    devices: tuple[int, ...]
+    mesh: Mesh
+    zero: int
+    layouts: Mapping[str, NodeLayout]
+    prediction: StagePrediction
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """Predicted seconds per micro-batch, seconds per step, and bytes on the worst rank.
+
+    ``seconds``: forward, backward (recomputation included), compute, communication (both
+    per micro-batch), gradient_sync, optimizer (both per step), send (to the next stage).
+    ``memory_bytes``: parameters, gradients, optimizer, activations, transient, buffers, reserve.
+    """
+
+    seconds: Mapping[str, float]
+    memory_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The whole step. ``sources`` is the share of the time by where the figures come from."""
+
+    step_seconds: float
+    bubble_fraction: float
+    tokens_per_second: float
+    model_flops_utilization: float
+    peak_memory_bytes: int
+    sources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan that lost: what it was, its predictions, and why it lost."""
+
+    summary: str
+    step_seconds: float
+    peak_memory_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SolverInfo:
+    """How the plan was found. ``gap`` is relative; ``seconds`` splits planning time by phase."""
+
+    gap: float
+    num_problems: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a training run needs; ``run`` uses exactly it."""
+
+    model: ModelInfo
+    cluster: Cluster
+    num_microbatches: int
+    schedule: str
+    stages: tuple[StagePlan, ...]
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...]
+    solver: SolverInfo
+    replicated_ops: tuple[str, ...] = ()
+    version: str = ""
+    torch_version: str = ""
+    schema: int = SCHEMA
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.model.global_batch // self.num_microbatches
+
+    @property
+    def has_pipeline(self) -> bool:
+        return len(self.stages) > 1

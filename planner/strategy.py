@@ -1,0 +1,57 @@
+"""Strategies: the ways an op can run, one mesh axis at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .layout import Collective, Layout, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class InnerCollective:
+    """A collective that an op itself needs when split, e.g. vocabulary-parallel loss.
+
+    ``num_bytes`` is the size of the tensor reduced or gathered, local to a rank's other
+    axes; ``backward`` tells the direction.
+    """
+
+    kind: Collective
+    num_bytes: int
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AxisStrategy:
+    """One way to run an op on one mesh axis.
+
+    ``inputs`` has a placement for each of the node's ``inputs`` (in call order, a tensor
+    used twice listed twice), ``outputs`` one for each output. ``label`` is the letter of
+    the dimension annotation that is split (``"b"``), or ``"R"``/``"I"``/``"P"`` when the
+    op runs on whole or partial tensors.
+    """
+
+    label: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    collectives: tuple[InnerCollective, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """What was chosen for a node: the layout each input is brought to, and each output's.
+
+    A parameter, input or constant has no inputs; its output layout is how it is held.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    labels: tuple[str, ...] = ()
+
+
+def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
+    """The node layout of one strategy per mesh axis."""
+    return NodeLayout(
+        inputs=tuple(zip(*(axis.inputs for axis in axes), strict=True)),
+        outputs=tuple(zip(*(axis.outputs for axis in axes), strict=True)),
+        labels=tuple(axis.label for axis in axes),
+    )
