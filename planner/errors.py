@@ -53,9 +53,7 @@ class AutoparallelError(Exception):
         return "\n".join(lines)
 
 
-def _rebuild(
-    kind: type[AutoparallelError], code: str, what: str, *rest: str
-) -> AutoparallelError:
+def _rebuild(kind: type[AutoparallelError], code: str, what: str, *rest: str) -> AutoparallelError:
     why, where, fix = rest
     return kind(code, what, why=why, where=where, fix=fix)
 
