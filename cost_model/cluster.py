@@ -13,6 +13,23 @@ from typing import Literal
 Source = Literal["measured", "interpolated", "spec"]
 
 
+class ClusterError(ValueError):
+    """A description of a cluster is wrong.
+
+    ``what`` is one sentence; ``where`` the file and key, or the text given; ``fix`` what to try.
+    """
+
+    def __init__(self, what: str, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where, fix)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.what}{where}" + (f": {self.fix}" if self.fix else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """An accelerator (or a share of a CPU).
@@ -35,12 +52,19 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A level of the network: latency per message and bandwidth per device, one direction."""
+    """A level of the network: latency per message and bandwidth per device, one direction.
+
+    ``base_seconds`` is what starting any transfer or collective costs once, whatever its
+    number of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself
+    sums an all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot.
+    """
 
     name: str
     alpha_seconds: float
     bytes_per_second: float
     source: str = ""
+    base_seconds: float = 0.0
+    reduction_bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

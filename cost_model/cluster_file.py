@@ -1,0 +1,287 @@
+"""Clusters as TOML files, read with presets and overrides, and as plain dicts for JSON.
+
+A file names what is there; a preset's name stands for its table, and a table with
+``preset`` overrides some of its figures. Sizes and rates may be texts (``"70GB"``,
+``"400Gbit/s"``)::
+
+    name = "two kinds"
+    inter_link = "infiniband-ndr"
+
+    [[hosts]]
+    count = 2
+    num_devices = 8
+    device = "H100"
+
+    [[hosts]]
+    num_devices = 4
+    device = { preset = "A100-80GB", usable_memory_bytes = "70GB" }
+    link = { preset = "pcie4", bytes_per_second = "20GB/s" }
+
+``inter_link`` and ``link`` default to what the devices usually come with.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from itertools import groupby
+from math import isfinite
+from typing import Any
+
+from .cluster import Cluster, ClusterError, Device, Host, Link
+from .presets import find_link, find_preset
+from .quantity import parse_bytes, parse_rate
+
+_Convert = Callable[[Any, str], Any]
+
+
+def load_cluster(text: str, where: str = "cluster file") -> Cluster:
+    """The cluster that a TOML text describes. ``where`` names the file in errors.
+
+    Raises ``ClusterError`` with the key that is wrong.
+
+    >>> load_cluster('hosts = [{num_devices = 8, device = "H100"}]').num_devices
+    8
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"this is no TOML: {error}", where) from error
+    return from_dict(table, where)
+
+
+def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
+    """The cluster of a dict as ``to_dict`` or a TOML file gives it. Raises ``ClusterError``."""
+    _check_keys(table, ("name", "inter_link", "hosts"), where)
+    groups = table.get("hosts")
+    if not isinstance(groups, list) or not groups:
+        raise ClusterError("a cluster needs hosts", f"{where}: hosts", "add a [[hosts]] table")
+    hosts: list[Host] = []
+    fabric = ""
+    for index, group in enumerate(groups):
+        at = f"{where}: hosts[{index}]"
+        count, host, usual_fabric = _host_group(_table(group, at), at)
+        hosts += [host] * count
+        fabric = fabric or usual_fabric
+    inter_link = table.get("inter_link", fabric or None)
+    if inter_link is None:
+        if len(hosts) > 1:
+            raise ClusterError("no link between the hosts", f"{where}: inter_link", "name one")
+        inter_link = asdict(hosts[0].link)
+    name = _text(table.get("name", _default_name(hosts)), f"{where}: name")
+    link = _link(inter_link, f"{where}: inter_link")
+    return Cluster(name=name, hosts=tuple(hosts), inter_link=link)
+
+
+def to_dict(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as JSON can hold it, equal hosts in a row counted; ``from_dict`` inverts it."""
+    hosts = []
+    for host, run in groupby(cluster.hosts):
+        hosts.append(
+            {
+                "count": len(list(run)),
+                "num_devices": host.num_devices,
+                "device": asdict(host.device),
+                "link": asdict(host.link),
+            }
+        )
+    return {"name": cluster.name, "inter_link": asdict(cluster.inter_link), "hosts": hosts}
+
+
+def dump_cluster(cluster: Cluster) -> str:
+    """The cluster as TOML with every figure; ``load_cluster`` gives an equal cluster back."""
+    table = to_dict(cluster)
+    lines = [f"name = {_toml(table['name'])}"]
+    _dump_table(lines, "[inter_link]", table["inter_link"])
+    for group in table["hosts"]:
+        plain = {key: group[key] for key in ("count", "num_devices")}
+        _dump_table(lines, "[[hosts]]", plain)
+        _dump_table(lines, "[hosts.link]", group["link"])
+        _dump_table(lines, "[hosts.device]", group["device"])
+    return "\n".join(lines) + "\n"
+
+
+def _dump_table(lines: list[str], header: str, table: Mapping[str, Any]) -> None:
+    lines += ["", header]
+    lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
+    """(how many equal hosts, one of them, the usual link between such hosts or "")."""
+    _check_keys(group, ("count", "num_devices", "device", "link"), at)
+    if "device" not in group:
+        raise ClusterError("no device", at, 'add device = "H100", or a table')
+    device, preset_name = _device(group["device"], f"{at}.device")
+    preset = find_preset(preset_name) if preset_name else None
+    if "link" in group:
+        link = _link(group["link"], f"{at}.link")
+    elif preset:
+        link = find_link(preset.link)
+    else:
+        raise ClusterError("no link within the host", at, 'add link = "nvlink4", or a table')
+    if "num_devices" not in group:
+        raise ClusterError("how many devices?", at, "add num_devices = 8")
+    num_devices = _count(group["num_devices"], f"{at}.num_devices")
+    count = _count(group.get("count", 1), f"{at}.count")
+    return count, Host(device, num_devices, link), preset.fabric if preset else ""
+
+
+def _default_name(hosts: list[Host]) -> str:
+    parts = []
+    for host, run in groupby(hosts):
+        count = len(list(run))
+        times = f"{count}x" if count > 1 else ""
+        parts.append(f"{times}{host.num_devices}x{host.device.name}")
+    return "+".join(parts)
+
+
+def _device(value: Any, at: str) -> tuple[Device, str]:
+    """The device, and the name of its preset or ""."""
+    if isinstance(value, str):
+        return find_preset(value, at).device, value
+    table = dict(_table(value, at))
+    preset_name = _text(table.pop("preset", ""), f"{at}.preset")
+    values = _fields(table, _DEVICE_FIELDS, at)
+    if preset_name:
+        base = find_preset(preset_name, f"{at}.preset").device
+        changed = {"sources": {**base.sources, **dict.fromkeys(values, at)}, **values}
+        for key in ("peak_flops", "efficiency"):
+            if key in values:
+                changed[key] = {**getattr(base, key), **values[key]}
+        return replace(base, **changed), preset_name
+    values.setdefault("usable_memory_bytes", values.get("memory_bytes"))
+    _check_required(values, Device, at)
+    if not values["peak_flops"]:
+        raise ClusterError("no peak", f"{at}.peak_flops", "add { float32 = 19.5e12 }")
+    return Device(**values), ""
+
+
+def _link(value: Any, at: str) -> Link:
+    if isinstance(value, str):
+        return find_link(value, at)
+    table = dict(_table(value, at))
+    preset_name = _text(table.pop("preset", ""), f"{at}.preset")
+    values = _fields(table, _LINK_FIELDS, at)
+    if preset_name:
+        base = find_link(preset_name, f"{at}.preset")
+        return replace(base, **{"source": f"{at}; else {base.source}", **values})
+    _check_required(values, Link, at)
+    return Link(**values)
+
+
+def _fields(table: Mapping[str, Any], known: Mapping[str, _Convert], at: str) -> dict[str, Any]:
+    _check_keys(table, tuple(known), at)
+    return {key: known[key](value, f"{at}.{key}") for key, value in table.items()}
+
+
+def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], at: str) -> None:
+    for key in table:
+        if key not in known:
+            raise ClusterError(f"unknown key {key!r}", at, f"known: {', '.join(known)}")
+
+
+def _check_required(values: Mapping[str, Any], kind: type[Device] | type[Link], at: str) -> None:
+    optional = ("efficiency", "launch_seconds", "sources", "source", "base_seconds")
+    for entry in fields(kind):
+        needed = entry.name not in (*optional, "reduction_bytes_per_second")
+        if needed and values.get(entry.name) is None:
+            raise ClusterError(f"no {entry.name}", at, f"add {entry.name}, or name a preset")
+
+
+def _table(value: Any, at: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ClusterError(f"expected a table, found {value!r}", at)
+    return value
+
+
+def _text(value: Any, at: str) -> str:
+    if not isinstance(value, str):
+        raise ClusterError(f"expected a text, found {value!r}", at)
+    return value
+
+
+def _number(value: Any, at: str, *, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ClusterError(f"expected a number, found {value!r}", at)
+    if value < least:
+        raise ClusterError(f"expected at least {least:g}, found {value!r}", at)
+    return float(value)
+
+
+def _positive(value: Any, at: str) -> float:
+    number = _number(value, at)
+    if number <= 0:
+        raise ClusterError(f"expected more than 0, found {value!r}", at)
+    return number
+
+
+def _count(value: Any, at: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ClusterError(f"expected a whole number of at least 1, found {value!r}", at)
+    return value
+
+
+def _bytes(value: Any, at: str) -> int:
+    if isinstance(value, str):
+        try:
+            value = parse_bytes(value)
+        except ValueError as error:
+            raise ClusterError(str(error), at) from error
+    elif isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return _count(value, at)
+
+
+def _rate(value: Any, at: str, *, convert: _Convert = _positive) -> float:
+    if isinstance(value, str):
+        try:
+            value = parse_rate(value)
+        except ValueError as error:
+            raise ClusterError(str(error), at) from error
+    return float(convert(value, at))
+
+
+def _kind(value: Any, at: str) -> str:
+    if value not in ("cuda", "cpu"):
+        raise ClusterError(f"expected cuda or cpu, found {value!r}", at)
+    return str(value)
+
+
+def _map_of(convert: _Convert) -> _Convert:
+    def convert_all(value: Any, at: str) -> dict[str, Any]:
+        table = _table(value, at)
+        return {key: convert(item, f"{at}.{key}") for key, item in table.items()}
+
+    return convert_all
+
+
+_DEVICE_FIELDS: Mapping[str, _Convert] = {
+    "name": _text,
+    "kind": _kind,
+    "memory_bytes": _bytes,
+    "usable_memory_bytes": _bytes,
+    "memory_bytes_per_second": _rate,
+    "peak_flops": _map_of(_positive),
+    "efficiency": _map_of(_positive),
+    "launch_seconds": _number,
+    "sources": _map_of(_text),
+}
+_LINK_FIELDS: Mapping[str, _Convert] = {
+    "name": _text,
+    "alpha_seconds": _number,
+    "bytes_per_second": _rate,
+    "source": _text,
+    "base_seconds": _number,
+    "reduction_bytes_per_second": lambda value, at: _rate(value, at, convert=_number),
+}

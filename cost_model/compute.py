@@ -1,0 +1,112 @@
+"""Seconds of one op on one device: a roofline with an efficiency per op family.
+
+In: a device, the op's family, its FLOPs and the bytes it reads and writes (local shapes),
+its dtype. Out: seconds::
+
+    launch + max(ramp + flops / (peak[dtype] · efficiency[family]),
+                 bytes / (bandwidth · efficiency[family]))
+
+where a family that computes ("matmul", "attention", "conv") takes its efficiency from the
+peak and one that moves data from the bandwidth. ``ramp`` is the time in which a kernel of
+a computing family is filled and drained; it makes the efficiency of small ops fall as
+f / (f + half), half being the FLOPs that full speed would do in that time.
+
+Sources: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009; the ramp from square
+matmuls of 1024 and 2048 on A100 (119.4 and 221.8 TFLOP/s, against 256.5 at 16384: 10 µs;
+Azure/AI-benchmarking-guide) and on H100 in FP8 (4 to 6 µs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .cluster import Device
+
+COMPUTE_FAMILIES = frozenset({"matmul", "attention", "conv"})
+MEMORY_FAMILIES = frozenset({"norm", "elementwise", "copy"})
+
+_RAMP_SECONDS = {"cuda": 6e-6, "cpu": 0.0}
+_FALLBACK_DTYPES = {
+    "bfloat16": (("float16", 1.0), ("float32", 1.0)),
+    "float16": (("bfloat16", 1.0), ("float32", 1.0)),
+    "float64": (("float32", 1 / 64),),
+    "float8_e4m3fn": (("bfloat16", 1.0), ("float16", 1.0), ("float32", 1.0)),
+    "float8_e5m2": (("bfloat16", 1.0), ("float16", 1.0), ("float32", 1.0)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast a device runs one family in one dtype: all that ``seconds`` needs."""
+
+    launch_seconds: float
+    ramp_seconds: float
+    seconds_per_flop: float
+    seconds_per_byte: float
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Seconds of an op; one without work (a view) takes none."""
+        if flops <= 0 and num_bytes <= 0:
+            return 0.0
+        compute = self.ramp_seconds + flops * self.seconds_per_flop if flops > 0 else 0.0
+        return self.launch_seconds + max(compute, num_bytes * self.seconds_per_byte)
+
+    def seconds_array(
+        self, flops: npt.NDArray[np.float64], num_bytes: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """``seconds`` of many ops at once, of equally shaped arrays."""
+        compute = np.where(flops > 0, self.ramp_seconds + flops * self.seconds_per_flop, 0.0)
+        busy = self.launch_seconds + np.maximum(compute, num_bytes * self.seconds_per_byte)
+        return np.where((flops > 0) | (num_bytes > 0), busy, 0.0)
+
+
+def rate(device: Device, family: str, dtype: str) -> Rate:
+    """The rate of ``family`` in ``dtype`` on ``device``.
+
+    An unknown family is taken as "elementwise".
+    """
+    computes = family in COMPUTE_FAMILIES
+    known = family if computes or family in MEMORY_FAMILIES else "elementwise"
+    efficiency = device.efficiency.get(known, 1.0)
+    if computes:
+        flops_per_second = peak_flops(device, dtype) * efficiency
+        bytes_per_second = device.memory_bytes_per_second * device.efficiency.get("copy", 1.0)
+    else:
+        flops_per_second = peak_flops(device, "float64" if dtype == "float64" else "float32")
+        bytes_per_second = device.memory_bytes_per_second * efficiency
+    return Rate(
+        launch_seconds=device.launch_seconds,
+        ramp_seconds=_RAMP_SECONDS[device.kind] if computes else 0.0,
+        seconds_per_flop=1 / flops_per_second,
+        seconds_per_byte=1 / bytes_per_second,
+    )
+
+
+def op_seconds(device: Device, family: str, flops: float, num_bytes: float, dtype: str) -> float:
+    """Seconds of one op of ``flops`` FLOPs that reads and writes ``num_bytes``.
+
+    For many ops of one family, take ``rate`` once.
+
+    >>> device = Device("d", "cpu", 1, 1, 1e9, {"float32": 1e9}, launch_seconds=0.5)
+    >>> op_seconds(device, "matmul", 2e9, 1e9, "float32")
+    2.5
+    """
+    return rate(device, family, dtype).seconds(flops, num_bytes)
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """The dense peak in ``dtype``, or that of the dtype it is emulated in.
+
+    A half precision without its own figure runs as the other or as float32; float64 without
+    one at 1/64 of float32, the ratio of GPUs made for graphics; integers as float32.
+    """
+    peaks = device.peak_flops
+    if dtype in peaks:
+        return peaks[dtype]
+    for other, factor in _FALLBACK_DTYPES.get(dtype, ()):
+        if other in peaks:
+            return peaks[other] * factor
+    return peaks["float32"] if "float32" in peaks else max(peaks.values())

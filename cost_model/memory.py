@@ -1,0 +1,151 @@
+"""Bytes of a training run's states: parameters, gradients, optimizer, by precision and ZeRO.
+
+In: how many parameters a rank would hold without ZeRO, a precision policy, the ZeRO stage
+and over how many ranks it shards. Out: bytes on that rank. Source: Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, figure 1,
+with the states as PyTorch's fully_shard lays them out: the parameters that the optimizer
+steps are the master copy, in full precision, and the copy that computes is gathered from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp64"]
+
+OPTIMIZER_STATES = {
+    "adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
+}  # fmt: skip
+"""Tensors of a parameter's size that each optimizer keeps."""
+
+
+class PolicyError(ValueError):
+    """There is no precision or optimizer of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    """Bytes per parameter.
+
+    ``parameter_bytes``: the copy that the optimizer steps; ``gradient_bytes``: the reduced
+    gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
+    computes, in ``compute_dtype``.
+    """
+
+    name: str
+    compute_dtype: str
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the copy that computes is another than the one that is stepped."""
+        return self.gathered_bytes != self.parameter_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a rank holds from step to step. ``parameters`` counts a lasting gathered copy."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
+    """The policy of a precision ("fp32", "bf16", "fp64") with an optimizer.
+
+    bf16 is mixed: float32 parameters, gradients reduced and kept in float32, bfloat16 compute.
+
+    >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
+    PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
+                    gradient_bytes=4, optimizer_bytes=8, gathered_bytes=2)
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        known = ", ".join(OPTIMIZER_STATES)
+        raise PolicyError(f"no optimizer {optimizer!r}: expected one of {known}")
+    dtypes = {"fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp64": ("float64", 8, 8)}
+    if precision not in dtypes:
+        raise PolicyError(f"no precision {precision!r}: expected fp32, bf16 or fp64")
+    compute_dtype, master, gathered = dtypes[precision]
+    states = OPTIMIZER_STATES[optimizer] * master
+    return PrecisionPolicy(precision, compute_dtype, master, master, states, gathered)
+
+
+def state_bytes(
+    numel_local: int,
+    policy: PrecisionPolicy,
+    zero: int,
+    shards: int,
+    *,
+    wrapped: bool = False,
+) -> StateBytes:
+    """Bytes of the states of ``numel_local`` parameters, the part that tensor and pipeline
+    parallelism leave to this rank, under ZeRO stage ``zero`` over ``shards`` ranks.
+
+    Stage 1 shards the optimizer's states and the master parameters, stage 2 the gradients
+    too; in both (and in stage 0 with mixed precision) a gathered copy of the parameters
+    stays. Stage 3 gathers a block at a time: see ``gathered_bytes``. ``wrapped`` says that
+    fully_shard holds the parameters even where nothing is sharded; it then keeps a copy
+    of its own in a group of one too.
+
+    >>> state_bytes(1000, policy("fp32"), 0, 1)
+    StateBytes(parameters=4000, gradients=4000, optimizer=8000)
+    >>> state_bytes(1000, policy("fp32"), 3, 4).total
+    4000
+    """
+    if zero not in (0, 1, 2, 3) or shards < 1:
+        raise PolicyError(f"no ZeRO stage {zero} over {shards} ranks")
+    part = -(-numel_local // shards) if zero >= 1 else numel_local
+    has_copy = zero < 3 and (policy.is_mixed or wrapped or (zero >= 1 and shards > 1))
+    copy = numel_local * policy.gathered_bytes if has_copy else 0
+    gradients = part if zero >= 2 else numel_local
+    return StateBytes(
+        parameters=part * policy.parameter_bytes + copy,
+        gradients=gradients * policy.gradient_bytes,
+        optimizer=part * policy.optimizer_bytes,
+    )
+
+
+def gathered_bytes(numel: int, policy: PrecisionPolicy) -> int:
+    """Bytes of the copy of ``numel`` parameters that a block computes with."""
+    return numel * policy.gathered_bytes
+
+
+def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
+    """What the allocator hands out for a tensor: multiples of 512 bytes on CUDA, 64 on CPU.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
+
+    >>> allocated_bytes(513, "cuda"), allocated_bytes(0, "cuda")
+    (1024, 0)
+    """
+    step = 512 if kind == "cuda" else 64
+    return -(-num_bytes // step) * step
+
+
+_CUDA_CONTEXT_BYTES = 600_000_000
+_CUDA_WORKSPACE_BYTES = 100_000_000
+_NCCL_COMMUNICATOR_BYTES = 250_000_000
+
+
+def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
+    """Bytes of a device that belong to no tensor of the model, with ``num_groups`` process
+    groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the workspaces of
+    cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB per
+    channel, peer and protocol; estimated). On a CPU none: what a process takes to have
+    imported torch (0.2 to 0.4 GB) is not counted, nor is it in a device's usable memory.
+
+    >>> reserve_bytes("cuda", 2)
+    1200000000
+    """
+    if kind == "cpu":
+        return 0
+    return _CUDA_CONTEXT_BYTES + _CUDA_WORKSPACE_BYTES + num_groups * _NCCL_COMMUNICATOR_BYTES

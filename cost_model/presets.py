@@ -1,0 +1,307 @@
+"""Devices by name, with the links they usually come with; every figure with its source.
+
+Peaks are dense (no structured sparsity) and, in float32, without TF32. Memory is what
+nvidia-smi shows. Facts compiled from vendors' data sheets and published measurements.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .cluster import ClusterError, Device, Link
+from .link_presets import INTRA_PREFIXES, LINK_ALIASES, LINKS
+
+MIB = 2**20
+_SPEED_MONITOR = "mosaicml/composer@003ec03 speed_monitor.py, citing NVIDIA's data sheet"
+_ML_ENGINEERING = "stas00/ml-engineering@744d01e compute/accelerator/README.md"
+_AZURE = "Azure/AI-benchmarking-guide@8fd0c6e"
+_DATASHEET = "NVIDIA data sheet"
+_LARGE_MATMUL = (
+    f"x 0.94, what large square matmuls on A100 (253.7 TFLOP/s at 8192, {_AZURE}) reach of the "
+    "best shape's rate (271.2)"
+)
+_ESTIMATE = "estimate, no published measurement at hand"
+_LAUNCH = "estimate: a kernel's share of PyTorch's eager dispatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A device, the names of the links in and between its usual hosts, the devices of a host."""
+
+    device: Device
+    link: str
+    fabric: str
+    host_size: int = 8
+
+
+def _gpu(
+    name: str,
+    *,
+    memory_mib: int,
+    bandwidth_gb: float,
+    tflops: Mapping[str, float],
+    efficiency: Mapping[str, float],
+    sources: Mapping[str, str],
+) -> Device:
+    memory_bytes = memory_mib * MIB
+    common = {
+        "memory_bytes": "nvidia-smi",
+        "usable_memory_bytes": "memory less 1 % that the driver keeps",
+        "launch_seconds": _LAUNCH,
+    }
+    return Device(
+        name=name,
+        kind="cuda",
+        memory_bytes=memory_bytes,
+        usable_memory_bytes=memory_bytes * 99 // 100,
+        memory_bytes_per_second=bandwidth_gb * 1e9,
+        peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
+        efficiency=efficiency,
+        launch_seconds=4e-6,
+        sources={**common, **sources},
+    )
+
+
+def _families(matmul: float, attention: float, conv: float, memory: float) -> dict[str, float]:
+    """Efficiencies: of the peak for the first three, of the bandwidth for the rest."""
+    return {
+        "matmul": matmul, "attention": attention, "conv": conv,
+        "norm": round(memory * 0.85, 3), "elementwise": memory, "copy": memory,
+    }  # fmt: skip
+
+
+def _sources(peak: str, bandwidth: str, matmul: str, attention: str, memory: str) -> dict[str, str]:
+    return {
+        "peak_flops": peak,
+        "memory_bytes_per_second": bandwidth,
+        "efficiency.matmul": matmul,
+        "efficiency.attention": attention,
+        "efficiency.conv": _ESTIMATE,
+        "efficiency.copy": memory,
+        "efficiency.elementwise": "as copy",
+        "efficiency.norm": "copy x 0.85; " + _ESTIMATE,
+    }
+
+
+_V100_SOURCES = _sources(
+    f"{_SPEED_MONITOR}; float64: {_DATASHEET}",
+    "Dell EMC reference guide, p. 17",
+    _ESTIMATE,
+    _ESTIMATE,
+    _ESTIMATE,
+)
+_A100_ATTENTION = "FlashAttention-2 (Dao 2023, section 4.1): 50 to 73 % forward, less backward"
+_A100_MEMORY = f"measured 1610 to 1750 of 2039 GB/s ({_AZURE})"
+_A100_TFLOPS = {"float64": 19.5, "float32": 19.5, "tfloat32": 156, "bfloat16": 312, "float16": 312}
+_A100_PEAK = f"{_SPEED_MONITOR}; float64 by tensor cores: {_DATASHEET}"
+_A100_MATMUL = f"measured 253.7 to 256.5 of 312 TFLOP/s at 8192 and 16384 ({_AZURE})"
+_A100_PCIE_MATMUL = f"measured 252.9 of 312 TFLOP/s at the best shape ({_ML_ENGINEERING}) "
+_HOPPER_ATTENTION = (
+    "PyTorch's FlashAttention-2 kernel reaches 35 to 40 % of the peak (FlashAttention-3, "
+    "Shah et al. 2024, section 1)"
+)
+_HOPPER_TFLOPS = {
+    "float64": 67, "float32": 67, "tfloat32": 494.5, "bfloat16": 989, "float16": 989,
+    "float8_e4m3fn": 1979, "float8_e5m2": 1979,
+}  # fmt: skip
+_HOPPER_PEAK = f"{_ML_ENGINEERING}; float64 by tensor cores: {_DATASHEET}"
+_HOPPER_MATMUL = (
+    f"measured 794.5 of 989 TFLOP/s at the best shape ({_ML_ENGINEERING}) {_LARGE_MATMUL}"
+)
+
+
+def _v100(name: str, memory_mib: int) -> Device:
+    return _gpu(
+        name,
+        memory_mib=memory_mib,
+        bandwidth_gb=900,
+        tflops={"float64": 7.8, "float32": 15.7, "float16": 125},
+        efficiency=_families(0.72, 0.3, 0.5, 0.85),
+        sources=_V100_SOURCES,
+    )
+
+
+def _a100(name: str, memory_mib: int, bandwidth_gb: float, *, pcie: bool) -> Device:
+    matmul = _A100_PCIE_MATMUL + _LARGE_MATMUL if pcie else _A100_MATMUL
+    bandwidth = "techpowerup; glennklockwood.com; thundercompute A100 table"
+    return _gpu(
+        name,
+        memory_mib=memory_mib,
+        bandwidth_gb=bandwidth_gb,
+        tflops=_A100_TFLOPS,
+        efficiency=_families(0.76 if pcie else 0.82, 0.5, 0.55, 0.83),
+        sources=_sources(_A100_PEAK, bandwidth, matmul, _A100_ATTENTION, _A100_MEMORY),
+    )
+
+
+def _hopper(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text: str) -> Device:
+    sources = _sources(_HOPPER_PEAK, _ML_ENGINEERING, _HOPPER_MATMUL, _HOPPER_ATTENTION, text)
+    return _gpu(
+        name,
+        memory_mib=memory_mib,
+        bandwidth_gb=bandwidth_gb,
+        tflops=_HOPPER_TFLOPS,
+        efficiency=_families(0.755, 0.38, 0.5, memory),
+        sources=sources,
+    )
+
+
+_H100_MEMORY = f"measured 2900 to 3180 of 3350 GB/s ({_AZURE})"
+_H200_MEMORY = f"measured 4000 to 4480 of 4800 GB/s ({_AZURE})"
+
+_H100_PCIE = _gpu(
+    "H100-PCIe",
+    memory_mib=81559,
+    bandwidth_gb=2000,
+    tflops={
+        "float64": 51, "float32": 51, "tfloat32": 378, "bfloat16": 756, "float16": 756,
+        "float8_e4m3fn": 1513, "float8_e5m2": 1513,
+    },
+    efficiency=_families(0.65, 0.35, 0.45, 0.9),
+    sources=_sources(_HOPPER_PEAK, _ML_ENGINEERING, _ESTIMATE, _HOPPER_ATTENTION, _H100_MEMORY),
+)  # fmt: skip
+_B200 = _gpu(
+    "B200",
+    memory_mib=183359,
+    bandwidth_gb=8000,
+    tflops={
+        "float32": 80, "tfloat32": 1125, "bfloat16": 2250, "float16": 2250,
+        "float8_e4m3fn": 4500, "float8_e5m2": 4500,
+    },
+    efficiency=_families(0.73, 0.35, 0.45, 0.88),
+    sources=_sources(
+        _ML_ENGINEERING,
+        _ML_ENGINEERING,
+        f"measured 1745 of 2250 TFLOP/s at the best shape ({_ML_ENGINEERING}) {_LARGE_MATMUL}",
+        _ESTIMATE,
+        _ESTIMATE,
+    ),
+)  # fmt: skip
+_L40S = _gpu(
+    "L40S",
+    memory_mib=46068,
+    bandwidth_gb=864,
+    tflops={
+        "float32": 91.6, "tfloat32": 183, "bfloat16": 362, "float16": 362,
+        "float8_e4m3fn": 733, "float8_e5m2": 733,
+    },
+    efficiency=_families(0.65, 0.4, 0.45, 0.85),
+    sources=_sources(
+        _ML_ENGINEERING, "store.sourcecode.com L40S page", _ESTIMATE, _ESTIMATE, _ESTIMATE
+    ),
+)  # fmt: skip
+_A10G = _gpu(
+    "A10G",
+    memory_mib=23028,
+    bandwidth_gb=600,
+    tflops={"float32": 31.2, "bfloat16": 70, "float16": 70},
+    efficiency=_families(0.75, 0.45, 0.45, 0.83),
+    sources=_sources(
+        "float32: Lightning throughput.py; bfloat16: commonly quoted, disputed (the A10's data "
+        "sheet says 125, the A10G has fewer tensor cores)",
+        "Baseten, A10 vs A10G",
+        _ESTIMATE,
+        _ESTIMATE,
+        _ESTIMATE,
+    ),
+)
+_RTX4090 = _gpu(
+    "RTX4090",
+    memory_mib=24564,
+    bandwidth_gb=1008,
+    tflops={
+        "float32": 82.6, "tfloat32": 82.6, "bfloat16": 165.2, "float16": 165.2,
+        "float8_e4m3fn": 330.3, "float8_e5m2": 330.3,
+    },
+    efficiency=_families(0.85, 0.5, 0.5, 0.88),
+    sources=_sources(
+        "waredb.com RTX 4090 page (float32 accumulation)",
+        "waredb.com RTX 4090 page",
+        _ESTIMATE,
+        _ESTIMATE,
+        _ESTIMATE,
+    ),
+)  # fmt: skip
+CPU_CORE = Device(
+    name="cpu",
+    kind="cpu",
+    memory_bytes=4 * 2**30,
+    usable_memory_bytes=4 * 2**30,
+    memory_bytes_per_second=10e9,
+    peak_flops={"float32": 60e9, "float64": 30e9, "bfloat16": 60e9},
+    efficiency={
+        "matmul": 0.85, "attention": 0.6, "conv": 0.6,
+        "norm": 0.5, "elementwise": 0.5, "copy": 0.9,
+    },
+    launch_seconds=5e-6,
+    sources={"*": "spec: typical of one core of a server with AVX2; detect the machine instead"},
+)  # fmt: skip
+
+_PRESETS = (
+    Preset(_v100("V100-16GB", 16160), "nvlink2", "infiniband-edr-shared"),
+    Preset(_v100("V100-32GB", 32510), "nvlink2", "infiniband-edr-shared", 16),
+    Preset(_a100("A100-40GB", 40536, 1555, pcie=False), "nvlink3", "infiniband-hdr", 16),
+    Preset(_a100("A100-80GB", 81251, 2039, pcie=False), "nvlink3", "infiniband-hdr"),
+    Preset(_a100("A100-40GB-PCIe", 40536, 1555, pcie=True), "pcie4", "infiniband-hdr"),
+    Preset(_a100("A100-80GB-PCIe", 81251, 1935, pcie=True), "pcie4", "infiniband-hdr"),
+    Preset(_hopper("H100", 81559, 3350, 0.91, _H100_MEMORY), "nvlink4", "infiniband-ndr"),
+    Preset(_H100_PCIE, "pcie5", "infiniband-ndr"),
+    Preset(_hopper("H200", 143771, 4800, 0.88, _H200_MEMORY), "nvlink4", "infiniband-ndr"),
+    Preset(_B200, "nvlink5", "infiniband-ndr"),
+    Preset(_L40S, "pcie4", "ethernet-100g"),
+    Preset(_A10G, "pcie4", "ethernet-10g"),
+    Preset(_RTX4090, "pcie4", "ethernet-10g"),
+    Preset(CPU_CORE, "loopback", "ethernet-10g", 256),
+)
+
+PRESETS: Mapping[str, Preset] = {preset.device.name: preset for preset in _PRESETS}
+
+DEVICE_ALIASES: Mapping[str, str] = {
+    "V100": "V100-16GB", "V100-SXM2-16GB": "V100-16GB", "V100-SXM2-32GB": "V100-32GB",
+    "V100-SXM3-32GB": "V100-32GB", "A100": "A100-80GB", "A100-SXM4-40GB": "A100-40GB",
+    "A100-SXM4-80GB": "A100-80GB", "A100-PCIe": "A100-80GB-PCIe",
+    "A100-PCIe-40GB": "A100-40GB-PCIe", "A100-PCIe-80GB": "A100-80GB-PCIe",
+    "H100-80GB": "H100", "H100-SXM": "H100", "H100-SXM5": "H100", "H100-SXM5-80GB": "H100",
+    "H100-PCIe-80GB": "H100-PCIe", "H100-80GB-PCIe": "H100-PCIe", "H200-141GB": "H200",
+    "H200-SXM": "H200", "H200-SXM5-141GB": "H200", "B200-180GB": "B200",
+    "B200-SXM-180GB": "B200", "L40S-48GB": "L40S", "A10G-24GB": "A10G", "4090": "RTX4090",
+    "RTX4090-24GB": "RTX4090", "RTX-4090": "RTX4090",
+}  # fmt: skip
+
+
+def find_preset(name: str, where: str = "") -> Preset:
+    """The device of this name or alias, in any case.
+
+    >>> find_preset("a100-sxm4-40gb").device.name
+    'A100-40GB'
+    """
+    return PRESETS[_canonical(name, PRESETS, DEVICE_ALIASES, what="device", where=where)]
+
+
+def find_link(name: str, where: str = "") -> Link:
+    """The link of this name or alias, in any case.
+
+    >>> find_link("NDR").name
+    'infiniband-ndr'
+    """
+    return LINKS[_canonical(name, LINKS, LINK_ALIASES, what="link", where=where)]
+
+
+def joins_devices(link: Link) -> bool:
+    """Whether a preset link is one within a host."""
+    return link.name.startswith(INTRA_PREFIXES)
+
+
+def _canonical(
+    name: str, names: Iterable[str], aliases: Mapping[str, str], *, what: str, where: str
+) -> str:
+    known = {known.lower(): known for known in names}
+    known.update({alias.lower(): target for alias, target in aliases.items()})
+    if name.lower() in known:
+        return known[name.lower()]
+    close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.5)
+    near = list(dict.fromkeys(known[key] for key in close))
+    fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    raise ClusterError(f"no {what} named {name!r}", where, fix)

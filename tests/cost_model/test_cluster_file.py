@@ -1,0 +1,188 @@
+"""Cluster files: presets, overrides, errors that name the key, and exact round trips."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoparallel.cost_model.cluster import Cluster, ClusterError, Device, Host, Link
+from autoparallel.cost_model.cluster_file import dump_cluster, from_dict, load_cluster, to_dict
+from autoparallel.cost_model.presets import PRESETS, find_link, find_preset
+from autoparallel.cost_model.quantity import parse_bytes, parse_rate
+from autoparallel.cost_model.resolve import resolve_cluster
+from autoparallel.cost_model.shorthand import parse_cluster
+
+MIXED = """
+name = "two kinds"
+inter_link = "infiniband-ndr"
+
+[[hosts]]
+count = 2
+num_devices = 8
+device = "H100"
+
+[[hosts]]
+num_devices = 4
+device = { preset = "A100-80GB", usable_memory_bytes = "70GB", efficiency = { matmul = 0.6 } }
+link = { preset = "pcie4", bytes_per_second = "20GB/s" }
+"""
+
+
+def test_groups_of_hosts_with_presets_and_overrides() -> None:
+    cluster = load_cluster(MIXED)
+    assert cluster.name == "two kinds"
+    assert cluster.num_devices == 20
+    assert cluster.hosts[1] == parse_cluster("8xH100").hosts[0]
+    a100, preset = cluster.device(19), find_preset("A100-80GB").device
+    assert a100.usable_memory_bytes == 70_000_000_000
+    assert a100.peak_flops == preset.peak_flops
+    assert a100.efficiency == {**preset.efficiency, "matmul": 0.6}
+    assert a100.sources["usable_memory_bytes"] == "cluster file: hosts[1].device"
+    assert cluster.hosts[2].link.bytes_per_second == 20e9
+    assert cluster.hosts[2].link.alpha_seconds == find_link("pcie4").alpha_seconds
+    assert cluster.inter_link == find_link("infiniband-ndr")
+
+
+def test_links_and_name_default_to_the_usual_ones() -> None:
+    cluster = load_cluster('hosts = [{count = 4, num_devices = 8, device = "A100-80GB"}]')
+    assert cluster.hosts == parse_cluster("4x8xA100-80GB").hosts
+    assert cluster.inter_link == parse_cluster("4x8xA100-80GB").inter_link
+    assert cluster.name == "4x8xA100-80GB"
+
+
+def test_a_device_of_ones_own() -> None:
+    cluster = load_cluster(
+        """
+        [[hosts]]
+        num_devices = 2
+        device = { name = "mine", kind = "cuda", memory_bytes = "16GiB",
+                   memory_bytes_per_second = 5e11, peak_flops = { float32 = 1e13 } }
+        link = { name = "wire", alpha_seconds = 1e-6, bytes_per_second = "80Gbit/s" }
+        """.replace(",\n", ", ")
+    )
+    device = cluster.device(0)
+    assert device.memory_bytes == device.usable_memory_bytes == 2**34
+    assert cluster.hosts[0].link.bytes_per_second == 10e9
+    assert cluster.inter_link == cluster.hosts[0].link
+
+
+HOST = '[[hosts]]\nnum_devices = 8\ndevice = "H100"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "where"),
+    [
+        ("hosts = [", "no TOML", "c.toml"),
+        ("", "needs hosts", "c.toml: hosts"),
+        ("hosts = []", "needs hosts", "c.toml: hosts"),
+        ("hosts = [3]", "expected a table", "c.toml: hosts[0]"),
+        ("nodes = 3", "unknown key 'nodes'", "c.toml"),
+        (HOST + "gpus = 3", "unknown key 'gpus'", "c.toml: hosts[0]"),
+        ('[[hosts]]\ndevice = "H100"', "how many devices", "c.toml: hosts[0]"),
+        ("[[hosts]]\nnum_devices = 8", "no device", "c.toml: hosts[0]"),
+        (HOST + "count = 0", "at least 1", "c.toml: hosts[0].count"),
+        (HOST + "count = true", "whole number", "c.toml: hosts[0].count"),
+        (HOST + 'link = "nvlink44"', "no link named", "c.toml: hosts[0].link"),
+        (
+            HOST + 'link = { preset = "pcie4", bytes_per_second = -1 }',
+            "at least 0",
+            "c.toml: hosts[0].link.bytes_per_second",
+        ),
+        (
+            HOST + 'link = { preset = "pcie4", bytes_per_second = "80GB" }',
+            "no rate",
+            "c.toml: hosts[0].link.bytes_per_second",
+        ),
+        (HOST + 'link = { name = "w" }', "no alpha_seconds", "c.toml: hosts[0].link"),
+        (
+            '[[hosts]]\nnum_devices = 8\ndevice = { preset = "H10" }',
+            "no device named 'H10'",
+            "c.toml: hosts[0].device.preset",
+        ),
+        (
+            '[[hosts]]\nnum_devices = 8\ndevice = { preset = "H100", memory = 3 }',
+            "unknown key 'memory'",
+            "c.toml: hosts[0].device",
+        ),
+        (
+            '[[hosts]]\nnum_devices = 8\ndevice = { preset = "H100", memory_bytes = "80" }',
+            "no quantity",
+            "c.toml: hosts[0].device.memory_bytes",
+        ),
+        (
+            '[[hosts]]\nnum_devices = 8\ndevice = { preset = "H100", peak_flops = { x = 0 } }',
+            "more than 0",
+            "c.toml: hosts[0].device.peak_flops.x",
+        ),
+    ],
+)
+def test_a_wrong_file_is_told_the_key(text: str, what: str, where: str) -> None:
+    with pytest.raises(ClusterError) as raised:
+        load_cluster(text, "c.toml")
+    assert what in raised.value.what
+    assert raised.value.where == where
+
+
+texts = st.text(max_size=12)
+positive = st.floats(min_value=1e-9, max_value=1e18)
+counts = st.integers(1, 2**50)
+links = st.builds(
+    Link, texts, st.floats(0, 1), positive, texts, st.floats(0, 1), st.floats(0, 1e15)
+)
+devices = st.builds(
+    Device,
+    texts,
+    st.sampled_from(["cuda", "cpu"]),
+    counts,
+    counts,
+    positive,
+    st.dictionaries(texts, positive, min_size=1, max_size=3),
+    st.dictionaries(texts, positive, max_size=3),
+    st.floats(0, 1),
+    st.dictionaries(texts, texts, max_size=3),
+)
+hosts = st.builds(Host, devices, st.integers(1, 16), links)
+clusters = st.builds(
+    lambda name, groups, link: Cluster(
+        name, tuple(host for host, count in groups for _ in range(count)), link
+    ),
+    texts,
+    st.lists(st.tuples(hosts, st.integers(1, 3)), min_size=1, max_size=2),
+    links,
+)
+
+
+@settings(max_examples=40)
+@given(clusters)
+def test_a_cluster_survives_json_and_toml_exactly(cluster: Cluster) -> None:
+    assert from_dict(json.loads(json.dumps(to_dict(cluster)))) == cluster
+    assert load_cluster(dump_cluster(cluster)) == cluster
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_its_file(name: str) -> None:
+    cluster = parse_cluster(f"2x4x{name}")
+    assert load_cluster(dump_cluster(cluster)) == cluster
+
+
+def test_sizes_are_decimal_or_binary_as_written() -> None:
+    assert parse_bytes("80GB") == 80 * 10**9
+    assert parse_bytes("80 GiB") == 80 * 2**30
+    assert parse_bytes("512b") == 512
+    assert parse_rate("400Gbit/s") == 50e9
+    for text in ("80", "GB", "-1GB", "80GB/s", "8e3GB"):
+        with pytest.raises(ValueError, match=r"quantity|rate"):
+            parse_bytes(text)
+
+
+def test_a_path_is_read_and_a_missing_one_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(MIXED)
+    assert resolve_cluster(str(path)) == load_cluster(MIXED, str(path))
+    with pytest.raises(ClusterError, match="cannot be read"):
+        resolve_cluster(str(tmp_path / "none.toml"))
+    with pytest.raises(ClusterError, match="describes no cluster"):
+        resolve_cluster("nonsense")
+    assert resolve_cluster("4x8xH100") == parse_cluster("4x8xH100")

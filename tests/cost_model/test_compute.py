@@ -1,0 +1,100 @@
+"""The roofline: hand-made devices, its vector form, and published matmul rates."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoparallel.cost_model.cluster import Device
+from autoparallel.cost_model.compute import op_seconds, peak_flops, rate
+from autoparallel.cost_model.presets import PRESETS, find_preset
+
+DEVICE = Device(
+    name="d",
+    kind="cpu",
+    memory_bytes=1,
+    usable_memory_bytes=1,
+    memory_bytes_per_second=1e9,
+    peak_flops={"float32": 1e9, "bfloat16": 4e9},
+    efficiency={"matmul": 0.5, "norm": 0.25, "copy": 0.5},
+    launch_seconds=1.0,
+)
+
+
+def test_a_matmul_is_bound_by_flops_or_by_bytes() -> None:
+    """10 GFLOP at 0.5 of 1 GFLOP/s is 20 s; 20 GB at 0.5 of 1 GB/s is 40 s; 1 s to launch."""
+    assert op_seconds(DEVICE, "matmul", 10e9, 1e9, "float32") == pytest.approx(21.0)
+    assert op_seconds(DEVICE, "matmul", 10e9, 20e9, "float32") == pytest.approx(41.0)
+
+
+def test_a_dtype_has_its_own_peak() -> None:
+    assert op_seconds(DEVICE, "matmul", 10e9, 0, "bfloat16") == pytest.approx(1.0 + 5.0)
+
+
+def test_other_families_move_bytes_at_their_share_of_the_bandwidth() -> None:
+    assert op_seconds(DEVICE, "norm", 1.0, 1e9, "float32") == pytest.approx(1.0 + 4.0)
+    assert op_seconds(DEVICE, "elementwise", 1.0, 1e9, "float32") == pytest.approx(1.0 + 1.0)
+
+
+def test_an_unknown_family_counts_as_elementwise() -> None:
+    known = op_seconds(DEVICE, "elementwise", 5.0, 1e9, "float32")
+    assert op_seconds(DEVICE, "scan", 5.0, 1e9, "float32") == known
+
+
+def test_an_op_without_work_takes_no_time() -> None:
+    assert op_seconds(DEVICE, "copy", 0, 0, "float32") == 0.0
+
+
+def test_a_missing_dtype_runs_as_the_one_that_emulates_it() -> None:
+    assert peak_flops(DEVICE, "float16") == 4e9
+    assert peak_flops(DEVICE, "float64") == 1e9 / 64
+    assert peak_flops(DEVICE, "int64") == 1e9
+    v100 = find_preset("V100-32GB").device
+    assert peak_flops(v100, "bfloat16") == 125e12
+
+
+@given(
+    st.sampled_from(["matmul", "attention", "conv", "norm", "elementwise", "copy"]),
+    st.lists(st.tuples(st.floats(0, 1e15), st.floats(0, 1e12)), min_size=1, max_size=8),
+)
+def test_the_vector_form_agrees(family: str, ops: list[tuple[float, float]]) -> None:
+    for name in ("H100", "cpu"):
+        one = rate(PRESETS[name].device, family, "bfloat16")
+        flops, num_bytes = (np.array(column) for column in zip(*ops, strict=True))
+        many = one.seconds_array(flops, num_bytes)
+        assert many.tolist() == [one.seconds(*op) for op in ops]
+
+
+@given(st.floats(0, 1e15), st.floats(0, 1e15), st.floats(0, 1e12), st.floats(0, 1e12))
+def test_more_work_is_never_faster(a: float, b: float, c: float, d: float) -> None:
+    device = find_preset("A100-80GB").device
+    flops, num_bytes = sorted((a, b)), sorted((c, d))
+    less = op_seconds(device, "matmul", flops[0], num_bytes[0], "bfloat16")
+    assert less <= op_seconds(device, "matmul", flops[1], num_bytes[1], "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "measured_tflops"),
+    [
+        # Azure/AI-benchmarking-guide@8fd0c6e, ND_A100_v4_results.md, cuBLASLt
+        ("A100-80GB", "float16", (1024, 1024, 1024), 119.4),
+        ("A100-80GB", "float16", (2048, 2048, 2048), 221.8),
+        ("A100-80GB", "float16", (4096, 4096, 4096), 228.0),
+        ("A100-80GB", "float16", (8192, 8192, 8192), 253.7),
+        ("A100-80GB", "float16", (6144, 12288, 12288), 250.8),
+        # stas00/ml-engineering@744d01e, best shape of a search
+        ("H100", "bfloat16", (2048, 2048, 13312), 794.5),
+        ("B200", "bfloat16", (1792, 16128, 3072), 1745.0),
+    ],
+)
+def test_published_matmul_rates_are_met_within_30_percent(
+    name: str, dtype: str, shape: tuple[int, int, int], measured_tflops: float
+) -> None:
+    m, n, k = shape
+    flops, num_bytes = 2 * m * n * k, 2 * (m * n + n * k + m * k)
+    # Back-to-back launches of a benchmark hide the launch.
+    device = replace(find_preset(name).device, launch_seconds=0.0)
+    seconds = op_seconds(device, "matmul", flops, num_bytes, dtype)
+    assert flops / seconds / 1e12 == pytest.approx(measured_tflops, rel=0.3)

@@ -1,0 +1,141 @@
+"""Detection of the machine at hand, and what the modules import."""
+
+import doctest
+import importlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from autoparallel.cost_model import detect
+from autoparallel.cost_model.cluster import Cluster, ClusterError
+from autoparallel.cost_model.cluster_file import dump_cluster, load_cluster
+from autoparallel.cost_model.detect import (
+    detect_cpu,
+    detect_local,
+    match_gpu_name,
+    threads_per_device,
+    usable_cores,
+    with_measured_link,
+)
+from autoparallel.cost_model.resolve import resolve_cluster
+from autoparallel.cost_model.shorthand import parse_cluster
+
+MODULES = [
+    "cluster", "cluster_file", "collectives", "compute", "detect", "link_presets", "memory",
+    "presets", "quantity", "resolve", "shorthand",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Cluster:
+    return detect_cpu()
+
+
+def test_the_cpu_has_a_device_per_core(cpu: Cluster) -> None:
+    assert cpu.num_devices == min(usable_cores(), detect.MAX_CPU_DEVICES)
+    assert cpu.device(0).kind == "cpu"
+    assert load_cluster(dump_cluster(cpu)) == cpu
+
+
+def test_measured_figures_are_those_of_a_cpu(cpu: Cluster) -> None:
+    device = cpu.device(0)
+    assert 1e8 < device.peak_flops["float64"] < device.peak_flops["float32"] * 2 < 1e14
+    assert 1e8 < device.memory_bytes_per_second < 1e13
+    assert 1e-8 < device.launch_seconds < 1e-3
+    assert set(device.efficiency) == {
+        "matmul", "attention", "conv", "norm", "elementwise", "copy",
+    }  # fmt: skip
+    assert all(share > 0 for share in device.efficiency.values())
+
+
+def test_processes_share_the_memory() -> None:
+    device = detect_cpu(4).device(0)
+    assert 4 * device.usable_memory_bytes <= psutil.virtual_memory().total
+    assert device.usable_memory_bytes <= device.memory_bytes
+
+
+def test_detection_takes_under_three_seconds_and_keeps_the_threads() -> None:
+    before = torch.get_num_threads()
+    start = time.process_time()
+    detect_cpu(2)
+    assert time.process_time() - start < 3 * max(1, usable_cores())
+    assert torch.get_num_threads() == before
+
+
+def test_cores_are_divided_among_the_processes() -> None:
+    assert threads_per_device(1) == usable_cores()
+    assert threads_per_device(10**6) == 1
+
+
+def test_a_container_quota_limits_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    monkeypatch.setattr(detect, "_CGROUP", tmp_path)
+    assert usable_cores() == 1
+    assert detect.available_memory_bytes() == 600000
+
+
+def test_a_measured_link_replaces_the_typical_one() -> None:
+    cluster = with_measured_link(parse_cluster("cpu:2"), 5e-6, 3e9, base_seconds=1e-5)
+    link = cluster.link(0, 1)
+    assert (link.alpha_seconds, link.bytes_per_second, link.base_seconds) == (5e-6, 3e9, 1e-5)
+    assert link.source == "measured"
+
+
+def test_cpu_n_is_measured_here() -> None:
+    cluster = resolve_cluster("cpu:3")
+    assert cluster.num_devices == 3
+    assert "measured" in cluster.device(0).sources["peak_flops"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85, "H100"),
+        ("NVIDIA H100 PCIe", 85, "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", 85, "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", 42, "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", 42, "A100-40GB-PCIe"),
+        ("NVIDIA A100 80GB PCIe", 85, "A100-80GB-PCIe"),
+        ("Tesla V100-SXM2-32GB", 34, "V100-32GB"),
+        ("NVIDIA H200", 150, "H200"),
+        ("NVIDIA B200", 192, "B200"),
+        ("NVIDIA L40S", 48, "L40S"),
+        ("NVIDIA A10G", 24, "A10G"),
+        ("NVIDIA GeForce RTX 4090", 25, "RTX4090"),
+        ("NVIDIA GeForce RTX 3060", 12, None),
+    ],
+)
+def test_a_driver_name_finds_its_preset(name: str, gigabytes: int, preset: str | None) -> None:
+    found = match_gpu_name(name, gigabytes * 10**9)
+    assert (found.device.name if found else None) == preset
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gpus_are_found() -> None:
+    cluster = detect_local()
+    assert cluster.num_devices == torch.cuda.device_count()
+    assert cluster.device(0).kind == "cuda"
+    with pytest.raises(ClusterError, match="this machine has"):
+        detect_local(torch.cuda.device_count() + 1)
+
+
+def test_the_cost_model_imports_without_torch() -> None:
+    imports = "".join(f"import autoparallel.cost_model.{name}\n" for name in MODULES)
+    script = imports + "import sys\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings_hold(name: str) -> None:
+    module = importlib.import_module(f"autoparallel.cost_model.{name}")
+    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0

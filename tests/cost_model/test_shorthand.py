@@ -1,0 +1,116 @@
+"""Shorthands and presets: what they stand for, and what a wrong one is told."""
+
+import pytest
+
+from autoparallel.cost_model.cluster import ClusterError
+from autoparallel.cost_model.link_presets import LINKS
+from autoparallel.cost_model.presets import DEVICE_ALIASES, PRESETS, find_link, find_preset
+from autoparallel.cost_model.shorthand import is_shorthand, parse_cluster
+
+
+def test_one_host() -> None:
+    cluster = parse_cluster("8xH100")
+    assert (len(cluster.hosts), cluster.num_devices) == (1, 8)
+    assert cluster.device(0).name == "H100"
+    assert cluster.link(0, 7).name == "nvlink4"
+
+
+def test_several_hosts_are_joined_by_the_usual_fabric() -> None:
+    cluster = parse_cluster("4x8xA100-80GB")
+    assert [host.num_devices for host in cluster.hosts] == [8, 8, 8, 8]
+    assert cluster.device(31).name == "A100-80GB"
+    assert cluster.link(0, 8).name == "infiniband-hdr"
+
+
+def test_case_and_spaces_do_not_matter() -> None:
+    assert parse_cluster(" 2 X 4 x h200 ").hosts == parse_cluster("2x4xH200").hosts
+
+
+def test_a_name_may_begin_with_a_digit() -> None:
+    assert parse_cluster("8x4090").device(0).name == "RTX4090"
+
+
+def test_a_fabric_replaces_the_link_between_hosts() -> None:
+    cluster = parse_cluster("2x8xH100@ethernet-25g")
+    assert cluster.inter_link == find_link("ethernet-25g")
+    assert cluster.hosts[0].link == find_link("nvlink4")
+
+
+def test_a_link_of_hosts_replaces_that_within_them() -> None:
+    cluster = parse_cluster("2x8xA100@pcie4")
+    assert cluster.inter_link == find_link("infiniband-hdr")
+    assert cluster.hosts[0].link == find_link("pcie4")
+
+
+def test_cpu_processes() -> None:
+    cluster = parse_cluster("cpu:4")
+    assert cluster.num_devices == 4
+    assert cluster.device(0).kind == "cpu"
+    assert cluster.hosts[0].link.name == "loopback"
+
+
+def test_an_unknown_device_is_told_the_close_ones() -> None:
+    with pytest.raises(ClusterError) as raised:
+        parse_cluster("8xH10")
+    assert raised.value.what == "no device named 'H10'"
+    assert raised.value.where == "8xH10"
+    assert "H100" in raised.value.fix
+
+
+def test_an_unknown_fabric_is_told_the_close_ones() -> None:
+    with pytest.raises(ClusterError, match="infiniband-ndr"):
+        parse_cluster("2x8xH100@infiniband-nrd")
+
+
+def test_a_name_like_nothing_is_told_all() -> None:
+    with pytest.raises(ClusterError) as raised:
+        parse_cluster("8xqqqqqq")
+    assert all(name in raised.value.fix for name in PRESETS)
+
+
+@pytest.mark.parametrize("text", ["", "H100", "x8xH100", "8 H100", "cpu:", "cpu:two"])
+def test_what_is_no_shorthand_is_told_the_form(text: str) -> None:
+    assert not is_shorthand(text)
+    with pytest.raises(ClusterError, match="8xH100"):
+        parse_cluster(text)
+
+
+@pytest.mark.parametrize("text", ["0xH100", "0x8xH100", "cpu:0"])
+def test_no_devices_are_refused(text: str) -> None:
+    with pytest.raises(ClusterError, match="no devices"):
+        parse_cluster(text)
+
+
+def test_more_devices_than_a_host_has_are_split_by_the_user() -> None:
+    with pytest.raises(ClusterError) as raised:
+        parse_cluster("32xH100")
+    assert "4x8xH100" in raised.value.fix
+
+
+def test_every_alias_and_link_of_a_preset_exists() -> None:
+    assert set(DEVICE_ALIASES.values()) <= set(PRESETS)
+    for preset in PRESETS.values():
+        assert {preset.link, preset.fabric} <= set(LINKS)
+        assert preset.device.usable_memory_bytes <= preset.device.memory_bytes
+
+
+def test_every_figure_has_a_source() -> None:
+    for link in LINKS.values():
+        assert link.source, link.name
+    for preset in PRESETS.values():
+        device = preset.device
+        figures = {"memory_bytes", "memory_bytes_per_second", "peak_flops", "launch_seconds"}
+        figures |= {
+            f"efficiency.{family}" for family in ("matmul", "attention", "conv", "norm", "copy")
+        }
+        assert "*" in device.sources or figures <= set(device.sources), device.name
+        assert all(0 < share <= 1 for share in device.efficiency.values())
+
+
+def test_an_h100_is_what_its_data_sheet_says() -> None:
+    device = find_preset("H100").device
+    assert device.peak_flops["bfloat16"] == 989e12
+    assert device.memory_bytes_per_second == 3350e9
+    assert device.memory_bytes == 81559 * 2**20
+    # 794.5 TFLOP/s is the best measured matmul; the efficiency may not promise more.
+    assert device.efficiency["matmul"] * 989 < 794.5

@@ -1,0 +1,161 @@
+"""The simulator against closed forms."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from time import perf_counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoparallel.cost_model.actions import Schedule, parse_table
+from autoparallel.cost_model.simulator import StageCosts, simulate
+from autoparallel.planner.schedules import build_schedule
+
+stages = st.integers(1, 7)
+microbatches = st.integers(1, 12)
+dyadic = st.integers(1, 64).map(lambda n: n / 16)
+
+
+def uniform(num_stages: int, *, send: float = 0.0, forward: float = 1.0, backward: float = 2.0):
+    return StageCosts(
+        forward_seconds=[forward] * num_stages,
+        backward_seconds=[backward] * num_stages,
+        send_seconds=[send] * (num_stages - 1),
+        activation_bytes=[1000] * num_stages,
+        static_bytes=[50] * num_stages,
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), stages, microbatches, dyadic, dyadic)
+def test_without_communication_the_bubble_is_that_of_the_closed_form(
+    name, num_stages, num_microbatches, forward, backward
+):
+    """(D-1)/(D-1+N): Narayanan et al. 2021, section 2.2. Dyadic seconds make sums exact."""
+    timeline = simulate(
+        build_schedule(name, num_stages, num_microbatches),
+        uniform(num_stages, forward=forward, backward=backward),
+    )
+    slots = num_stages - 1 + num_microbatches
+    assert timeline.step_seconds == slots * (forward + backward)
+    assert timeline.bubble_fraction == pytest.approx((num_stages - 1) / slots, abs=1e-12)
+
+
+def test_the_memory_of_1f1b_is_flat_in_the_microbatches_and_that_of_gpipe_grows():
+    peaks = {
+        name: [
+            simulate(build_schedule(name, 4, n), uniform(4)).peak_activation_bytes
+            for n in (8, 16, 64)
+        ]
+        for name in ("1f1b", "gpipe")
+    }
+    assert peaks["1f1b"] == [(4000, 3000, 2000, 1000)] * 3
+    assert peaks["gpipe"] == [(n * 1000,) * 4 for n in (8, 16, 64)]
+
+
+def test_static_bytes_are_in_the_peak_and_in_the_memory_over_time():
+    timeline = simulate(build_schedule("1f1b", 2, 4), uniform(2))
+    assert timeline.peak_memory_bytes == (2050, 1050)
+    for changes in timeline.memory_bytes:
+        assert changes[0] == (0.0, 50)
+        assert changes[-1][1] == 50
+
+
+def test_gpipe_pays_every_hop_once_per_direction():
+    """(N+D-1)(f+b) + 2(D-1)c while a message is shorter than the compute that hides it."""
+    timeline = simulate(build_schedule("gpipe", 4, 8), uniform(4, send=0.25))
+    assert timeline.step_seconds == 11 * 3 + 2 * 3 * 0.25
+
+
+def test_1f1b_pays_the_round_trip_again_and_eager_1f1b_hides_it():
+    """1F1B holds D-s micro-batches at stage s: a round trip is paid in every turn."""
+    lazy = simulate(build_schedule("1f1b", 4, 16), uniform(4, send=0.25))
+    eager = simulate(build_schedule("eager-1f1b", 4, 16), uniform(4, send=0.25))
+    assert eager.step_seconds == 19 * 3 + 2 * 3 * 0.25
+    assert lazy.step_seconds > 1.05 * eager.step_seconds
+
+
+def test_the_slowest_stage_sets_the_pace():
+    """The last stage computes without a break: f of the first, N (f + b) of its own, b back."""
+    costs = StageCosts([1.0, 2.0], [2.0, 4.0])
+    timeline = simulate(build_schedule("1f1b", 2, 6), costs)
+    assert timeline.step_seconds == 1 + 6 * (2 + 4) + 2
+
+
+def test_a_step_waits_for_its_own_stage_only():
+    costs = StageCosts([1.0, 1.0], [2.0, 2.0], step_seconds=[5.0, 1.0])
+    timeline = simulate(build_schedule("1f1b", 2, 2), costs)
+    assert timeline.step_seconds == 3 * 3 + 5
+
+
+def test_a_channel_carries_one_message_at_a_time():
+    """Messages of 10 s follow each other although the sender computes one per second."""
+    costs = StageCosts([1.0, 1.0], [1.0, 1.0], send_seconds=[10.0])
+    timeline = simulate(build_schedule("inference", 2, 3), costs)
+    assert timeline.step_seconds == 1 + 3 * 10 + 1
+    assert timeline.exposed_seconds == (0.0, 28.0)
+
+
+def test_the_way_back_may_cost_something_else():
+    costs = StageCosts([1.0] * 2, [1.0] * 2, send_seconds=[1.0], send_backward_seconds=[4.0])
+    assert simulate(build_schedule("gpipe", 2, 1), costs).step_seconds == 1 + 1 + 1 + 1 + 4 + 1
+
+
+def test_a_message_waits_until_its_receive_is_posted():
+    table = parse_table("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1F0 1RECV_F1 1F1")
+    costs = StageCosts([1.0, 5.0], [0.0, 0.0], send_seconds=[1.0])
+    assert simulate(Schedule("late", 2, (0, 1), table), costs).step_seconds == 1 + 1 + 5 + 1 + 5
+
+
+def test_halves_of_a_backward_add_up_to_it():
+    whole = Schedule("whole", 1, (0,), parse_table("0F0 0B0"))
+    split = Schedule("split", 1, (0,), parse_table("0F0 0I0 0W0"))
+    costs = StageCosts([1.0], [3.0], weight_backward_seconds=[1.25], activation_bytes=[7])
+    assert simulate(whole, costs).step_seconds == simulate(split, costs).step_seconds == 4.0
+    assert [event.end_seconds for event in simulate(split, costs).events[0]] == [1.0, 2.75, 4.0]
+
+
+def test_events_of_a_stream_do_not_overlap_and_a_message_lies_between_its_ends():
+    timeline = simulate(build_schedule("eager-1f1b", 4, 6), uniform(4, send=0.5))
+    for events in timeline.events:
+        compute = [event for event in events if event.stream == "compute"]
+        for before, after in pairwise(compute):
+            assert before.end_seconds <= after.start_seconds
+    assert sum(e.stream == "communication" for row in timeline.events for e in row) == 3 * 6 * 2
+
+
+def test_more_communication_is_never_faster():
+    schedule = build_schedule("1f1b", 4, 8)
+    steps = [simulate(schedule, uniform(4, send=c)).step_seconds for c in (0, 0.1, 0.5, 1, 3)]
+    assert steps == sorted(steps)
+
+
+def test_a_deadlock_and_costs_of_another_size_are_refused():
+    table = parse_table("0RECV_B0 0F0 0B0 0SEND_F0\n1RECV_F0 1F0 1B0 1SEND_B0")
+    with pytest.raises(ValueError, match="deadlocks at 0B0, 1F0"):
+        simulate(Schedule("crossed", 1, (0, 1), table), uniform(2))
+    with pytest.raises(ValueError, match="costs of 2 stages"):
+        simulate(build_schedule("1f1b", 3, 3), uniform(2))
+    with pytest.raises(ValueError, match="send_seconds has 2 entries"):
+        StageCosts([1.0, 1.0], [1.0, 1.0], send_seconds=[1.0, 1.0])
+
+
+def test_a_step_of_four_stages_and_eight_microbatches_takes_under_5_ms():
+    schedule, costs = build_schedule("1f1b", 4, 8), uniform(4, send=0.25)
+    seconds = []
+    for _ in range(10):
+        start = perf_counter()
+        simulate(schedule, costs)
+        seconds.append(perf_counter() - start)
+    assert min(seconds) < 5e-3
+
+
+def test_schedules_and_the_simulator_do_not_import_torch():
+    program = (
+        "import sys; import autoparallel.cost_model.simulator, autoparallel.planner.schedules, "
+        "autoparallel.planner.schedule_check, autoparallel.planner.transfer; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
