@@ -1,0 +1,197 @@
+"""Which dimension of every tensor counts the batch.
+
+In: a graph captured at a small batch size b. Out: per node and output the dimension that
+scales with b. A virtual mesh axis of b ranks is laid over the graph, the inputs split on
+their first dimension, and the split is carried through the op rules with no conversion:
+what the rules carry as ``S(d)`` counts the batch in dimension d. The loss must come out as
+a partial sum, so each row of the batch enters it by its own share; a model that mixes rows
+in any other way has no batch dimension to scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .graph import Graph, Node, Ref
+from .layout import PARTIAL, Placement, shard
+from .rules.strategies import op_strategies
+from .rules.table import packet
+from .strategy import AxisStrategy
+
+BatchDims = dict[str, tuple[int | None, ...]]
+_Labels = dict[Ref, Placement]
+
+_FILLS = frozenset(
+    ("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like",
+     "new_zeros", "new_ones", "new_full", "new_empty")
+)  # fmt: skip
+
+
+def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
+    """For each node the batch dimension of each output, or None where there is none.
+
+    Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant
+    gets a batch dimension only where its rows along it are provably equal, so that any
+    batch size can be had by repeating one. Returns None when the batch cannot be followed:
+    a row meets another one before the loss, or ``batch_size`` is below 2.
+    """
+    if graph.batch_size < 2:
+        return None
+    labels = _Propagation(graph).run()
+    if labels is None or labels.get(graph.loss) != PARTIAL:
+        return None
+    return {
+        node.name: tuple(
+            placement.dim if (placement := labels.get(Ref(node.name, index))) and placement.is_shard
+            else None
+            for index in range(len(node.outputs))
+        )
+        for node in graph
+    }  # fmt: skip
+
+
+class _Propagation:
+    """The labels of one graph; a value without a label is the same for every row."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.labels: _Labels = {}
+        self._strategies: dict[str, tuple[AxisStrategy, ...]] = {}
+        self._equal_rows: dict[tuple[Ref, int], bool] = {}
+
+    def run(self) -> _Labels | None:
+        for node in self.graph.inputs:
+            if node.spec.shape[:1] == (self.graph.batch_size,):
+                self.labels[Ref(node.name)] = shard(0)
+        operations = [node for node in self.graph if node.kind == "op"]
+        if not all(self._advance(node) for node in operations):
+            return None
+        return self.labels if all(self._holds(node) for node in operations) else None
+
+    def strategies(self, node: Node) -> tuple[AxisStrategy, ...]:
+        if node.name not in self._strategies:
+            found = op_strategies(node, self.graph, self.graph.batch_size)
+            self._strategies[node.name] = found
+        return self._strategies[node.name]
+
+    def _advance(self, node: Node) -> bool:
+        """Label a node's outputs from its inputs; False when no strategy continues them."""
+        refs = node.inputs
+        held = [self.labels.get(ref) for ref in refs]
+        if not any(held) or (node.outputs and Ref(node.name) in self.labels):
+            return True
+        candidates = [strategy for strategy in self.strategies(node) if _continues(strategy, held)]
+        for strategy in sorted(candidates, key=lambda strategy: _num_demands(strategy, held)):
+            found: _Labels = {}
+            if self._demand_inputs(refs, strategy, found):
+                self.labels |= found
+                self._label(node, strategy, self.labels)
+                return True
+        return False
+
+    def _label(self, node: Node, strategy: AxisStrategy, labels: _Labels) -> None:
+        for index, placement in enumerate(strategy.outputs):
+            if placement.is_shard or placement == PARTIAL:
+                labels[Ref(node.name, index)] = placement
+
+    def _demand_inputs(self, refs: tuple[Ref, ...], strategy: AxisStrategy, found: _Labels) -> bool:
+        """Whether every input that the strategy splits is, or can be, split so."""
+        return all(
+            self._demand(ref, placement, found)
+            for ref, placement in zip(refs, strategy.inputs, strict=True)
+            if placement.is_shard
+        )
+
+    def _demand(self, ref: Ref, placement: Placement, found: _Labels) -> bool:
+        """Split a value that no input of the batch reaches; new labels go to ``found``."""
+        held = self.labels.get(ref, found.get(ref))
+        if held is not None:
+            return held == placement
+        node = self.graph[ref.name]
+        if node.kind == "constant":
+            is_row = node.outputs[ref.index].shape[placement.dim] == self.graph.batch_size
+            if is_row and self.has_equal_rows(ref, placement.dim):
+                found[ref] = placement
+                return True
+            return False
+        if node.kind != "op":
+            return False
+        for strategy in self.strategies(node):
+            attempt = dict(found)
+            if strategy.outputs[ref.index] == placement and self._demand_inputs(
+                node.inputs, strategy, attempt
+            ):
+                found |= attempt
+                self._label(node, strategy, found)
+                return True
+        return False
+
+    def _holds(self, node: Node) -> bool:
+        """Whether some strategy agrees with all the labels around a node."""
+        held = [self.labels.get(ref) for ref in node.inputs]
+        made = [self.labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
+        if not any(held) and not any(made):
+            return True
+        return any(
+            all(_agrees(placement, label) for placement, label in zip(s.inputs, held, strict=True))
+            and all(_equals(p, label) for p, label in zip(s.outputs, made, strict=True))
+            for s in self.strategies(node)
+        )
+
+    def has_equal_rows(self, ref: Ref, dim: int) -> bool:
+        """Whether a constant's ``batch_size`` parts along ``dim`` are provably equal."""
+        key = (ref, dim)
+        if key not in self._equal_rows:
+            self._equal_rows[key] = self._prove_equal_rows(ref, dim)
+        return self._equal_rows[key]
+
+    def _prove_equal_rows(self, ref: Ref, dim: int) -> bool:
+        """By an op that runs the same on each part, from inputs whose parts are equal."""
+        node = self.graph[ref.name]
+        if node.kind != "constant" or not node.op:
+            return False
+        if packet(node.op) in _FILLS:
+            return True
+        return any(
+            strategy.outputs[ref.index] == shard(dim)
+            and all(
+                self.has_equal_rows(source, placement.dim) or self._looks_up_equal_rows(node, at)
+                for at, (source, placement) in enumerate(
+                    zip(node.inputs, strategy.inputs, strict=True)
+                )
+                if placement.is_shard
+            )
+            for strategy in self.strategies(node)
+        )
+
+    def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
+        """Whether an input is an index into equal rows: whatever it says, they are equal."""
+        if packet(node.op) != "index" or position == 0:
+            return False
+        indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]
+        source = node.inputs[0]
+        dim = indexed[position - 1]
+        is_row = self.graph.spec(source).shape[dim] == self.graph.batch_size
+        return is_row and self.has_equal_rows(source, dim)
+
+
+def _continues(strategy: AxisStrategy, held: list[Placement | None]) -> bool:
+    return all(
+        label is None or placement == label
+        for placement, label in zip(strategy.inputs, held, strict=True)
+    )
+
+
+def _num_demands(strategy: AxisStrategy, held: list[Placement | None]) -> int:
+    return sum(
+        placement.is_shard and label is None
+        for placement, label in zip(strategy.inputs, held, strict=True)
+    )
+
+
+def _agrees(placement: Placement, label: Placement | None) -> bool:
+    return not placement.is_shard if label is None else placement == label
+
+
+def _equals(placement: Placement, label: Placement | None) -> bool:
+    return placement.kind in "RI" if label is None else placement == label

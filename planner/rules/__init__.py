@@ -1,0 +1,18 @@
+"""Op rules: how each op may be split, what it computes, and what autograd keeps of it."""
+
+from .saved import saved, saved_extra_bytes
+from .storage import storage_of
+from .strategies import axis_strategies, has_rule
+from .table import RULES
+from .work import Work, work
+
+__all__ = [
+    "RULES",
+    "Work",
+    "axis_strategies",
+    "has_rule",
+    "saved",
+    "saved_extra_bytes",
+    "storage_of",
+    "work",
+]

@@ -1,0 +1,70 @@
+"""One op node with its tensors, as the structural rules see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..graph import Node, Ref, TensorSpec
+from .annotation import Letters, Shape, Signature
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A node, the specs of its inputs in call order, and of its outputs."""
+
+    node: Node
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at a position of the schema or by its name."""
+        return argument(self.node, position, name, default)
+
+    @property
+    def shape(self) -> Shape:
+        """The first input's shape."""
+        return self.inputs[0].shape
+
+    @property
+    def rank(self) -> int:
+        return len(self.inputs[0].shape)
+
+    def dims(self, position: int, name: str = "dim", default: Any = None) -> tuple[int, ...]:
+        """A dim argument as dims counted from 0; None or an empty list means all of them."""
+        found = self.argument(position, name, default)
+        if (
+            found is None
+            or isinstance(found, bool)
+            or (isinstance(found, tuple | list) and not found)
+        ):
+            return tuple(range(self.rank))
+        listed = found if isinstance(found, tuple | list) else (found,)
+        return tuple(dim % self.rank if self.rank else 0 for dim in listed)
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """A node's argument at a position of the op's schema or by its name."""
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def letters_of(rank: int, whole: tuple[int, ...] = ()) -> Letters:
+    """A letter for each dimension but those in ``whole``.
+
+    >>> letters_of(3, (1,))
+    ('d0', None, 'd2')
+    """
+    return tuple(None if dim in whole else f"d{dim}" for dim in range(rank))
+
+
+def linear(
+    inputs: tuple[Letters, ...], outputs: tuple[Letters, ...], *, is_linear: bool = True
+) -> Signature:
+    """The signature of an op that is linear in its first input."""
+    return Signature(inputs, outputs, ((0,),) if is_linear else ())
+
+
+def is_ref(value: Any) -> bool:
+    return isinstance(value, Ref)

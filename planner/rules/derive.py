@@ -1,0 +1,124 @@
+"""From a signature to the strategies on one mesh axis.
+
+- split a letter: inputs with it are ``S``, inputs without it ``R`` (``I`` where no gradient
+  flows), outputs with it ``S``; outputs without it are partial sums, ``P``, and then every
+  term of the sum that lacks the letter enters as ``P`` too;
+- pass partial sums through: one factor of each term ``P``, all else ``R``;
+- ``R``: every input's gradient is a partial sum if the output's is, backward being linear;
+- ``I``: everything is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from ..graph import TensorSpec
+from ..layout import INVARIANT, PARTIAL, REPLICATE, Placement, shard
+from ..strategy import AxisStrategy
+from .annotation import FLOATS, Signature
+
+
+def derive(
+    signature: Signature | None,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    *,
+    axis_size: int,
+    leaves: Sequence[bool],
+) -> tuple[AxisStrategy, ...]:
+    """Every strategy of a node; without a signature only the replicated ones.
+
+    ``leaves`` tells which inputs are no op's result: partial sums never start from
+    those alone.
+    """
+    whole = _whole(inputs, outputs)
+    strategies: list[AxisStrategy] = []
+    if signature is not None:
+        strategies += _splits(signature, inputs, outputs, whole, axis_size)
+        strategies += _partials(signature, inputs, outputs, whole, leaves)
+    if REPLICATE in whole:
+        replicated = tuple(REPLICATE if spec.requires_grad else INVARIANT for spec in outputs)
+        strategies.append(AxisStrategy("R", whole, replicated))
+    strategies.append(AxisStrategy("I", (INVARIANT,) * len(inputs), (INVARIANT,) * len(outputs)))
+    return tuple(strategies)
+
+
+def _whole(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[Placement, ...]:
+    """How an input that is not split enters: ``R`` where its gradient is a partial sum."""
+    differentiable = any(spec.requires_grad for spec in outputs)
+    return tuple(
+        REPLICATE if differentiable and spec.requires_grad else INVARIANT for spec in inputs
+    )
+
+
+def _splits(
+    signature: Signature,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    whole: tuple[Placement, ...],
+    axis_size: int,
+) -> Iterator[AxisStrategy]:
+    for letter in _divisible(signature, [*inputs, *outputs], axis_size):
+        reduced = letter in signature.invariant
+        placements = [
+            shard(letters.index(letter))
+            if letter in letters
+            else (INVARIANT if reduced else whole[position])
+            for position, letters in enumerate(signature.inputs)
+        ]
+        missing = INVARIANT if reduced else PARTIAL
+        results = tuple(
+            shard(letters.index(letter)) if letter in letters else missing
+            for letters in signature.outputs
+        )
+        if PARTIAL in results and not _contract(signature, letter, inputs, placements):
+            continue
+        inner = signature.inner.get(letter, ())
+        yield AxisStrategy(letter, tuple(placements), results, inner)
+
+
+def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int) -> list[str]:
+    """The letters, in order, all of whose dimensions the axis divides, once per tensor."""
+    found: dict[str, bool] = {}
+    for letters, spec in zip(signature.inputs + signature.outputs, specs, strict=True):
+        for letter, size in zip(letters, spec.shape, strict=True):
+            if letter is not None:
+                fits = size > 0 and size % axis_size == 0 and letters.count(letter) == 1
+                found[letter] = found.get(letter, True) and fits
+    return [letter for letter, fits in found.items() if fits]
+
+
+def _contract(
+    signature: Signature, letter: str, inputs: Sequence[TensorSpec], placements: list[Placement]
+) -> bool:
+    """Whether the outputs are sums over the letter; terms without it then enter as ``P``."""
+    if signature.sums:
+        return True
+    for term in signature.terms:
+        if not any(letter in signature.inputs[position] for position in term):
+            if inputs[term[0]].dtype not in FLOATS:
+                return False
+            placements[term[0]] = PARTIAL
+    return bool(signature.terms)
+
+
+def _partials(
+    signature: Signature,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    whole: tuple[Placement, ...],
+    leaves: Sequence[bool],
+) -> Iterator[AxisStrategy]:
+    """One factor of each term partial, all else whole, so the outputs are partial."""
+    if not signature.terms or any(spec.dtype not in FLOATS for spec in outputs):
+        return
+    for chosen in product(*signature.terms):
+        if all(leaves[position] for position in chosen):
+            continue
+        if any(inputs[position].dtype not in FLOATS for position in chosen):
+            continue
+        placements = tuple(
+            PARTIAL if position in chosen else placement for position, placement in enumerate(whole)
+        )
+        yield AxisStrategy("P", placements, (PARTIAL,) * len(outputs))

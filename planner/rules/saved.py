@@ -1,0 +1,157 @@
+"""What autograd keeps of each op for its backward.
+
+In: a node. Out: the tensors among its inputs and outputs that its backward reads, and the
+bytes of what it keeps besides (statistics, masks, log-probabilities).
+Source: PyTorch's tools/autograd/derivatives.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ..graph import Graph, Node, Ref, TensorSpec
+from .case import argument
+from .table import packet
+
+_STATISTIC_BYTES = 4
+_INDEX_BYTES = 8
+
+OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
+    "others", "input", "inputs", "rest", "output", "both", "indices", "nothing"
+)  # fmt: skip
+
+_KEPT = {
+    OTHERS: (
+        "linear matmul mm bmm mv dot outer einsum addmm baddbmm mul multiply addcmul "
+        "conv1d conv2d conv3d"
+    ),
+    OUTPUT: (
+        "elu exp exp2 expm1 reciprocal relu rsqrt sigmoid softmax _softmax log_softmax "
+        "_log_softmax sqrt tan tanh"
+    ),
+    BOTH: (
+        "scaled_dot_product_attention amax amin norm linalg_vector_norm logsumexp logcumsumexp "
+        "prod std"
+    ),
+    INPUTS: (
+        "maximum minimum fmax fmin atan2 batch_norm group_norm layer_norm rms_norm mse_loss "
+        "l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+        "binary_cross_entropy_with_logits nll_loss nll_loss_nd gather "
+        "soft_margin_loss clamp clip"
+    ),
+    REST: "embedding index index_select cross_entropy_loss masked_fill kl_div addcdiv",
+    INDICES: "sort topk cummax median",
+    NOTHING: (
+        "add sub subtract rsub neg positive alias clone contiguous detach to _to_copy dropout "
+        "lift_fresh lift_fresh_copy copy fill "
+        "type_as expand_as view_as reshape_as slice_scatter select_scatter "
+        "tril triu cumsum flip roll diff sum mean view reshape "
+        "_unsafe_view view_copy flatten unflatten squeeze unsqueeze expand repeat tile "
+        "repeat_interleave "
+        "permute transpose swapaxes swapdims t mT numpy_T movedim moveaxis slice narrow split "
+        "split_with_sizes chunk tensor_split unsafe_split unsafe_chunk select unbind cat concat "
+        "concatenate stack pad constant_pad_nd pixel_shuffle pixel_unshuffle upsample_nearest1d "
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest2d "
+        "upsample_nearest3d upsample_bilinear2d floor ceil round sign trunc "
+        "ones_like zeros_like full_like empty_like new_zeros new_ones new_full new_empty"
+    ),
+}
+_RULE = {op: rule for rule, ops in _KEPT.items() for op in ops.split()}
+
+
+def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
+    """The node's inputs and own outputs that its backward reads, each once.
+
+    With ``graph``, only what the gradients that are asked for need; without it every float
+    input counts as asking for one. Parameters are listed like any other input.
+    """
+    if not any(spec.requires_grad for spec in node.outputs):
+        return ()
+    refs = node.inputs
+    inputs = None if graph is None else [graph.spec(ref) for ref in refs]
+    kept = [refs[at] for at in saved_inputs(node, inputs, count=len(refs))]
+    kept += [Ref(node.name, index) for index in saved_outputs(node)]
+    return tuple(dict.fromkeys(kept))
+
+
+def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int) -> tuple[int, ...]:
+    """The positions among ``node.inputs`` that the backward reads."""
+    wants = [True] * count if inputs is None else [spec.requires_grad for spec in inputs]
+    name = packet(node.op)
+    rule = _RULE.get(name, INPUT)
+    everything = tuple(range(count))
+    if name in ("max", "min"):
+        return everything if count > 1 else (0,)[: len(node.outputs) == 1]
+    if name in ("div", "divide", "true_divide"):
+        return (*((0,) if wants[-1] and count > 1 else ()), *((1,) if count > 1 else ()))
+    if name == "where":
+        return (0,)
+    if name in ("pow", "lerp"):
+        return everything if name == "pow" or count > 2 else ()
+    if rule == OTHERS:
+        first = {"addmm": 1, "baddbmm": 1, "addcmul": 1}.get(name, 0)
+        factors = everything[first : first + 2]
+        return tuple(at for at in factors if any(wants[other] for other in factors if other != at))
+    if rule == REST:
+        return everything[1:]
+    return {INPUT: everything[:1], INPUTS: everything, BOTH: everything}.get(rule, ())
+
+
+def saved_outputs(node: Node) -> tuple[int, ...]:
+    """The indices of the node's outputs that its own backward reads."""
+    name = packet(node.op)
+    rule = _RULE.get(name, INPUT)
+    if rule == INDICES or (name in ("max", "min") and len(node.outputs) > 1):
+        return (1,)
+    if name in ("max", "min"):
+        return (0,) if len(node.inputs) == 1 else ()
+    if name == "pow":
+        return (0,) if is_exponential(node) else ()
+    return (0,) if rule in (OUTPUT, BOTH) else ()
+
+
+def is_exponential(node: Node) -> bool:
+    """Whether a power's exponent is a tensor: its gradient reads the result."""
+    return node.op != "aten.pow.Tensor_Scalar"
+
+
+def saved_extra_bytes(
+    node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> int:
+    """The bytes that autograd keeps besides inputs and outputs, at these (local) shapes."""
+    if not any(spec.requires_grad for spec in outputs):
+        return 0
+    name, out = packet(node.op), outputs[0]
+    statistic = max(_STATISTIC_BYTES, out.itemsize)
+    if name == "scaled_dot_product_attention":
+        return prod(out.shape[:-1]) * statistic
+    if name in ("layer_norm", "rms_norm"):
+        normalized = prod(argument(node, 1, "normalized_shape"))
+        return (2 if name == "layer_norm" else 1) * _rows(out, normalized) * statistic
+    if name == "group_norm":
+        groups: int = argument(node, 1, "num_groups")
+        return 2 * out.shape[0] * groups * statistic
+    if name == "batch_norm":
+        return 2 * out.shape[1] * statistic
+    if name == "cross_entropy_loss":
+        return inputs[0].num_bytes
+    if name.startswith(("max_pool", "adaptive_max_pool")):
+        return out.numel * _INDEX_BYTES
+    if name in ("dropout", "feature_dropout") and not is_identity(node, inputs, outputs):
+        return out.numel
+    return 0
+
+
+def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
+    """Whether an op that can be skipped returns its input: a cast to the same dtype, no dropout."""
+    name = packet(node.op)
+    if name == "to":
+        return inputs[0].dtype == outputs[0].dtype and not node.kwargs.get("copy", False)
+    if name in ("dropout", "feature_dropout"):
+        return not (argument(node, 1, "p") and argument(node, 2, "train"))
+    return name in ("alias", "detach", "lift_fresh")
+
+
+def _rows(spec: TensorSpec, width: int) -> int:
+    return spec.numel // max(width, 1)

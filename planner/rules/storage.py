@@ -1,0 +1,157 @@
+"""Which tensors share memory: the views of one storage.
+
+In: a graph. Out: for each output the output that owns its memory. Strides are followed
+through the views, so a ``contiguous`` or ``reshape`` is known to copy or not.
+Source: at::detail::computeStride (PyTorch's ATen/TensorUtils.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..graph import Graph, Node
+from .case import Case
+from .saved import is_identity
+from .table import ELEMENTWISE, packet
+from .views import moved_order
+
+Key = tuple[str, int]
+Strides = tuple[int, ...]
+
+_RESHAPES = frozenset(
+    (
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "view_as",
+        "reshape_as",
+    )
+)
+_CUTS = frozenset(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split"))
+_TAKES = frozenset(("select", "unbind"))
+
+
+def storage_of(graph: Graph) -> Mapping[Key, Key]:
+    """For each (node, output index) the one whose memory it lies in (itself, if no view)."""
+    owners: dict[Key, Key] = {}
+    strides: dict[Key, Strides] = {}
+    for node in graph:
+        source = (node.inputs[0].name, node.inputs[0].index) if node.inputs else None
+        for index, spec in enumerate(node.outputs):
+            key = (node.name, index)
+            seen = None
+            if source is not None and node.kind != "input":
+                seen = _view_strides(_case(node, graph), strides[source], index)
+            if seen is not None and source is not None:
+                owners[key], strides[key] = owners[source], seen
+            else:
+                owners[key] = key
+                strides[key] = _fresh(node, graph, strides) or contiguous(spec.shape)
+    return owners
+
+
+def _case(node: Node, graph: Graph) -> Case:
+    return Case(node, tuple(graph.spec(ref) for ref in node.inputs), node.outputs)
+
+
+def contiguous(shape: Sequence[int]) -> Strides:
+    """The strides of a dense row-major tensor.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    return dense(shape, range(len(shape)))
+
+
+def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
+    """The strides of a dense tensor whose dims lie in memory in ``order``, outermost first."""
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
+    """The strides of an output that is a view of the first input, or None where it is not."""
+    name = packet(case.node.op)
+    shape, target = case.shape, case.outputs[index].shape
+    if is_identity(case.node, case.inputs, case.outputs):
+        return strides
+    if name == "contiguous":
+        return strides if is_dense(shape, strides) else None
+    if name in _RESHAPES:
+        return reshaped(shape, strides, target)
+    if name in ("expand", "expand_as"):
+        offset = len(target) - len(shape)
+        return tuple(
+            0 if dim < offset or shape[dim - offset] != size else strides[dim - offset]
+            for dim, size in enumerate(target)
+        )
+    if name in _CUTS:
+        step = case.argument(4, "step", 1) if name == "slice" else 1
+        dim = case.dims(1 if name in ("slice", "narrow") else 2, "dim", 0)[0]
+        return tuple(stride * step if at == dim else stride for at, stride in enumerate(strides))
+    if name in _TAKES:
+        dim = case.dims(1, "dim", 0)[0]
+        return strides[:dim] + strides[dim + 1 :]
+    order = moved_order(case)
+    return None if order is None else tuple(strides[dim] for dim in order)
+
+
+def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides | None:
+    """The strides of a new tensor, where the op lays it out like an input.
+
+    Elementwise ops keep the order of the dims; attention writes heads inside positions.
+    """
+    name, shape = packet(node.op), node.spec.shape
+    if name == "scaled_dot_product_attention" and len(shape) == 4:
+        return dense(shape, (0, 2, 1, 3))
+    if name not in ELEMENTWISE:
+        return None
+    for ref in node.inputs:
+        if graph.spec(ref).shape == shape:
+            held = strides[ref.name, ref.index]
+            return dense(shape, sorted(range(len(shape)), key=lambda dim: -held[dim]))
+    return None
+
+
+def is_dense(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether the strides are those of a row-major tensor (dims of size 1 do not matter)."""
+    return all(
+        size == 1 or held == wanted
+        for size, held, wanted in zip(shape, strides, contiguous(shape), strict=True)
+    )
+
+
+def reshaped(shape: Sequence[int], strides: Strides, target: Sequence[int]) -> Strides | None:
+    """The strides of a view in another shape, or None where only a copy has it.
+
+    >>> reshaped((2, 3, 4), (12, 4, 1), (6, 4)), reshaped((3, 2), (1, 3), (6,))
+    ((4, 1), None)
+    """
+    if 0 in shape:
+        return contiguous(target)
+    found = [1] * len(target)
+    at = len(target) - 1
+    base = strides[-1] if strides else 1
+    chunk = remaining = 1
+    for dim in reversed(range(len(shape))):
+        chunk *= shape[dim]
+        joins = dim > 0 and (shape[dim - 1] == 1 or strides[dim - 1] == chunk * base)
+        if joins:
+            continue
+        while at >= 0 and (remaining < chunk or target[at] == 1):
+            found[at] = remaining * base
+            remaining *= target[at]
+            at -= 1
+        if remaining != chunk:
+            return None
+        if dim > 0:
+            base, chunk, remaining = strides[dim - 1], 1, 1
+    return tuple(found) if at < 0 else None

@@ -1,0 +1,61 @@
+"""Every way a node can run on one mesh axis."""
+
+from __future__ import annotations
+
+from ..graph import Graph, Node
+from ..layout import INVARIANT, REPLICATE, Placement, shard
+from ..strategy import AxisStrategy
+from .case import Case
+from .derive import derive
+from .table import RULES, packet, signature
+
+_NAMES = frozenset(name for name, _ in RULES)
+
+
+def has_rule(op: str) -> bool:
+    """Whether an op can be split at all.
+
+    >>> has_rule("aten.linear.default"), has_rule("aten.svd.default")
+    (True, False)
+    """
+    return packet(op) in _NAMES
+
+
+def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Every way ``node`` can run on one mesh axis of ``axis_size`` ranks, ``"I"`` the last.
+
+    A parameter is held split or ``R``; an input, buffer or constant split or ``I``. Only
+    dimensions that the axis divides are split; splits of one dimension by several axes are
+    the caller's to check.
+    """
+    if node.kind != "op":
+        return _held(node, axis_size)
+    return op_strategies(node, graph, axis_size)
+
+
+def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """The ways to run a node's op, for constants too: how they could be computed."""
+    nodes, refs = graph.by_name, node.inputs
+    producers = [nodes[ref.name] for ref in refs]
+    specs = (each.outputs[ref.index] for each, ref in zip(producers, refs, strict=True))
+    case = Case(node, tuple(specs), node.outputs)
+    return derive(
+        signature(case),
+        case.inputs,
+        case.outputs,
+        axis_size=axis_size,
+        leaves=[producer.kind != "op" for producer in producers],
+    )
+
+
+def _held(node: Node, axis_size: int) -> tuple[AxisStrategy, ...]:
+    whole = REPLICATE if node.kind == "parameter" else INVARIANT
+    splits: list[tuple[str, Placement]] = [
+        (f"d{dim}", shard(dim))
+        for dim, size in enumerate(node.spec.shape)
+        if size and size % axis_size == 0
+    ]
+    return tuple(
+        AxisStrategy(label, (), (placement,) * len(node.outputs))
+        for label, placement in [*splits, (whole.kind, whole)]
+    )

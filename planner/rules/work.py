@@ -1,0 +1,198 @@
+"""What each op computes and moves, at local shapes.
+
+FLOPs count a multiply-add as two. For products, of M×K by K×N: 2MNK forward, and 2MNK
+backward for each factor whose gradient is asked for. Attention of B×H heads over S queries
+and T keys: 4·B·H·S·T·D forward (half when causal), 2.5 times that backward, where the
+scores are recomputed (Dao 2023, FlashAttention-2, section 3). Bytes are what a kernel must
+read and write once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from ..graph import Node, TensorSpec
+from .case import argument
+from .saved import is_identity, saved_inputs, saved_outputs
+from .table import packet
+
+Family = Literal[
+    "matmul", "attention", "conv", "norm", "elementwise", "copy", "reduction", "embedding", "view"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An op's work on one rank, forward and backward."""
+
+    family: Family
+    flops_forward: int
+    flops_backward: int
+    bytes_forward: int
+    bytes_backward: int
+
+
+_FREE: Work = Work("view", 0, 0, 0, 0)
+
+_FAMILIES: dict[Family, str] = {
+    "matmul": "linear matmul mm bmm mv dot outer einsum addmm baddbmm",
+    "attention": "scaled_dot_product_attention",
+    "conv": "conv1d conv2d conv3d",
+    "norm": ("layer_norm rms_norm group_norm batch_norm softmax _softmax log_softmax _log_softmax"),
+    "reduction": (
+        "sum mean amax amin all any argmax argmin logsumexp max min median prod std std_mean var "
+        "var_mean norm linalg_vector_norm sort argsort topk cumsum cumprod logcumsumexp cummax "
+        "cross_entropy_loss nll_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss kl_div "
+        "soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits max_pool1d "
+        "max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d adaptive_avg_pool3d"
+    ),
+    "embedding": "embedding",
+    "copy": (
+        "clone contiguous to _to_copy type_as copy fill slice_scatter "
+        "select_scatter cat concat concatenate stack pad constant_pad_nd repeat tile "
+        "repeat_interleave flip roll index index_select gather one_hot lift_fresh_copy new_zeros "
+        "new_ones new_full new_empty zeros_like ones_like full_like empty_like pixel_shuffle "
+        "pixel_unshuffle upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+    ),
+    "view": (
+        "view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze "
+        "expand expand_as view_as reshape_as permute "
+        "transpose swapaxes swapdims t mT numpy_T movedim moveaxis slice narrow split "
+        "split_with_sizes chunk tensor_split unsafe_split unsafe_chunk select unbind alias detach "
+        "lift_fresh"
+    ),
+}
+_FAMILY: dict[str, Family] = {op: family for family, ops in _FAMILIES.items() for op in ops.split()}
+_CUTS = frozenset(
+    ("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split",
+     "unsafe_chunk", "select", "unbind")
+)  # fmt: skip
+_FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
+    "norm": (8, 14), "elementwise": (1, 2), "reduction": (1, 1)
+}  # fmt: skip
+_ATTENTION_BACKWARD = 2.5
+
+
+def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
+    """The work of a node whose tensors have these local shapes, in the order of its inputs.
+
+    Whether gradients are computed is read from ``requires_grad`` of the specs.
+    """
+    family = _FAMILY.get(packet(node.op), "elementwise")
+    if node.kind != "op" or not outputs or is_identity(node, inputs, outputs):
+        return _FREE
+    if family == "view":
+        return _view(node, inputs, outputs)
+    forward, backward = _bytes(node, inputs, outputs, family)
+    flops_forward, flops_backward = _flops(node, inputs, outputs, family)
+    return Work(family, flops_forward, flops_backward, forward, backward)
+
+
+def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
+    """Free forward; backward a cut writes zeros around its gradient, an expansion sums it."""
+    source, made = inputs[0], sum(spec.num_bytes for spec in outputs)
+    name = packet(node.op)
+    if not (source.requires_grad and any(spec.requires_grad for spec in outputs)):
+        return _FREE
+    if name in _CUTS and made > 0 and outputs[0].shape != source.shape:
+        return Work("copy", 0, 0, 0, source.num_bytes + made)
+    if name.startswith("expand") and outputs[0].numel > source.numel:
+        return Work("reduction", 0, outputs[0].numel, 0, source.num_bytes + made)
+    return _FREE
+
+
+def _wanted(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> list[int]:
+    """The inputs whose gradient is computed."""
+    if not any(spec.requires_grad for spec in outputs):
+        return []
+    return [position for position, spec in enumerate(inputs) if spec.requires_grad]
+
+
+def _bytes(
+    node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], family: Family
+) -> tuple[int, int]:
+    made = sum(spec.num_bytes for spec in outputs)
+    read = sum(spec.num_bytes for spec in inputs)
+    wanted = _wanted(inputs, outputs)
+    name = packet(node.op)
+    if name in ("embedding", "index", "index_select", "gather"):
+        read = made + sum(spec.num_bytes for spec in inputs[1:])
+    if name == "cross_entropy_loss":
+        read += inputs[0].num_bytes
+    if not wanted:
+        return read + made, 0
+    gradients = sum(inputs[position].num_bytes for position in wanted)
+    if family in ("matmul", "conv"):
+        return read + made, _product_bytes(node, inputs, made, wanted)
+    kept = sum(
+        inputs[position].num_bytes for position in saved_inputs(node, inputs, count=len(inputs))
+    )
+    kept += sum(outputs[index].num_bytes for index in saved_outputs(node))
+    if name == "cross_entropy_loss":
+        kept += inputs[0].num_bytes
+    return read + made, made + gradients + kept
+
+
+def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: list[int]) -> int:
+    """For each gradient: read the output's gradient and the other factor, write it."""
+    factors = _factors(node, len(inputs))
+    total = 0
+    for position in wanted:
+        others = [at for at in factors if at != position] if position in factors else []
+        total += made + inputs[position].num_bytes + sum(inputs[at].num_bytes for at in others)
+    return total
+
+
+def _factors(node: Node, count: int) -> tuple[int, ...]:
+    """The positions of a product's factors; the others are added to it."""
+    name = packet(node.op)
+    if name == "einsum":
+        return tuple(range(count))
+    return (1, 2) if name in ("addmm", "baddbmm") else tuple(range(min(count, 2)))
+
+
+def _flops(
+    node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], family: Family
+) -> tuple[int, int]:
+    wanted = _wanted(inputs, outputs)
+    if family in ("matmul", "conv"):
+        factors = _factors(node, len(inputs))
+        product = _product_flops(node, inputs, outputs[0], factors)
+        return product, product * sum(position in factors for position in wanted)
+    if family == "attention":
+        forward = _attention_flops(node, inputs)
+        return forward, int(forward * _ATTENTION_BACKWARD) if wanted else 0
+    per_forward, per_backward = _FLOPS_PER_ELEMENT.get(family, (0, 0))
+    elements = max(spec.numel for spec in [*inputs, *outputs])
+    return per_forward * elements, per_backward * elements if wanted else 0
+
+
+def _product_flops(
+    node: Node, inputs: Sequence[TensorSpec], out: TensorSpec, factors: tuple[int, ...]
+) -> int:
+    name = packet(node.op)
+    first, second = inputs[factors[0]], inputs[factors[-1]]
+    if name.startswith("conv"):
+        return 2 * out.numel * (second.numel // second.shape[0])
+    if name == "einsum":
+        left, _ = str(argument(node, 0, "equation")).replace(" ", "").split("->")
+        sizes = {
+            letter: size
+            for operand, spec in zip(left.split(","), inputs, strict=True)
+            for letter, size in zip(operand, spec.shape, strict=False)
+        }
+        return 2 * prod(sizes.values())
+    return 2 * out.numel * (1 if name == "outer" else first.shape[-1])
+
+
+def _attention_flops(node: Node, inputs: Sequence[TensorSpec]) -> int:
+    query, key, value = inputs[:3]
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    is_causal = bool(argument(node, 5, "is_causal", False))
+    if is_causal and query.shape[-2] == key.shape[-2]:
+        pairs //= 2
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])

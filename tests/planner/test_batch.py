@@ -1,0 +1,159 @@
+"""Which dims count the batch, on graphs small enough to see."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from autoparallel.planner.batch import find_batch_dims
+from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
+
+
+def spec(*shape: int, dtype: str = "float32", grad: bool = True) -> TensorSpec:
+    return TensorSpec(shape, dtype, grad and dtype == "float32")
+
+
+def data(name: str, *shape: int, dtype: str = "float32") -> Node:
+    return Node(name, "input", outputs=(spec(*shape, dtype=dtype, grad=False),))
+
+
+def weight(name: str, *shape: int) -> Node:
+    return Node(name, "parameter", outputs=(spec(*shape),))
+
+
+def op(name: str, path: str, args: tuple[Any, ...], *outputs: TensorSpec) -> Node:
+    return Node(name, "op", f"aten.{path}", args, outputs=outputs)
+
+
+def constant(name: str, path: str, args: tuple[Any, ...], *shape: int) -> Node:
+    return Node(name, "constant", f"aten.{path}", args, outputs=(spec(*shape, grad=False),))
+
+
+def graph(*nodes: Node) -> Graph:
+    return Graph(nodes, Ref(nodes[-1].name), 2)
+
+
+def mean(of: str) -> Node:
+    return op("loss", "mean.default", (Ref(of),), spec())
+
+
+def test_the_batch_is_followed_through_views_and_products_to_a_mean() -> None:
+    found = find_batch_dims(graph(
+        data("x", 2, 3, 4), weight("w", 6, 4),
+        op("y", "linear.default", (Ref("x"), Ref("w")), spec(2, 3, 6)),
+        op("flat", "view.default", (Ref("y"), [6, 6]), spec(6, 6)),
+        op("turned", "t.default", (Ref("flat"),), spec(6, 6)),
+        mean("turned"),
+    ))  # fmt: skip
+    assert found == {
+        "x": (0,), "w": (None,), "y": (0,), "flat": (0,), "turned": (1,), "loss": (None,),
+    }  # fmt: skip
+
+
+def test_a_model_that_mixes_rows_has_no_batch() -> None:
+    assert find_batch_dims(graph(
+        data("x", 2, 4), weight("w", 4),
+        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+        op("mixed", "softmax.int", (Ref("y"), 0), spec(2, 4)),
+        mean("mixed"),
+    )) is None  # fmt: skip
+
+
+def test_a_loss_that_is_no_sum_over_rows_has_no_batch() -> None:
+    assert find_batch_dims(graph(
+        data("x", 2, 4), weight("w", 4),
+        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), mean("y"),
+        op("root", "sqrt.default", (Ref("loss"),), spec()),
+    )) is None  # fmt: skip
+
+
+def test_a_scaled_sum_of_two_losses_is_followed() -> None:
+    found = find_batch_dims(graph(
+        data("x", 2, 4), weight("w", 4),
+        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), mean("y"),
+        op("scaled", "mul.Tensor", (Ref("loss"), 0.5), spec()),
+        op("total", "add.Tensor", (Ref("scaled"), Ref("loss")), spec()),
+    ))  # fmt: skip
+    assert found is not None
+
+
+def test_a_parameter_expanded_over_the_batch_follows_it() -> None:
+    """A class token (1, 1, 4) is expanded to (2, 1, 4) and joined to the rows."""
+    found = find_batch_dims(graph(
+        data("x", 2, 3, 4), weight("token", 1, 1, 4),
+        op("tokens", "expand.default", (Ref("token"), [2, -1, -1]), spec(2, 1, 4)),
+        op("all", "cat.default", ([Ref("tokens"), Ref("x")], 1), spec(2, 4, 4)),
+        mean("all"),
+    ))  # fmt: skip
+    assert found is not None
+    assert (found["token"], found["tokens"], found["all"]) == ((None,), (0,), (0,))
+
+
+def test_a_parameter_of_the_batch_size_is_no_batch() -> None:
+    assert find_batch_dims(graph(
+        data("x", 2, 4), weight("w", 2, 4),
+        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), mean("y"),
+    )) is None  # fmt: skip
+
+
+def masked(*recipe: Node) -> Graph:
+    """x (2, 4) + the last of the recipe (2, 4)."""
+    return graph(
+        data("x", 2, 4), weight("w", 4),
+        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), *recipe,
+        op("z", "add.Tensor", (Ref("y"), Ref(recipe[-1].name)), spec(2, 4)), mean("z"),
+    )  # fmt: skip
+
+
+def test_a_constant_of_equal_rows_follows_the_batch() -> None:
+    """Positions (4) are expanded to (2, 4), compared and looked up by row numbers."""
+    positions = constant("positions", "arange.default", (4,), 4)
+    rows = constant("rows", "expand.default", (Ref("positions"), [2, 4]), 2, 4)
+    found = find_batch_dims(masked(positions, rows))
+    assert found is not None
+    assert (found["positions"], found["rows"]) == ((None,), (0,))
+    counted = constant("counted", "cumsum.default", (Ref("rows"), -1), 2, 4)
+    numbers = constant("numbers", "arange.default", (2,), 2)
+    column = constant("column", "unsqueeze.default", (Ref("numbers"), 1), 2, 1)
+    looked_up = constant(
+        "looked_up", "index.Tensor", (Ref("counted"), [Ref("column"), Ref("positions")]), 2, 4
+    )
+    found = find_batch_dims(masked(positions, rows, counted, numbers, column, looked_up))
+    assert found is not None
+    assert (found["looked_up"], found["column"]) == ((0,), (None,))
+
+
+def test_a_constant_of_different_rows_has_no_batch() -> None:
+    numbers = constant("numbers", "arange.default", (8,), 8)
+    table = constant("table", "view.default", (Ref("numbers"), [2, 4]), 2, 4)
+    assert find_batch_dims(masked(numbers, table)) is None
+
+
+def test_the_graph_is_rescaled_by_what_was_found() -> None:
+    found = graph(
+        data("x", 2, 3, 4), weight("w", 6, 4),
+        op("y", "linear.default", (Ref("x"), Ref("w")), spec(2, 3, 6)),
+        op("flat", "view.default", (Ref("y"), [6, 6]), spec(6, 6)), mean("flat"),
+    )  # fmt: skip
+    dims = find_batch_dims(found)
+    assert dims is not None
+    larger = Graph(found.nodes, found.loss, 2, dims).with_batch_size(10)
+    assert larger["flat"].spec.shape == (30, 6)
+    assert larger["w"].spec.shape == (6, 4)
+
+
+def test_thousands_of_nodes_take_less_than_a_second() -> None:
+    layers = [data("h0", 2, 3, 4), weight("w", 4, 4)]
+    for index in range(1250):
+        layers.append(
+            op(f"m{index}", "linear.default", (Ref(f"h{index}"), Ref("w")), spec(2, 3, 4))
+        )
+        layers.append(op(f"h{index + 1}", "gelu.default", (Ref(f"m{index}"),), spec(2, 3, 4)))
+    large = graph(*layers, mean("h1250"))
+    assert min(seconds_of(large) for _ in range(3)) < 1.0
+
+
+def seconds_of(large: Graph) -> float:
+    start = time.process_time()
+    assert find_batch_dims(large) is not None
+    return time.process_time() - start

@@ -1,0 +1,161 @@
+"""Work, saved tensors and storages of ops, against counts by hand and against autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_cases import OpCase, cases, graph_of, spec_of
+
+from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from autoparallel.planner.rules import saved, saved_extra_bytes, storage_of, work
+
+EXACT = (
+    "linear mm bmm addmm mul div add sub gelu silu relu sigmoid tanh softmax log_softmax exp rsqrt "
+    "sqrt sum mean view reshape transpose cat embedding mse_loss layer_norm pow where neg "
+    "index_select max_pool2d conv2d amax topk"
+)
+
+
+def spec(*shape: int, dtype: str = "float32", grad: bool = True) -> TensorSpec:
+    return TensorSpec(shape, dtype, grad)
+
+
+def node(op: str, args: tuple[Any, ...], *outputs: TensorSpec) -> Node:
+    return Node("y", "op", f"aten.{op}", args, {}, outputs)
+
+
+def test_a_product_costs_two_flops_per_multiply_add_and_as_much_per_gradient() -> None:
+    linear = node("linear.default", (Ref("x"), Ref("w")), spec(2, 4, 6))
+    both = work(linear, (spec(2, 4, 8), spec(6, 8)), linear.outputs)
+    assert both.family == "matmul"
+    assert both.flops_forward == 2 * 8 * 8 * 6
+    assert both.flops_backward == 2 * both.flops_forward
+    assert both.bytes_forward == 4 * (64 + 48 + 48)
+    assert both.bytes_backward == 2 * both.bytes_forward
+    first = work(linear, (spec(2, 4, 8, grad=False), spec(6, 8)), linear.outputs)
+    assert first.flops_backward == first.flops_forward
+
+
+def test_addmm_counts_its_factors_and_not_its_bias() -> None:
+    product = node("addmm.default", (Ref("b"), Ref("x"), Ref("w")), spec(4, 6))
+    found = work(product, (spec(6), spec(4, 8), spec(8, 6)), product.outputs)
+    assert (found.flops_forward, found.flops_backward) == (2 * 4 * 8 * 6, 2 * 2 * 4 * 8 * 6)
+
+
+def test_attention_costs_two_products_forward_and_five_backward_and_half_when_causal() -> None:
+    inputs = (spec(2, 4, 16, 8),) * 3
+    args = (Ref("q"), Ref("k"), Ref("v"))
+    full = node("scaled_dot_product_attention.default", args, inputs[0])
+    found = work(full, inputs, full.outputs)
+    assert found.flops_forward == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+    assert found.flops_backward == found.flops_forward * 5 // 2
+    causal = node("scaled_dot_product_attention.default", (*args, None, 0.0, True), inputs[0])
+    assert work(causal, inputs, causal.outputs).flops_forward == found.flops_forward // 2
+
+
+def test_a_convolution_costs_its_kernel_per_output_element() -> None:
+    conv = node("conv2d.default", (Ref("x"), Ref("w")), spec(2, 6, 7, 7))
+    found = work(conv, (spec(2, 4, 9, 9), spec(6, 4, 3, 3)), conv.outputs)
+    assert found.flops_forward == 2 * (2 * 6 * 7 * 7) * (4 * 3 * 3)
+
+
+def test_views_and_casts_to_the_same_dtype_are_free() -> None:
+    view = node("view.default", (Ref("x"), [8]), spec(8))
+    assert work(view, (spec(2, 4),), view.outputs).bytes_forward == 0
+    cast = node("to.dtype", (Ref("x"), torch.float32), spec(8))
+    assert work(cast, (spec(8),), cast.outputs).bytes_forward == 0
+    widening = work(cast, (spec(8, dtype="bfloat16"),), cast.outputs)
+    assert widening.bytes_forward == 8 * (2 + 4)
+
+
+def test_a_slice_is_free_forward_and_fills_its_source_backward() -> None:
+    part = node("slice.Tensor", (Ref("x"), 0, 0, 4), spec(4))
+    found = work(part, (spec(8),), part.outputs)
+    assert (found.bytes_forward, found.bytes_backward) == (0, 4 * (8 + 4))
+
+
+def test_without_a_gradient_there_is_no_backward_and_nothing_is_saved() -> None:
+    mask = node("mul.Tensor", (Ref("x"), Ref("y")), spec(4, grad=False))
+    found = work(mask, (spec(4, grad=False),) * 2, mask.outputs)
+    assert (found.bytes_backward, found.flops_backward) == (0, 0)
+    assert saved(mask) == ()
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in cases() if case.op.split(".")[1] in EXACT.split()], ids=str
+)
+def test_saved_bytes_are_what_autograd_keeps(case: OpCase) -> None:
+    own = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in case.tensors)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = case.call(own)
+    graph = graph_of(case)
+    found = graph["op"]
+    listed: dict[int, int] = {}
+    for ref in saved(found, graph):
+        tensor = outputs[ref.index] if ref.name == "op" else own[int(ref.name[1:])]
+        storage = tensor.untyped_storage()
+        listed[storage.data_ptr()] = storage.nbytes()
+    extra = saved_extra_bytes(found, [graph.spec(ref) for ref in found.inputs], found.outputs)
+    assert sum(listed.values()) + extra == sum(kept.values())
+
+
+def run(steps: list[tuple[str, str, tuple[Any, ...]]]) -> tuple[Graph, dict[tuple[str, int], Any]]:
+    """Steps run for real, from ``x`` (2, 6, 24): their graph and their tensors."""
+    values: dict[tuple[str, int], Any] = {("x", 0): torch.randn(2, 6, 24)}
+    nodes = [Node("x", "input", outputs=(spec_of(values["x", 0]),))]
+    for name, op, args in steps:
+        packet, overload = op.split(".")
+        target = getattr(getattr(torch.ops.aten, packet), overload)
+        result = target(*map_refs(args, lambda ref: values[ref.name, ref.index]))
+        outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
+        values.update({(name, i): output for i, output in enumerate(outputs)})
+        specs = tuple(spec_of(output) for output in outputs)
+        nodes.append(Node(name, "op", f"aten.{op}", args, {}, specs))
+    return Graph(tuple(nodes), Ref("x"), 2), values
+
+
+def test_storages_of_an_attention_block_are_those_of_the_real_tensors() -> None:
+    graph, values = run([
+        ("split", "split.Tensor", (Ref("x"), 8, 2)),
+        ("q", "view.default", (Ref("split", 0), [2, 6, 2, 4])),
+        ("k", "reshape.default", (Ref("split", 1), [2, 6, 2, 4])),
+        ("v", "reshape.default", (Ref("split", 2), [2, 6, 2, 4])),
+        ("qt", "transpose.int", (Ref("q"), 1, 2)),
+        ("kt", "transpose.int", (Ref("k"), 1, 2)),
+        ("vt", "permute.default", (Ref("v"), [0, 2, 1, 3])),
+        ("neg", "neg.default", (Ref("qt"),)),
+        ("negt", "transpose.int", (Ref("neg"), 1, 2)),
+        ("flat", "reshape.default", (Ref("negt"), [2, 6, 8])),
+        ("attn", "scaled_dot_product_attention.default", (Ref("qt"), Ref("kt"), Ref("vt"))),
+        ("back", "transpose.int", (Ref("attn"), 1, 2)),
+        ("whole", "contiguous.default", (Ref("back"),)),
+        ("merged", "reshape.default", (Ref("whole"), [2, 6, 8])),
+        ("copy", "contiguous.default", (Ref("qt"),)),
+        ("moved", "reshape.default", (Ref("kt"), [2, 2, 24])),
+        ("wide", "unsqueeze.default", (Ref("kt"), 2)),
+        ("grown", "expand.default", (Ref("wide"), [2, 2, 3, 6, 4])),
+        ("heads", "reshape.default", (Ref("grown"), [2, 6, 6, 4])),
+        ("row", "select.int", (Ref("x"), 1, 0)),
+        ("every", "slice.Tensor", (Ref("x"), 1, 0, 6, 2)),
+        ("same", "to.dtype", (Ref("every"), torch.float32)),
+        ("half", "to.dtype", (Ref("every"), torch.float16)),
+        ("kept", "dropout.default", (Ref("same"), 0.0, True)),
+        ("parts", "unbind.int", (Ref("kept"), 0)),
+        ("tail", "squeeze.default", (Ref("parts", 1),)),
+        ("sum", "add.Tensor", (Ref("tail"), Ref("tail"))),
+    ])  # fmt: skip
+    owners = storage_of(graph)
+    owner_of = {}
+    for key, tensor in values.items():
+        owner_of.setdefault(tensor.untyped_storage().data_ptr(), key)
+    real = {key: owner_of[tensor.untyped_storage().data_ptr()] for key, tensor in values.items()}
+    assert dict(owners) == real
