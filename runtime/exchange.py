@@ -1,0 +1,372 @@
+"""Messages between stages: the values that cross, and the gradients that come back.
+
+In: the boundaries of a rank's stage and where each stage's devices are. Out: asynchronous
+sends and receives of exactly the boxes each rank needs, by direction, stage and
+micro-batch. A receive is posted first and waited for later; a send never waits, and what it
+sends is kept alive until it has gone.
+
+On gloo every message has its own tag in the default group, so messages cannot be taken for
+one another whatever the order. NCCL knows no tags and runs the messages of a group in
+order, so there each ordered pair of ranks has a group of its own, joined in one global
+order before the first step (a first message would else wait for its peer inside the send).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..planner.errors import WorkerError
+from ..planner.layout import Layout, Mesh, local_region, local_shape
+from ..planner.transfer import relative, transfers
+
+if TYPE_CHECKING:
+    from ..passes.stage_cut import Boundary
+
+Direction = Literal["forward", "backward"]
+
+
+_Message = tuple[int, Tensor, int]
+"""The other rank, what is sent or filled, the tag."""
+
+
+class StagePlace(Protocol):
+    """Where a stage is: its mesh and the global ranks of its devices, in row-major order."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``."""
+
+    peer: int
+    slices: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """One boundary as this rank sees it in one direction: its part, and the messages of it.
+
+    ``tag + microbatch * tag_stride`` is the same on both sides and no other message's between
+    the two ranks.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tag: int
+    tag_stride: int
+    pieces: tuple[_Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A receive under way: the whole part, and the pieces to copy into it when they arrive."""
+
+    key: str
+    whole: Tensor
+    works: tuple[dist.Work, ...]
+    copies: tuple[tuple[tuple[slice, ...], Tensor], ...]
+
+
+class Exchange:
+    """The messages of one rank. Every rank of the world makes its own, at the same time."""
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary],
+        *,
+        stages: Sequence[StagePlace],
+        rank: int,
+        device: torch.device,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        pair_groups: bool | None = None,
+    ) -> None:
+        """``boundaries`` are at least those of the rank's own stage.
+
+        ``dtypes`` overrides, by key, the dtype that a value has at run time. ``pair_groups``:
+        one group per ordered pair of ranks; by default on devices other than the CPU.
+        """
+        self._rank = rank
+        self._device = device
+        self._stages = stages
+        self._sends, self._receives = _make_ports(boundaries, stages, rank, dtypes or {})
+        self._posted: dict[tuple[Direction, int, int], list[_Posted]] = {}
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._outbox = _Outbox(polls=device.type != "cpu")
+        if device.type != "cpu" if pair_groups is None else pair_groups:
+            self._make_groups()
+
+    def post(self, direction: Direction, stage: int, microbatch: int) -> None:
+        """Post the receives of what ``stage`` needs from other stages."""
+        key = (direction, stage, microbatch)
+        ports = self._receives.get((direction, stage), ())
+        self._posted[key] = [self._post_one(port, microbatch) for port in ports]
+
+    def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
+        """Wait for what was posted; this rank's part of every value, by key.
+
+        Gradients of a value that went to several stages are summed.
+        """
+        received: dict[str, Tensor] = {}
+        for posted in self._posted.pop((direction, stage, microbatch), ()):
+            for work in posted.works:
+                work.wait()
+            for slices, piece in posted.copies:
+                posted.whole[slices] = piece
+            known = received.get(posted.key)
+            received[posted.key] = posted.whole if known is None else known + posted.whole
+        return received
+
+    def send(
+        self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
+    ) -> None:
+        """Send this rank's share of what ``stage`` has computed; returns at once.
+
+        ``values`` holds the rank's part of every value by key; a gradient that is missing is
+        zero. They must not be written to afterwards.
+        """
+        messages: list[_Message] = []
+        for port in self._sends.get((direction, stage), ()):
+            value = values.get(port.key)
+            if value is None and direction == "backward":
+                value = torch.zeros(port.shape, dtype=port.dtype, device=self._device)
+            if value is None or tuple(value.shape) != port.shape or value.dtype != port.dtype:
+                raise _mismatch(port, value, stage)
+            value = value.detach()
+            for piece in port.pieces:
+                packed = value[piece.slices].contiguous()
+                messages.append(
+                    (piece.peer, _wire(packed), port.tag + microbatch * port.tag_stride)
+                )
+        works = self._start(messages, sends=True)
+        self._outbox.add(works, tuple(tensor for _, tensor, _ in messages))
+
+    def finish(self) -> None:
+        """Wait until everything sent has gone."""
+        self._outbox.finish()
+
+    def share_loss(self, loss: Tensor | None) -> Tensor:
+        """The loss of the last stage on every rank of the world, as a float64 scalar."""
+        source = self._stages[-1].devices
+        if loss is not None and (not dist.is_initialized() or dist.get_world_size() == len(source)):
+            return loss.detach().to(torch.float64)
+        shared = torch.zeros((), dtype=torch.float64, device=self._device)
+        if loss is not None:
+            shared.copy_(loss.detach())
+        dist.broadcast(shared, src=source[0])
+        return shared
+
+    def _post_one(self, port: _Port, microbatch: int) -> _Posted:
+        whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)
+        copies: list[tuple[tuple[slice, ...], Tensor]] = []
+        messages: list[_Message] = []
+        for piece in port.pieces:
+            place = whole[piece.slices]
+            if not place.is_contiguous():
+                place = torch.empty_like(place, memory_format=torch.contiguous_format)
+                copies.append((piece.slices, place))
+            messages.append((piece.peer, _wire(place), port.tag + microbatch * port.tag_stride))
+        works = self._start(messages, sends=False)
+        return _Posted(port.key, whole, works, tuple(copies))
+
+    def _start(self, messages: Sequence[_Message], *, sends: bool) -> tuple[dist.Work, ...]:
+        """Starts the messages: by tag in the default group, or batched in the pairs' groups."""
+        works: list[dist.Work] = []
+        operation = dist.isend if sends else dist.irecv
+        if not self._groups:
+            for peer, tensor, tag in messages:
+                work = operation(tensor, peer, tag=tag)
+                assert work is not None
+                works.append(work)
+            return tuple(works)
+        for peer in dict.fromkeys(peer for peer, _, _ in messages):
+            pair = (self._rank, peer) if sends else (peer, self._rank)
+            batch = [
+                dist.P2POp(operation, tensor, peer, group=self._groups[pair])
+                for to, tensor, _ in messages
+                if to == peer
+            ]
+            works += dist.batch_isend_irecv(batch)
+        return tuple(works)
+
+    def _make_groups(self) -> None:
+        """Makes the groups of all ordered pairs and tries each, in one order for all ranks."""
+        mine = [
+            (self._rank, piece.peer)
+            for ports in self._sends.values() for port in ports for piece in port.pieces
+        ]  # fmt: skip
+        gathered: list[list[tuple[int, int]] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        pairs = sorted({pair for found in gathered if found is not None for pair in found})
+        groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
+        for pair in pairs:
+            if self._rank in pair:
+                self._groups[pair] = groups[pair]
+                token = torch.zeros(1, device=self._device)
+                sends = pair[0] == self._rank
+                for work in self._start([(pair[1] if sends else pair[0], token, 0)], sends=sends):
+                    work.wait()
+
+
+_PortTable = dict[tuple[Direction, int], tuple[_Port, ...]]
+
+
+def _make_ports(
+    boundaries: Sequence[Boundary],
+    stages: Sequence[StagePlace],
+    rank: int,
+    dtypes: Mapping[str, torch.dtype],
+) -> tuple[_PortTable, _PortTable]:
+    """What the rank sends and what it receives, by direction and stage."""
+    sends: _PortTable = {}
+    receives: _PortTable = {}
+    between: dict[tuple[int, int], list[Boundary]] = {}
+    for boundary in sorted(boundaries, key=lambda boundary: boundary.key):
+        between.setdefault((boundary.source_stage, boundary.target_stage), []).append(boundary)
+    for pair, crossing in sorted(between.items()):
+        for index, boundary in enumerate(crossing):
+            for direction in _directions(boundary):
+                tag = ((index * len(stages) + pair[0]) * len(stages) + pair[1]) * 2
+                numbers = (
+                    tag + (direction == "backward"),
+                    2 * len(crossing) * len(stages) ** 2,
+                )
+                source, target = pair if direction == "forward" else pair[::-1]
+                for table, stage, is_sender in ((sends, source, True), (receives, target, False)):
+                    if rank in stages[stage].devices:
+                        port = _port(
+                            boundary, direction, stages, rank=rank, is_sender=is_sender,
+                            dtype=dtypes.get(boundary.key), numbers=numbers,
+                        )  # fmt: skip
+                        table[direction, stage] = (*table.get((direction, stage), ()), port)
+    return sends, receives
+
+
+def _directions(boundary: Boundary) -> tuple[Direction, ...]:
+    return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
+
+
+def _port(
+    boundary: Boundary,
+    direction: Direction,
+    stages: Sequence[StagePlace],
+    *,
+    rank: int,
+    is_sender: bool,
+    dtype: torch.dtype | None,
+    numbers: tuple[int, int],
+) -> _Port:
+    """The port of ``rank`` for one boundary in one direction."""
+    ends: list[tuple[StagePlace, Layout]] = [
+        (stages[boundary.source_stage], boundary.source_layout),
+        (stages[boundary.target_stage], boundary.target_layout),
+    ]
+    if direction == "backward":
+        ends.reverse()
+    (source, source_layout), (target, target_layout) = ends
+    shape = boundary.spec.shape
+    messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
+    place, layout = ends[0] if is_sender else ends[1]
+    mine = place.devices.index(rank)
+    frame = local_region(shape, layout, place.mesh, place.mesh.coordinates(mine))
+    pieces = tuple(
+        _Piece(
+            target.devices[message.target] if is_sender else source.devices[message.source],
+            relative(message.box, frame),
+        )
+        for message in messages
+        if mine == (message.source if is_sender else message.target)
+    )
+    return _Port(
+        boundary.key,
+        local_shape(shape, layout, place.mesh.shape),
+        getattr(torch, boundary.spec.dtype) if dtype is None else dtype,
+        numbers[0],
+        numbers[1],
+        pieces,
+    )
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The same memory as bytes if it is boolean, which backends do not know."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _mismatch(port: _Port, value: Tensor | None, stage: int) -> WorkerError:
+    found = "nothing" if value is None else f"{tuple(value.shape)} {value.dtype}"
+    return WorkerError(
+        "AP810",
+        f"stage {stage} made {found} for {port.key!r}, which it sends",
+        why=f"the plan's boundary is {port.shape} {port.dtype} on each rank",
+        fix="report it as a bug; the stage's program and its plan disagree",
+    )
+
+
+class _Outbox:
+    """Keeps what was sent alive until it has gone.
+
+    ``polls``: works tell when they are complete (NCCL). Gloo's only know after a wait, so
+    there a thread waits for them in order.
+    """
+
+    def __init__(self, *, polls: bool) -> None:
+        self._polls = polls
+        self._held: list[tuple[tuple[dist.Work, ...], tuple[Tensor, ...]]] = []
+        self._queue: queue.SimpleQueue[tuple[tuple[dist.Work, ...], tuple[Tensor, ...]]] = (
+            queue.SimpleQueue()
+        )
+        self._idle = threading.Condition()
+        self._num_waiting = 0
+        self._error: RuntimeError | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, works: tuple[dist.Work, ...], tensors: tuple[Tensor, ...]) -> None:
+        if not works:
+            return
+        if self._polls:
+            self._held = [
+                item for item in self._held if not all(work.is_completed() for work in item[0])
+            ]
+            self._held.append((works, tensors))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._num_waiting += 1
+        self._queue.put((works, tensors))
+
+    def finish(self) -> None:
+        for works, _ in self._held:
+            for work in works:
+                work.wait()
+        self._held.clear()
+        with self._idle:
+            self._idle.wait_for(lambda: self._num_waiting == 0)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            works, tensors = self._queue.get()
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                self._error = error
+            del works, tensors
+            with self._idle:
+                self._num_waiting -= 1
+                self._idle.notify_all()

@@ -1,0 +1,201 @@
+"""The inside of a worker process: run one function as one rank, and report how it ended.
+
+``python -m autoparallel.runtime.process JOB.json`` is how the launcher starts a worker; the
+rank comes from the environment, as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK). The
+function is named ``"module:function"`` and is called with a ``Worker`` and the job's
+arguments by name. What it returns on rank 0, or the error of any rank, goes into a file of
+the job's folder for the launcher to read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..planner import errors
+from ..planner.errors import AutoparallelError, DeviceMemoryError, HangError, WorkerError
+from .watchdog import Watchdog
+
+RESULT = "result.json"
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "Unable to allocate")
+CONNECTION_LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout",
+    "remote process exited", "Connection was likely closed", "recvValue failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Which rank this process is; ``watchdog.progress`` keeps it alive in long work."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    watchdog: Watchdog
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every worker of a launch runs. ``folder`` is where they leave their reports."""
+
+    entry: str
+    arguments: Mapping[str, Any]
+    folder: str
+    timeout_seconds: float
+    sys_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of a rank as it crosses the process boundary.
+
+    ``is_consequence``: the rank only lost its connection to another one.
+    """
+
+    rank: int
+    seconds: float
+    kind: str
+    code: str
+    what: str
+    why: str
+    where: str
+    fix: str
+    is_consequence: bool
+
+    def error(self) -> AutoparallelError:
+        """The error that the rank raised."""
+        kind: type[AutoparallelError] = getattr(errors, self.kind)
+        return kind(self.code, self.what, why=self.why, where=self.where, fix=self.fix)
+
+
+def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
+    """``error`` as one of ours: out of memory, or a failed worker with its traceback."""
+    if isinstance(error, AutoparallelError):
+        return error
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    name = f"rank {rank} of {world_size}"
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if is_memory or any(sign in str(error) for sign in OUT_OF_MEMORY):
+        return DeviceMemoryError(
+            "AP803",
+            f"{name} ran out of memory",
+            why=text,
+            where=where,
+            fix="plan with a smaller --memory-limit or --micro-batch, or force recompute=full",
+        )
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return WorkerError("AP801", f"{name} failed: {text}", why=trace, where=where)
+
+
+def current_worker(
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+    report: Callable[[HangError], None] | None = None,
+) -> Worker:
+    """The worker that the environment says this process is."""
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    name = f"rank {rank} of {world_size}"
+    watchdog = (
+        Watchdog(timeout_seconds, name=name)
+        if report is None
+        else Watchdog(timeout_seconds, name=name, report=report)
+    )
+    return Worker(rank, world_size, int(environment.get("LOCAL_RANK", rank)), watchdog)
+
+
+def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
+    """Calls ``"module:function"`` with the worker and the arguments, under its watchdog.
+
+    Errors come out as AutoparallelErrors. The process group that it leaves is destroyed.
+    """
+    module, _, name = entry.partition(":")
+    watched: AbstractContextManager[object] = worker.watchdog
+    try:
+        function = getattr(importlib.import_module(module), name)
+        with watched:
+            value = function(worker, **arguments)
+            worker.watchdog.progress("leaving the process group")
+            _leave()
+    except Exception as error:
+        ours = describe(error, worker.rank, worker.world_size)
+        if ours is error:
+            raise
+        raise ours from error
+    return value
+
+
+def _leave() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def read_failure(folder: Path, rank: int) -> Failure | None:
+    """What a rank reported, if it failed and could tell."""
+    path = folder / f"failure-{rank}.json"
+    return Failure(**json.loads(path.read_text())) if path.exists() else None
+
+
+def write_failure(folder: Path, rank: int, error: AutoparallelError) -> None:
+    """Leaves a rank's error for the launcher."""
+    is_consequence = error.code == "AP801" and any(sign in error.what for sign in CONNECTION_LOST)
+    failure = Failure(
+        rank, time.time(), type(error).__name__, error.code, error.what, error.why, error.where,
+        error.fix, is_consequence,
+    )  # fmt: skip
+    _write(folder / f"failure-{rank}.json", asdict(failure))
+
+
+def _write(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
+
+
+def _end_with_launcher() -> None:
+    """Ends this process and its children when the launcher is gone: its pipe then closes."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="launcher", daemon=True).start()
+
+
+def main(job_path: str) -> None:
+    """A worker process from start to end; it exits with the code of its error."""
+    job = Job(**json.loads(Path(job_path).read_text()))
+    folder = Path(job.folder)
+    sys.path.extend(path for path in job.sys_path if path not in sys.path)
+    _end_with_launcher()
+    rank = int(os.environ["RANK"])
+    worker = current_worker(
+        os.environ, job.timeout_seconds, lambda error: write_failure(folder, rank, error)
+    )
+    try:
+        value = call(job.entry, worker, job.arguments)
+        if rank == 0:
+            _write(folder / RESULT, value)
+    except AutoparallelError as error:
+        write_failure(folder, rank, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
