@@ -1,0 +1,114 @@
+"""Capture: a model on ``meta`` and an example batch to a ``Program``.
+
+The way: ``export`` (torch.export, forward and loss) → ``lower`` (to ``Graph``) →
+``PASSES`` → blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from ..planner.errors import CaptureError
+from ..planner.graph import Graph
+from .blocks import find_blocks
+from .export import PREFIX, Batch, LossFn, export_loss, tensor_keys
+from .hoist import Hoist
+from .lower import lower
+from .masks import SimplifyMasks
+from .program import Dtype, Program
+from .runner import Observe, Pass, check, run_passes
+from .tie import find_tied
+
+PASSES: tuple[Pass, ...] = (Hoist(), SimplifyMasks())
+"""The graph passes of a capture, in order."""
+
+
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFn | None = None,
+    dtype: Dtype = "float32",
+    batch_size: int | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    observe: Observe | None = None,
+) -> Program:
+    """The program of ``loss_fn(model(batch), batch)``.
+
+    ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains
+    in. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of tensors,
+    best with 2 rows: any row count then follows by ``Program.with_batch_size``.
+    ``batch_size`` is that row count (default: the first dimension of the first tensor).
+    ``buffers`` are values of buffers that masks may be computed from.
+
+    Raises ``CaptureError`` naming the user's line.
+    """
+    rows = batch_size if batch_size is not None else _rows(batch)
+    timed = _Timer(observe)
+    exported = export_loss(model, batch, loss_fn=loss_fn, dtype=dtype)
+    graph, literals = lower(
+        exported.program, prefix=PREFIX, inputs=list(exported.inputs), tied=find_tied(model),
+        batch_size=rows,
+    )  # fmt: skip
+    check(graph, "lower")
+    timed("export", graph)
+    known = {**literals, **(buffers or {})}
+    passes = tuple(
+        replace(one, buffers=known) if isinstance(one, SimplifyMasks) else one for one in PASSES
+    )
+    graph = run_passes(graph, passes, observe)
+    timed.restart()
+    graph = replace(graph, batch_dims=_batch_dims(graph))
+    timed("batch", graph)
+    blocks = find_blocks(graph)
+    timed("blocks", graph)
+    names = {node.name for node in graph.nodes}
+    return Program(
+        graph=graph,
+        blocks=blocks,
+        model=model,
+        dtype=dtype,
+        inputs={name: key for name, key in exported.inputs.items() if name in names},
+        literals={name: value for name, value in literals.items() if name in names},
+        unused=tuple(name for name, _ in model.named_parameters() if name not in names),
+    )
+
+
+def _rows(batch: Batch) -> int:
+    for key in tensor_keys(batch):
+        tensor = batch[key]  # type: ignore[index]
+        if tensor.dim():
+            return int(tensor.shape[0])
+    raise CaptureError(
+        "AP206",
+        "the example batch holds no tensor with a batch dimension",
+        fix="let `example_batch(global_batch)` return tensors whose first dimension is the batch",
+    )
+
+
+def _batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]]:
+    try:
+        from ..planner.batch import find_batch_dims
+    except ImportError:
+        return {}
+    return find_batch_dims(graph) or {}
+
+
+class _Timer:
+    """Reports the seconds since the last report."""
+
+    def __init__(self, observe: Observe | None) -> None:
+        self._observe = observe
+        self.restart()
+
+    def restart(self) -> None:
+        self._start = time.perf_counter()
+
+    def __call__(self, name: str, graph: Graph) -> None:
+        if self._observe is not None:
+            self._observe(name, graph, time.perf_counter() - self._start)
+        self.restart()

@@ -1,0 +1,213 @@
+"""The model's forward and loss as an ``ExportedProgram``, without a single weight.
+
+In: a model on ``meta`` and an example batch. Out: what ``torch.export`` makes of
+``loss(model(batch))``, without writes in place. While it runs, the model's parameters are fake
+tensors that say they are on the CPU, so code that asks for a device takes the path it
+takes in training.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..planner.errors import CaptureError, UsageError
+from .functionalize import functionalize
+from .locate import capture_error
+from .modes import explicit_casts, promote_to_float64
+from .program import BatchKey, Dtype
+
+PREFIX = "captured"
+
+LossFn = Callable[[Any, Any], Tensor]
+Batch = Mapping[str, Any] | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """``inputs`` names the user inputs of ``program`` in order, with their keys in the batch."""
+
+    program: ExportedProgram
+    inputs: Mapping[str, BatchKey]
+
+
+class _WithLoss(nn.Module):
+    """``loss(model(batch))`` as a module whose forward takes the batch's tensors one by one."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, keys: tuple[BatchKey, ...], loss_fn: LossFn | None
+    ) -> None:
+        super().__init__()
+        self.add_module(PREFIX, model)
+        self._template = batch
+        self._keys = keys
+        self._loss_fn = loss_fn
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
+        model = self.get_submodule(PREFIX)
+        return find_loss(call_model(model, batch), batch, self._loss_fn)
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: a tuple's parts by position, a dict's by name.
+
+    Of a dict, ``forward`` gets the entries that it takes; the others are for the loss.
+    """
+    if not isinstance(batch, Mapping):
+        return model(*batch)
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return model(**batch)
+    taken = {parameter.name for parameter in parameters}
+    return model(**{name: value for name, value in batch.items() if name in taken})
+
+
+def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
+    """The scalar that training minimizes: ``loss_fn``'s, the output itself, or its ``loss``."""
+    loss: Any
+    if loss_fn is not None:
+        loss = loss_fn(outputs, batch)
+    elif isinstance(outputs, Tensor):
+        loss = outputs
+    elif isinstance(outputs, Mapping) and "loss" in outputs:
+        loss = outputs["loss"]
+    else:
+        loss = getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            "AP203",
+            "the model gives no loss",
+            why=f"its output is a {type(outputs).__name__} with no scalar tensor `loss` in it",
+            fix="add `loss_fn(outputs, batch)` to the model file, or return the loss",
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            "AP204",
+            f"the loss has shape {tuple(loss.shape)}, not one number",
+            why="training needs a scalar to call backward on",
+            fix="reduce it (`.mean()`) in the model or in `loss_fn(outputs, batch)`",
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def export_loss(
+    model: nn.Module, batch: Batch, *, loss_fn: LossFn | None, dtype: Dtype
+) -> Exported:
+    """Export ``loss(model(batch))``: non-strict first, then strict, then a ``CaptureError``."""
+    keys = tensor_keys(batch)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    target = getattr(torch, dtype)
+    with fake_parameters(model, mode, dtype=target):
+        wrapped = _WithLoss(model, batch, keys, loss_fn).train(model.training)
+        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        try:
+            program = _export(wrapped, tensors, strict=False, dtype=dtype)
+        except CaptureError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            program = _export_strict(wrapped, tensors, dtype, error)
+    return Exported(program, {input_name(key): key for key in keys})
+
+
+def _export_strict(
+    wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype, first: Exception
+) -> ExportedProgram:
+    """The second rung of the ladder; the first rung's error is the one that is shown."""
+    located = capture_error(first, wrapped, PREFIX)
+    if located.code == "AP202":
+        raise located from first
+    try:
+        return _export(wrapped, tensors, strict=True, dtype=dtype)
+    except Exception as error:
+        raise located from error
+
+
+def _export(
+    wrapped: nn.Module, tensors: tuple[Tensor, ...], *, strict: bool, dtype: Dtype
+) -> ExportedProgram:
+    with ExitStack() as modes:
+        if not strict:
+            modes.enter_context(explicit_casts())
+        if dtype == "float64":
+            modes.enter_context(promote_to_float64())
+        return functionalize(torch.export.export(wrapped, tensors, strict=strict))
+
+
+def input_name(key: BatchKey) -> str:
+    """A batch input's name in the graph: its key, or ``input_<position>`` in a tuple."""
+    return key if isinstance(key, str) else f"input_{key}"
+
+
+def tensor_keys(batch: Batch) -> tuple[BatchKey, ...]:
+    """The keys of a batch that hold tensors; everything else in it is a setting."""
+    if isinstance(batch, Mapping):
+        return tuple(key for key, value in batch.items() if isinstance(value, Tensor))
+    if isinstance(batch, Sequence):
+        return tuple(i for i, value in enumerate(batch) if isinstance(value, Tensor))
+    raise UsageError(
+        "AP110",
+        f"an example batch is a dict or a tuple of tensors, not a {type(batch).__name__}",
+        fix="let `example_batch` return what the model is called with",
+    )
+
+
+def _item(batch: Batch, key: BatchKey) -> Tensor:
+    value = batch[key]  # type: ignore[index]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _filled(template: Batch, tensors: Mapping[BatchKey, Tensor]) -> Any:
+    if isinstance(template, Mapping):
+        return {key: tensors.get(key, value) for key, value in template.items()}
+    return tuple(tensors.get(i, value) for i, value in enumerate(template))
+
+
+@contextmanager
+def fake_parameters(
+    model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype
+) -> Iterator[None]:
+    """Put fake CPU tensors of ``dtype`` in the place of the model's parameters and buffers.
+
+    Floating parameters are cast; floating buffers keep their dtype in mixed precision and
+    are cast with the rest in float64. Ties stay ties.
+    """
+    made: dict[int, Tensor] = {}
+    saved: list[tuple[Any, str, Tensor]] = []
+    buffer_dtype = dtype if dtype == torch.float64 else None
+    try:
+        for module in model.modules():
+            slots: Any
+            for slots, target in ((module._parameters, dtype), (module._buffers, buffer_dtype)):
+                for name, tensor in slots.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _fake(tensor, mode, target)
+                    saved.append((slots, name, tensor))
+        for slots, name, tensor in saved:
+            slots[name] = made[id(tensor)]
+        yield
+    finally:
+        for slots, name, tensor in saved:
+            slots[name] = tensor
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+    meta = tensor.detach().to("meta")
+    if dtype is not None and meta.is_floating_point():
+        meta = meta.to(dtype)
+    fake = FakeTensor(mode, meta, torch.device("cpu"))
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake

@@ -1,0 +1,43 @@
+"""What generated code calls where an op on a part differs from the op on the whole.
+
+Each function takes the rank first and local tensors next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .collectives import Rank
+from .local_loss import part_of
+
+
+def split_embedding(
+    rank: Rank, weight: Tensor, indices: Tensor, *, padding_idx: int, axes: tuple[int, ...]
+) -> Tensor:
+    """Rows of this rank's part of a vocabulary split over ``axes``; other rows are zero (P)."""
+    start, _ = part_of(rank, weight.shape[0], axes)
+    index = indices - start
+    held = (index >= 0) & (index < weight.shape[0])
+    if padding_idx >= 0:
+        padding = padding_idx - start
+        padding_idx = padding if 0 <= padding < weight.shape[0] else -1
+    rows: Tensor = torch.ops.aten.embedding.default(
+        weight, torch.where(held, index, 0), padding_idx
+    )
+    return rows.masked_fill(~held.unsqueeze(-1), 0.0)
+
+
+def split_causal_attention(
+    rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
+) -> Tensor:
+    """Causal attention of queries whose positions are split over ``axes``; keys are whole."""
+    start, _ = part_of(rank, query.shape[-2], axes)
+    rows = torch.arange(start, start + query.shape[-2], device=query.device)
+    allowed = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
+    return functional.scaled_dot_product_attention(
+        query, key, value, allowed, is_causal=False, **options
+    )

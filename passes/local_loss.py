@@ -1,0 +1,185 @@
+"""Cross entropy over rows and classes that are split across ranks.
+
+The loss of a row with logits x, target t and label smoothing s over C classes is
+
+    log Σ exp x  −  (1 − s) x_t  −  (s / C) Σ x
+
+Split by class, the maximum, Σ exp, x_t and Σ x are reduced over the ranks (two
+all-reduces: one maximum, one stacked sum); only one number per row is exchanged, and the
+gradient softmax(x) − (1 − s) onehot(t) − s / C is local. Split by row, each rank divides
+its sum by the count of all ranks' rows that are not ignored, so that the parts add up to
+the mean.
+
+Source: Megatron-LM's vocabulary-parallel cross entropy (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .collectives import Rank
+
+MEAN, SUM = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Classes:
+    """The classes a rank holds: from ``start``, among ``total``, split over ``axes``."""
+
+    start: int
+    total: int
+    axes: tuple[int, ...]
+    ignore_index: int
+    smoothing: float
+
+
+def cross_entropy(
+    rank: Rank,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    axes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Tensor:
+    """The cross entropy of local logits; dimension 1 (or the only one) counts classes.
+
+    ``axes`` are the mesh axes that split the rows, and those that split the classes. The
+    result is I on the latter; on the former P when reduced, else split as the rows are.
+    """
+    row_axes, class_axes = axes
+    if class_axes:
+        rows = _split_class_rows(
+            rank, logits, target, _classes(rank, logits, class_axes, ignore_index, label_smoothing)
+        )
+        if reduction not in (MEAN, SUM):
+            return rows
+        total = rows.sum().to(logits.dtype)
+    else:
+        how = "none" if reduction not in (MEAN, SUM) else "sum"
+        total = functional.cross_entropy(
+            logits, target, weight, ignore_index=ignore_index, reduction=how,
+            label_smoothing=label_smoothing,
+        )  # fmt: skip
+    if reduction != MEAN:
+        return total
+    count = _denominator(rank, logits, target, weight, ignore_index, row_axes)
+    return (total / count).to(logits.dtype)
+
+
+def nll_loss(
+    rank: Rank,
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int,
+    row_axes: tuple[int, ...],
+) -> Tensor:
+    """The mean negative log likelihood of rows split over ``row_axes``: this rank's share (P)."""
+    total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
+    count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
+    return (total / count).to(scores.dtype)
+
+
+def _denominator(
+    rank: Rank,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    row_axes: tuple[int, ...],
+) -> Tensor:
+    """What the mean divides by: the (weighted) number of rows, over every rank.
+
+    In float32 or better: half precision cannot count beyond a few hundred.
+    """
+    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    if target.is_floating_point():
+        classes = logits.shape[min(1, logits.dim() - 1)]
+        count = torch.tensor(target.numel() // classes, dtype=dtype, device=logits.device)
+    elif weight is None:
+        count = (target != ignore_index).sum().to(dtype)
+    else:
+        kept = target != ignore_index
+        count = (weight.detach()[torch.where(kept, target, 0)] * kept).sum(dtype=dtype)
+    for axis in row_axes:
+        count = rank.communicator.all_reduce(count, axis)
+    return count
+
+
+def _classes(
+    rank: Rank, logits: Tensor, axes: tuple[int, ...], ignore_index: int, smoothing: float
+) -> _Classes:
+    local = logits.shape[min(1, logits.dim() - 1)]
+    start, total = part_of(rank, local, axes)
+    return _Classes(start, total, axes, ignore_index, smoothing)
+
+
+def part_of(rank: Rank, local_size: int, axes: tuple[int, ...]) -> tuple[int, int]:
+    """Where a rank's part of a dimension split over ``axes`` starts, and the whole size."""
+    position, parts = 0, 1
+    for axis in axes:
+        size = rank.communicator.size(axis)
+        position, parts = position * size + rank.communicator.coordinate(axis), parts * size
+    return position * local_size, parts * local_size
+
+
+def _split_class_rows(rank: Rank, logits: Tensor, target: Tensor, classes: _Classes) -> Tensor:
+    if logits.dim() > 2:
+        logits = logits.movedim(1, -1)
+    rows: Tensor = _SplitClassLoss.apply(logits, target, classes, rank)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _SplitClassLoss(torch.autograd.Function):
+    """The loss of each row; logits (..., C / n) and targets (...) to losses (...)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, classes: _Classes, rank: Rank) -> Tensor:
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        maximum = exact.amax(-1)
+        for axis in classes.axes:
+            maximum = rank.communicator.all_reduce(maximum.contiguous(), axis, "max")
+        index, held = _local_target(target, classes, logits.shape[-1])
+        sums = [(exact - maximum.unsqueeze(-1)).exp().sum(-1)]
+        sums.append(exact.gather(-1, index.unsqueeze(-1)).squeeze(-1) * held)
+        if classes.smoothing:
+            sums.append(exact.sum(-1))
+        stacked = torch.stack(sums)
+        for axis in classes.axes:
+            stacked = rank.communicator.all_reduce(stacked, axis)
+        log_sum = maximum + stacked[0].log()
+        rows = log_sum - (1 - classes.smoothing) * stacked[1]
+        if classes.smoothing:
+            rows = rows - classes.smoothing / classes.total * stacked[2]
+        ctx.save_for_backward(logits, target, log_sum)
+        ctx.classes = classes
+        return rows.masked_fill(target == classes.ignore_index, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, target, log_sum = ctx.saved_tensors
+        classes: _Classes = ctx.classes
+        scale = gradients[0].masked_fill(target == classes.ignore_index, 0.0).unsqueeze(-1)
+        index, held = _local_target(target, classes, logits.shape[-1])
+        result = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
+        if classes.smoothing:
+            result -= classes.smoothing / classes.total
+        hit = ((classes.smoothing - 1) * held.to(result.dtype)).unsqueeze(-1)
+        result.scatter_add_(-1, index.unsqueeze(-1), hit)
+        return (result * scale).to(logits.dtype), None, None, None
+
+
+def _local_target(target: Tensor, classes: _Classes, size: int) -> tuple[Tensor, Tensor]:
+    """Targets counted from this rank's first class (0 where another's), and which are its own."""
+    index = target - classes.start
+    held = (index >= 0) & (index < size)
+    return torch.where(held, index, 0), held

@@ -1,0 +1,324 @@
+"""An op on local tensors: what a node's call becomes when its tensors are parts.
+
+In: a node, the layout chosen for it, and a rank. Out: what to call, with which arguments.
+Most ops run unchanged on their parts. ``RULES`` lists those that do not:
+
+- size arguments (``view``, ``expand``, ``new_zeros``) are taken from the local output, which
+  also makes them right after the graph was rescaled to another batch;
+- means over split dimensions become shares that add up to the mean;
+- a split vocabulary needs an offset, a split loss needs its reductions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..planner.errors import PlanError
+from ..planner.graph import Node, Ref, TensorSpec, map_refs
+from ..planner.layout import Layout, local_shape
+from ..planner.strategy import NodeLayout
+from .collectives import Rank
+from .local_functions import split_causal_attention, split_embedding
+from .local_loss import MEAN, cross_entropy, nll_loss
+from .ops import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What to call; the result is multiplied by ``scale``."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """A node about to be called on parts.
+
+    ``arguments`` maps the schema's names, defaults included, to literals and local tensors
+    (as the graph being built names them); ``positions`` gives for each tensor argument its
+    place among the node's ``inputs``; ``specs`` are the inputs' global specs.
+    """
+
+    node: Node
+    layout: NodeLayout
+    rank: Rank
+    specs: tuple[TensorSpec, ...]
+    overload: Any
+    arguments: Mapping[str, Any]
+    positions: Mapping[str, int]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def output_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The local shape of an output."""
+        shape = self.node.outputs[index].shape
+        return local_shape(shape, self.layout.outputs[index], self.rank.mesh.shape)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self.specs[self.positions[name]].shape
+
+    def input_layout(self, name: str) -> Layout:
+        return self.layout.inputs[self.positions[name]]
+
+    def input_shape(self, name: str) -> tuple[int, ...]:
+        """The local shape of a tensor argument."""
+        return local_shape(self.global_shape(name), self.input_layout(name), self.rank.mesh.shape)
+
+    def dim(self, name: str = "dim", of: str = "self") -> int:
+        """A dimension argument, counted from 0."""
+        found: int = self.arguments[name]
+        return found % max(len(self.global_shape(of)), 1)
+
+    def axes(self, name: str, dim: int) -> tuple[int, ...]:
+        """The mesh axes that split a tensor argument's dimension."""
+        layout = self.input_layout(name)
+        return tuple(a for a, held in enumerate(layout) if held.is_shard and held.dim == dim)
+
+    def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:
+        """The call with some arguments changed (or on another overload, by its own names)."""
+        target = self.overload if overload is None else overload
+        values = {**self.arguments, **changes}
+        listed = target._schema.arguments
+        positional = [argument for argument in listed if not argument.kwarg_only]
+        while positional and _is_default(positional[-1], values[positional[-1].name]):
+            positional.pop()
+        args = tuple(values[argument.name] for argument in positional)
+        kwargs = {
+            argument.name: values[argument.name]
+            for argument in listed
+            if argument.kwarg_only and values.get(argument.name) is not None
+        }
+        return Call(target, args, kwargs, scale)
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    return argument.has_default_value() and value is argument.default_value
+
+
+Rule = Callable[[LocalOp], Call]
+
+
+def local_call(
+    node: Node, layout: NodeLayout, specs: tuple[TensorSpec, ...], *, rank: Rank, values: Any
+) -> Call:
+    """The call that makes a rank's part of ``node``'s outputs.
+
+    ``values`` are the local tensors of ``node.inputs``, in their order and in the layouts
+    of ``layout.inputs``; ``specs`` are the inputs' global specs.
+    """
+    overload = resolve(node.op)
+    feed = iter(values)
+    args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: next(feed))
+    schema = overload._schema
+    arguments = {argument.name: argument.default_value for argument in schema.arguments} | dict(
+        zip((argument.name for argument in schema.arguments), args, strict=False)
+    )
+    op = LocalOp(node, layout, rank, specs, overload, arguments | kwargs, _positions(node, schema))
+    rule = RULES.get(node.op.rpartition(".")[0], _unchanged)
+    return rule(op)
+
+
+def _positions(node: Node, schema: Any) -> dict[str, int]:
+    """For each argument that is one tensor, its place in ``node.inputs``."""
+    positions: dict[str, int] = {}
+    count = 0
+    named = list(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+    for name, value in named + list(node.kwargs.items()):
+        if isinstance(value, Ref):
+            positions[name] = count
+        refs: list[Ref] = []
+        map_refs(value, refs.append)
+        count += len(refs)
+    return positions
+
+
+def _unchanged(op: LocalOp) -> Call:
+    """The same call, on whatever device its tensors are (or the default one)."""
+    return op.call(device=None) if "device" in op.arguments else op.call()
+
+
+def _to(op: LocalOp) -> Call:
+    if op.node.op == "aten.to.device":
+        return op.call(torch.ops.aten.to.dtype)
+    return _unchanged(op)
+
+
+def _size_of_output(op: LocalOp) -> Call:
+    device: dict[str, Any] = {"device": None} if "device" in op.arguments else {}
+    return op.call(size=list(op.output_shape()), **device)
+
+
+def _view(op: LocalOp) -> Call:
+    """A reshape: a part may lie in memory as the whole does not, so a view may have to copy.
+
+    A ``squeeze`` too must not take a split dimension, of size 1 on this rank, for one of
+    size 1.
+    """
+    if op.node.op == "aten.view.dtype":
+        return op.call()
+    return Call(torch.ops.aten.reshape.default, (op["self"], list(op.output_shape())), {})
+
+
+def _unflatten(op: LocalOp) -> Call:
+    dim = op.dim()
+    sizes = op.output_shape()[dim : dim + len(op["sizes"])]
+    return op.call(sizes=list(sizes))
+
+
+def _repeat(op: LocalOp) -> Call:
+    output, own = op.output_shape(), op.input_shape("self")
+    own = (1,) * (len(output) - len(own)) + own
+    repeats = [whole // part for whole, part in zip(output, own, strict=True)]
+    return Call(torch.ops.aten.repeat.default, (op["self"], repeats), {})
+
+
+def _repeat_interleave(op: LocalOp) -> Call:
+    return op.call(output_size=None)
+
+
+def _one_hot(op: LocalOp) -> Call:
+    """The number of classes is written out: a part may lack the highest."""
+    return op.call(num_classes=op.node.spec.shape[-1])
+
+
+def _split(op: LocalOp) -> Call:
+    dim = op.dim()
+    sizes = [op.output_shape(index)[dim] for index in range(len(op.node.outputs))]
+    name = "split_sizes" if "split_sizes" in op.arguments else "split_size"
+    changes: dict[str, Any] = {name: sizes[0] if isinstance(op[name], int) else sizes}
+    return op.call(**changes)
+
+
+def _slice(op: LocalOp) -> Call:
+    """A slice that keeps everything keeps every part; others are along a whole dimension."""
+    dim = op.dim()
+    if op.node.spec.shape[dim] == op.global_shape("self")[dim]:
+        return op.call(start=0, end=sys.maxsize)
+    return op.call()
+
+
+def _narrow(op: LocalOp) -> Call:
+    dim = op.dim()
+    if op.node.spec.shape[dim] == op.global_shape("self")[dim]:
+        return op.call(length=op.input_shape("self")[dim])
+    return op.call()
+
+
+def _mean(op: LocalOp) -> Call:
+    """Of a mean over a split dimension, this rank's share: all shares add up to the mean."""
+    if op.arguments.get("reduction", MEAN) != MEAN:
+        return op.call()
+    pairs = zip(op.layout.inputs[0], op.layout.outputs[0], op.rank.mesh.shape, strict=True)
+    parts = prod(size for held, made, size in pairs if held.is_shard and made.kind == "P")
+    return op.call(scale=1 / parts)
+
+
+def _embedding(op: LocalOp) -> Call:
+    axes = op.axes("weight", 0)
+    if not axes:
+        return op.call()
+    if op["scale_grad_by_freq"]:
+        raise _refused(op, "gradients scaled by frequency need the whole vocabulary")
+    options = {"padding_idx": op["padding_idx"], "axes": axes}
+    return Call(op.rank.bound(split_embedding), (op["weight"], op["indices"]), options)
+
+
+def _cross_entropy(op: LocalOp) -> Call:
+    classes = min(1, len(op.global_shape("self")) - 1)
+    class_axes = op.axes("self", classes)
+    row_axes = _row_axes(op, classes)
+    if not class_axes and not (row_axes and op["reduction"] == MEAN):
+        return op.call()
+    of_probabilities = op.specs[op.positions["target"]].dtype.startswith(("float", "bfloat"))
+    if class_axes and (op["weight"] is not None or of_probabilities):
+        raise _refused(op, "a loss with class weights or class probabilities needs whole rows")
+    options = {name: op[name] for name in ("reduction", "ignore_index", "label_smoothing")}
+    args = (op["self"], op["target"], op["weight"])
+    options["axes"] = (row_axes, class_axes)
+    return Call(op.rank.bound(cross_entropy), args, options)
+
+
+def _row_axes(op: LocalOp, classes: int) -> tuple[int, ...]:
+    layout = op.input_layout("self")
+    return tuple(a for a, held in enumerate(layout) if held.is_shard and held.dim != classes)
+
+
+def _nll_loss(op: LocalOp) -> Call:
+    row_axes = _row_axes(op, min(1, len(op.global_shape("self")) - 1))
+    if not row_axes or op["reduction"] != MEAN:
+        return op.call()
+    args = (op["self"], op["target"], op["weight"])
+    options = {"ignore_index": op["ignore_index"], "row_axes": row_axes}
+    return Call(op.rank.bound(nll_loss), args, options)
+
+
+def _attention(op: LocalOp) -> Call:
+    axes = op.axes("query", len(op.global_shape("query")) - 2)
+    if not axes or not op["is_causal"]:
+        return op.call()
+    options = {name: op[name] for name in ("dropout_p", "scale", "enable_gqa")}
+    args = (op["query"], op["key"], op["value"])
+    return Call(op.rank.bound(split_causal_attention), args, options | {"axes": axes})
+
+
+def _group_norm(op: LocalOp) -> Call:
+    parts = op.global_shape("input")[1] // op.input_shape("input")[1]
+    return op.call(num_groups=op["num_groups"] // parts)
+
+
+def _convolution(op: LocalOp) -> Call:
+    if op["groups"] == 1:
+        return op.call()
+    parts = op.global_shape("input")[1] // op.input_shape("input")[1]
+    return op.call(groups=op["groups"] // parts)
+
+
+def _refused(op: LocalOp, why: str) -> PlanError:
+    return PlanError(
+        "AP521", f"{op.node.name} cannot run in the layout that the plan gives it",
+        why=why, where=op.node.source or op.node.module, fix="plan again",
+    )  # fmt: skip
+
+
+_MEANS = (
+    "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss",
+)  # fmt: skip
+_SIZED = (
+    "expand", "zeros", "ones", "full", "empty", "rand", "randn",
+    "new_zeros", "new_ones", "new_full", "new_empty",
+)  # fmt: skip
+_VIEWS = ("view", "reshape", "_unsafe_view", "view_copy", "squeeze")
+_SPLITS = ("split", "split_with_sizes", "unsafe_split")
+_CONVOLUTIONS = tuple(f"conv{n}d" for n in (1, 2, 3))
+
+RULES: Mapping[str, Rule] = {
+    **{f"aten.{name}": _mean for name in _MEANS},
+    **{f"aten.{name}": _size_of_output for name in _SIZED},
+    **{f"aten.{name}": _view for name in _VIEWS},
+    **{f"aten.{name}": _split for name in _SPLITS},
+    **{f"aten.{name}": _nll_loss for name in ("nll_loss", "nll_loss_nd")},
+    **{f"aten.{name}": _convolution for name in _CONVOLUTIONS},
+    "aten.to": _to,
+    "aten.unflatten": _unflatten,
+    "aten.repeat": _repeat,
+    "aten.tile": _repeat,
+    "aten.one_hot": _one_hot,
+    "aten.repeat_interleave": _repeat_interleave,
+    "aten.slice": _slice,
+    "aten.narrow": _narrow,
+    "aten.embedding": _embedding,
+    "aten.cross_entropy_loss": _cross_entropy,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.group_norm": _group_norm,
+}

@@ -1,0 +1,200 @@
+"""A block of the graph as one rank runs it: local tensors, explicit collectives.
+
+In: the graph, a block's nodes with the layouts they arrive and leave in, the layout
+chosen for each node, and a rank. Out: an ``fx.GraphModule`` whose ``forward`` takes the
+block's inputs and returns the tuple of its outputs. Each node's inputs are brought from the
+layout their maker left them in to the one the node wants; a value that several nodes want
+alike is converted once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from ..planner.errors import PlanError
+from ..planner.graph import Graph, Node, Ref, TensorSpec
+from ..planner.layout import INVARIANT, Layout, conversion_steps, format_layout, local_shape
+from ..planner.strategy import NodeLayout
+from .collectives import Rank, apply_steps, format_steps, local_tensor
+from .local_ops import local_call
+from .ops import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInterface:
+    """What goes in and out of a block, each with its layout.
+
+    ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys;
+    ``parameters`` (buffers too) are fully qualified names that the block's module holds.
+    """
+
+    nodes: tuple[str, ...]
+    inputs: Mapping[str, Layout]
+    parameters: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+
+
+def value_key(ref: Ref) -> str:
+    """The key of a value: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for output 1.
+
+    >>> value_key(Ref("split", 1))
+    'split:1'
+    """
+    return ref.name if ref.index == 0 else f"{ref.name}:{ref.index}"
+
+
+def parse_key(key: str) -> Ref:
+    """The inverse of ``value_key``."""
+    name, colon, index = key.rpartition(":")
+    return Ref(name, int(index)) if colon and index.isdigit() else Ref(key)
+
+
+def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
+    """The layouts of a graph in which every rank holds everything: all I."""
+    whole = (INVARIANT,) * num_axes
+    return {
+        node.name: NodeLayout((whole,) * len(node.inputs), (whole,) * len(node.outputs))
+        for node in graph
+    }
+
+
+def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
+    """The layout with R written as I where no gradient tells them apart."""
+    if spec.requires_grad:
+        return layout
+    return tuple(INVARIANT if placement.kind == "R" else placement for placement in layout)
+
+
+@dataclass(slots=True)
+class _Values:
+    """The values made so far, by ref, each in the layouts it exists in."""
+
+    made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
+    converted: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)
+
+
+def localize_block(
+    graph: Graph, interface: BlockInterface, *, layouts: Mapping[str, NodeLayout], rank: Rank
+) -> fx.GraphModule:
+    """One rank's module of a block; raises ``PlanError`` where a layout does not fit."""
+    body, values = fx.Graph(), _Values()
+    for key, layout in interface.inputs.items():
+        ref = parse_key(key)
+        values.made[ref] = (body.placeholder(_identifier(key)), layout)
+    for name, layout in interface.parameters.items():
+        held = body.get_attr(name)
+        part = body.create_node("call_function", local_tensor, (held,), name=_identifier(name))
+        values.made[Ref(name)] = (part, layout)
+    for name in interface.nodes:
+        _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
+    results = [
+        _in_layout(body, values, graph, parse_key(key), wanted=layout, rank=rank)
+        for key, layout in interface.outputs.items()
+    ]
+    body.output(tuple(results))
+    body.lint()
+    return fx.GraphModule(_holder(graph, interface, rank), body, class_name="Block")
+
+
+def _localize_node(
+    body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
+) -> None:
+    """Adds a node's conversions and its local call."""
+    _check(graph, node, layout, rank)
+    refs = node.inputs
+    inputs = [
+        _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
+        for ref, wanted in zip(refs, layout.inputs, strict=True)
+    ]
+    specs = tuple(graph.spec(ref) for ref in refs)
+    call = local_call(node, layout, specs, rank=rank, values=inputs)
+    result = body.create_node(
+        "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
+    )
+    if call.scale != 1.0:
+        result = body.call_function(torch.ops.aten.mul.Scalar, (result, call.scale))
+    if not _returns_several(node):
+        values.made[Ref(node.name)] = (result, layout.outputs[0])
+        return
+    for index, made in enumerate(layout.outputs):
+        part = body.call_function(operator.getitem, (result, index))
+        values.made[Ref(node.name, index)] = (part, made)
+
+
+def _in_layout(
+    body: fx.Graph, values: _Values, graph: Graph, ref: Ref, *, wanted: Layout, rank: Rank
+) -> fx.Node:
+    """A value in the wanted layout, converted if it is not."""
+    value, layout = values.made[ref]
+    spec = graph.spec(ref)
+    wanted = held_layout(wanted, spec)
+    steps = conversion_steps(held_layout(layout, spec), wanted)
+    if not steps:
+        return value
+    if (ref, wanted) not in values.converted:
+        name = f"{value.name}_{format_layout(wanted)}"
+        values.converted[ref, wanted] = body.create_node(
+            "call_function",
+            rank.bound(apply_steps),
+            (value, format_steps(steps, rank.mesh.axes)),
+            name=_identifier(name),
+        )
+    return values.converted[ref, wanted]
+
+
+def _returns_several(node: Node) -> bool:
+    """Whether the op returns a tuple or list, even of one."""
+    returns = resolve(node.op)._schema.returns
+    return len(returns) > 1 or str(returns[0].type).startswith("List")
+
+
+def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
+    """Every split of a node's tensors must divide them."""
+    refs = node.inputs
+    if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
+        raise PlanError(
+            "AP522", f"the plan's layout of {node.name} is of another op",
+            why=f"{node.op} has {len(refs)} inputs, the plan {len(layout.inputs)}",
+            where=node.source or node.module, fix="plan again",
+        )  # fmt: skip
+    keys = (*map(value_key, refs), *(node.name for _ in node.outputs))
+    specs = (*map(graph.spec, refs), *node.outputs)
+    for key, spec, held in zip(keys, specs, layout.inputs + layout.outputs, strict=True):
+        try:
+            local_shape(spec.shape, held, rank.mesh.shape)
+        except ValueError as error:
+            raise PlanError(
+                "AP523", f"{key} cannot be split as {node.name} wants it",
+                why=str(error), where=node.source or node.module, fix="plan again",
+            ) from error  # fmt: skip
+
+
+def _identifier(name: str) -> str:
+    return "".join(char if char.isalnum() else "_" for char in name).strip("_")
+
+
+def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
+    """A module with the block's parameters and buffers, as ``meta`` tensors of local shape."""
+    root = nn.Module()
+    for name, layout in interface.parameters.items():
+        node = graph[name]
+        shape = local_shape(node.spec.shape, layout, rank.mesh.shape)
+        tensor = torch.empty(shape, dtype=getattr(torch, node.spec.dtype), device="meta")
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        if node.kind == "parameter":
+            owner.register_parameter(
+                leaf, nn.Parameter(tensor, requires_grad=node.spec.requires_grad)
+            )
+        else:
+            owner.register_buffer(leaf, tensor)
+    return root

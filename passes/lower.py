@@ -1,0 +1,276 @@
+"""An ``ExportedProgram`` to the planner's ``Graph``.
+
+Names become the user's (parameters by FQN, inputs by batch key), ``set_grad_enabled``
+regions are inlined, assertions and no-ops are dropped, tuple items become ``Ref`` indices,
+tied parameters become one node, and what a literal means no longer depends on the device
+or on defaults: sizes are written out and every factory says its dtype.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ..planner.errors import CaptureError
+from ..planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from .interpret import LITERAL
+from .locate import user_source
+from .ops import has_argument, path_of
+
+LITERAL_ELEMENTS = 4096
+"""Up to this size a tensor that the model's code makes of numbers is written in the graph."""
+
+_DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
+_ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
+_DETACHES = frozenset({"aten.detach.default", "aten.detach_.default"})
+_SIZED = {
+    "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
+    "aten.expand.default": 1,
+}  # fmt: skip
+_LIKE = {
+    "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.full_like.default": None,
+    "aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": None,
+}  # fmt: skip
+
+
+@dataclass
+class _Lowering:
+    """The state of one walk over an exported program."""
+
+    exported: ExportedProgram
+    prefix: str
+    inputs: list[str]
+    tied: Mapping[str, str]
+    nodes: dict[str, Node] = field(default_factory=dict)
+    literals: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    renamed: dict[str, Ref] = field(default_factory=dict)
+    grad_enabled: bool = True
+
+
+def lower(
+    exported: ExportedProgram, *, prefix: str, inputs: list[str], tied: Mapping[str, str],
+    batch_size: int,
+) -> tuple[Graph, dict[str, Tensor]]:  # fmt: skip
+    """The graph of an exported program, and the literal tensors that its code makes.
+
+    ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of
+    the user inputs in order, ``tied`` maps further names of parameters to the first.
+    """
+    state = _Lowering(exported, prefix, inputs, tied)
+    remaining = list(inputs)
+    kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    loss: Ref | None = None
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            state.values[node] = _placeholder(state, node, kinds[node.name], remaining)
+        elif node.op == "output":
+            loss = state.values[node.args[0][_loss_position(exported)]]
+        else:
+            _lower_node(state, node, exported.graph_module)
+    assert isinstance(loss, Ref)
+    used_ties = {name: first for name, first in tied.items() if first in state.nodes}
+    return Graph(tuple(state.nodes.values()), loss, batch_size, tied=used_ties), state.literals
+
+
+def _placeholder(state: _Lowering, node: fx.Node, spec: Any, remaining: list[str]) -> Ref:
+    value = node.meta["val"]
+    if spec.kind == InputKind.USER_INPUT:
+        return _add(state, Node(remaining.pop(0), "input", outputs=(_spec(value, False),)))
+    target = str(spec.target).removeprefix(state.prefix + ".")
+    name = state.tied.get(target, target)
+    if spec.kind == InputKind.CONSTANT_TENSOR:
+        tensor = state.exported.constants[spec.target]
+        if tensor.numel() <= LITERAL_ELEMENTS:
+            return _add(state, _literal(name, tensor))
+        state.literals[name] = tensor
+    elif name in state.nodes:
+        return Ref(name)
+    is_parameter = spec.kind == InputKind.PARAMETER
+    output = _spec(value, is_parameter and bool(value.requires_grad))
+    return _add(state, Node(name, "parameter" if is_parameter else "buffer", outputs=(output,)))
+
+
+def _literal(name: str, tensor: Tensor) -> Node:
+    return Node(
+        name, "constant", LITERAL, (tensor.tolist(),), {"dtype": tensor.dtype},
+        (_spec(tensor, False),),
+    )  # fmt: skip
+
+
+def _lower_node(state: _Lowering, node: fx.Node, owner: fx.GraphModule) -> None:
+    if node.op == "get_attr":
+        state.values[node] = owner.get_submodule(str(node.target))
+    elif node.target is operator.getitem:
+        held = _arguments(state, node.args[0])
+        index = int(node.args[1])  # type: ignore[arg-type]
+        state.values[node] = Ref(held.name, index) if isinstance(held, Ref) else held[index]
+    elif isinstance(node.target, OpOverload):
+        _lower_op(state, node)
+    else:
+        _lower_region(state, node)
+
+
+def _lower_region(state: _Lowering, node: fx.Node) -> None:
+    """Inline a ``wrap_with_set_grad_enabled`` (or a disabled autocast) region."""
+    name = str(node.target)
+    if name == "wrap_with_set_grad_enabled":
+        enabled, body, *arguments = node.args
+        before, state.grad_enabled = state.grad_enabled, bool(enabled)
+    elif name == "wrap_with_autocast" and node.args[2] is False:
+        body, arguments = node.args[4], list(node.args[5:])
+        before = state.grad_enabled
+    else:
+        raise CaptureError(
+            "AP205",
+            f"the model uses {name}, which cannot be planned",
+            where=user_source(node.meta.get("stack_trace")),
+            fix="use `--precision` in place of autocast, and tensor operations in place of "
+            "torch.cond and torch.while_loop",
+        )
+    module = state.values[body]  # type: ignore[index]
+    for inner in module.graph.nodes:
+        if inner.op == "placeholder":
+            state.values[inner] = _arguments(state, arguments.pop(0))
+        elif inner.op == "output":
+            state.values[node] = _arguments(state, inner.args[0])
+        else:
+            _lower_node(state, inner, module)
+    state.grad_enabled = before
+
+
+def _lower_op(state: _Lowering, node: fx.Node) -> None:
+    path = path_of(node.target)  # type: ignore[arg-type]
+    if path.rsplit(".", 1)[0] in _DROPPED or path.startswith("aten.sym_"):
+        return
+    args = tuple(_arguments(state, arg) for arg in node.args)
+    if path in _ALIASES:
+        state.values[node] = args[0]
+        return
+    kwargs = {key: _arguments(state, arg) for key, arg in node.kwargs.items()}
+    if path in _DETACHES:
+        if not _spec_of(state, args[0]).requires_grad:
+            state.values[node] = args[0]
+            return
+        path = "aten.detach.default"
+    requires_grad = (
+        state.grad_enabled and path != "aten.detach.default" and _any_grad(state, (args, kwargs))
+    )
+    value = node.meta["val"]
+    outputs = tuple(
+        _spec(item, requires_grad)
+        for item in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(item, Tensor)
+    )
+    if not outputs:
+        return
+    path, args, kwargs = _canonical(path, args, kwargs, outputs[0])
+    state.values[node] = _add(
+        state,
+        Node(
+            node.name, "op", path, args, kwargs, outputs,
+            module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
+        ),
+    )  # fmt: skip
+
+
+def _canonical(
+    path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """One way of writing each op: no device but in factories, sizes and dtypes written out."""
+    dtype = getattr(torch, output.dtype)
+    if path in ("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device", "aten.to.dtype",
+                "aten.to.other"):  # fmt: skip
+        return "aten.to.dtype", (args[0], dtype), {}
+    if path in _SIZED:
+        return path, (args[0], list(output.shape), *args[2:]), kwargs
+    if path in _LIKE:
+        fill = _LIKE[path]
+        if fill is None:
+            fill = args[-1] if len(args) > 1 else kwargs["fill_value"]
+        return "aten.full.default", (list(output.shape), fill), _factory(dtype)
+    dropped = ("device", "layout", "pin_memory")
+    is_factory = not _has_refs(args) and has_argument(path, "device")
+    kept = {key: value for key, value in kwargs.items() if key not in dropped}
+    if is_factory:
+        kept |= _factory(dtype) if has_argument(path, "dtype") else {"device": _META}
+    return path, args, kept
+
+
+_META = torch.device("meta")
+
+
+def _factory(dtype: torch.dtype) -> dict[str, Any]:
+    """What every factory says; whoever runs it puts its own device in."""
+    return {"dtype": dtype, "device": _META}
+
+
+def _add(state: _Lowering, node: Node) -> Ref:
+    name = node.name
+    while name in state.nodes:
+        name += "_"
+    if name != node.name:
+        node = Node(
+            name, node.kind, node.op, node.args, node.kwargs, node.outputs, node.module, node.source
+        )
+    state.nodes[name] = node
+    return Ref(name)
+
+
+def _arguments(state: _Lowering, value: Any) -> Any:
+    """An fx argument with nodes replaced by their ``Ref``s and immutable lists by lists."""
+    if isinstance(value, fx.Node):
+        return state.values[value]
+    if isinstance(value, tuple):
+        return tuple(_arguments(state, item) for item in value)
+    if isinstance(value, list):
+        return [_arguments(state, item) for item in value]
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    return value
+
+
+def _spec_of(state: _Lowering, ref: Ref) -> TensorSpec:
+    return state.nodes[ref.name].outputs[ref.index]
+
+
+def _any_grad(state: _Lowering, value: Any) -> bool:
+    found: list[bool] = []
+    map_refs(value, lambda ref: found.append(_spec_of(state, ref).requires_grad))
+    return any(found)
+
+
+def _has_refs(value: Any) -> bool:
+    found: list[Ref] = []
+    map_refs(value, found.append)
+    return bool(found)
+
+
+def _spec(value: Tensor, requires_grad: bool) -> TensorSpec:
+    differentiable = value.is_floating_point() or value.is_complex()
+    return TensorSpec(
+        tuple(int(size) for size in value.shape),
+        str(value.dtype).removeprefix("torch."),
+        requires_grad and differentiable,
+    )
+
+
+def _module(node: fx.Node, prefix: str) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return path.removeprefix(prefix).removeprefix(".")
+
+
+def _loss_position(exported: ExportedProgram) -> int:
+    kinds = [spec.kind for spec in exported.graph_signature.output_specs]
+    return kinds.index(OutputKind.USER_OUTPUT)

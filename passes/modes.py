@@ -1,0 +1,104 @@
+"""Modes that a model's forward runs under: float64 everywhere, and casts that are always ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_PROMOTED = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_CAST_METHODS: dict[Callable[..., Any], torch.dtype] = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.long: torch.int64,
+    torch.Tensor.int: torch.int32,
+    torch.Tensor.bool: torch.bool,
+}
+_FLOAT_METHODS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+
+
+class _Promote(TorchFunctionMode):
+    """Every floating dtype that a call asks for becomes float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _FLOAT_METHODS:
+            return args[0].double()
+        args = tuple(_promoted(arg) for arg in args)
+        kwargs = {key: _promoted(arg) for key, arg in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def _promoted(value: Any) -> Any:
+    return _PROMOTED.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+@contextmanager
+def promote_to_float64() -> Iterator[None]:
+    """While inside, floating work is done in float64, whatever dtype the model's code asks for.
+
+    The model's parameters and buffers and the batch's floating tensors are to be float64
+    already. Rounding then can neither hide nor fake a difference between two runs.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Promote():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class explicit_casts(TorchFunctionMode):  # noqa: N801
+    """Casts become ops even where they change nothing, and moves between devices vanish.
+
+    ``x.to(x.dtype)`` returns ``x`` itself, so a captured graph's wiring would depend on the
+    dtype it was captured in; under this mode it does not.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CAST_METHODS:
+            return _cast(args[0], _CAST_METHODS[func])
+        if func is torch.Tensor.to:
+            dtype = _asked_dtype(args[1:], kwargs)
+            return args[0] if dtype is None else _cast(args[0], dtype)
+        if func is torch.Tensor.type_as:
+            return _cast(args[0], args[1].dtype)
+        return func(*args, **kwargs)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    result: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+    return result
+
+
+def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.dtype):
+            return value
+        if isinstance(value, Tensor):
+            return value.dtype
+    return None

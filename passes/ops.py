@@ -1,0 +1,65 @@
+"""Ops by their path: ``"aten.linear.default"`` to the callable and what its schema says."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch._ops import OpOverload
+
+
+@cache
+def resolve(path: str) -> OpOverload:
+    """The op that ``path`` names.
+
+    >>> resolve("aten.linear.default") is torch.ops.aten.linear.default
+    True
+    """
+    namespace, name, overload = path.split(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    assert isinstance(op, OpOverload)
+    return op
+
+
+def path_of(op: OpOverload) -> str:
+    """The inverse of ``resolve``."""
+    return str(op)
+
+
+@cache
+def mutated_argument(path: str) -> str | None:
+    """The name of the argument that the op writes to, or None."""
+    for argument in resolve(path)._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return str(argument.name)
+    return None
+
+
+@cache
+def is_view(path: str) -> bool:
+    """Whether an output may share memory with an input without writing to it."""
+    schema = resolve(path)._schema
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in schema.returns
+    )
+
+
+@cache
+def has_argument(path: str, name: str) -> bool:
+    """Whether the op's schema has an argument of that name."""
+    return any(argument.name == name for argument in resolve(path)._schema.arguments)
+
+
+@cache
+def is_random(path: str) -> bool:
+    """Whether the op draws from the random generator (dropout counts, whatever its rate)."""
+    op = resolve(path)
+    return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path
+
+
+@cache
+def is_pointwise(path: str) -> bool:
+    """Whether the op computes each element of its broadcast inputs by itself."""
+    op = resolve(path)
+    return torch.Tag.pointwise in op.tags or path.startswith("aten.masked_fill.")

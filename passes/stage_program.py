@@ -1,0 +1,252 @@
+"""What one rank runs: its stage's blocks on local tensors, and what comes and goes.
+
+In: the graph at micro-batch size, its blocks, the plan, and a rank's place. Out: a
+``StageProgram``, complete for the executor: it slices batch inputs and constants, makes
+parameters, receives values, runs the blocks in order, and sends values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..planner.graph import Block, Blocks, Graph, Ref, TensorSpec
+from ..planner.layout import INVARIANT, REPLICATE, Layout, Mesh
+from ..planner.plan import Plan, Recompute, StagePlan
+from .collectives import Communicator, Rank
+from .localize import BlockInterface, localize_block, parse_key, value_key
+from .stage_cut import (
+    Boundary,
+    boundaries,
+    boundary_layout,
+    leaf_layout,
+    op_layout,
+    stage_ranges,
+    uses_by_block,
+    wanted_layouts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A batch input, constant or buffer of a stage: its global spec, and how ranks hold it."""
+
+    spec: TensorSpec
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterProgram:
+    """A parameter of a stage: global spec, held layout (S or R on each axis).
+
+    ``shared``: several blocks of the stage use it, so the stage holds it and passes its
+    local tensor to them as an input.
+    """
+
+    spec: TensorSpec
+    layout: Layout
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProgram:
+    """A block's module: ``forward(*inputs)`` returns the tuple of ``outputs``.
+
+    ``inputs`` and ``outputs`` are value keys. ``parameters`` and ``buffers`` are the fully
+    qualified names of those that the module itself holds (``meta``, of local shape).
+    """
+
+    name: str
+    kind: str
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """One rank's part of the training step.
+
+    ``inputs`` (of the batch), ``constants`` and shared ``buffers`` are what the stage's
+    blocks take besides each other's outputs and what it receives. ``layouts`` tells how the
+    values that blocks hand on are held. ``loss`` is its key in the stage that makes it; it is I.
+    """
+
+    index: int
+    mesh: Mesh
+    coordinates: tuple[int, ...]
+    blocks: tuple[BlockProgram, ...]
+    parameters: Mapping[str, ParameterProgram]
+    buffers: Mapping[str, ParameterProgram]
+    inputs: Mapping[str, Held]
+    constants: Mapping[str, Held]
+    receives: tuple[Boundary, ...]
+    sends: tuple[Boundary, ...]
+    layouts: Mapping[str, Layout]
+    loss: str | None
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What every block of a stage is built from."""
+
+    graph: Graph
+    blocks: Blocks
+    plan: StagePlan
+    rank: Rank
+    uses: Mapping[Ref, tuple[int, ...]]
+    leaves: Mapping[str, Held | ParameterProgram]
+    received: Mapping[str, Layout]
+    sent: frozenset[str]
+
+
+def build_stage(
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    *,
+    stage_index: int,
+    coordinates: tuple[int, ...],
+    communicator: Communicator,
+) -> StageProgram:
+    """The program of the rank at ``coordinates`` of a stage's mesh.
+
+    ``graph`` is at the size of one micro-batch over the whole mesh. Raises ``PlanError``
+    where the plan does not fit the graph.
+    """
+    own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
+    crossing = boundaries(graph, blocks, plan)
+    uses = uses_by_block(graph, blocks, positions)
+    leaves = _leaves(graph, blocks, plan, stage_index=stage_index, uses=uses)
+    receives = tuple(b for b in crossing if b.target_stage == stage_index)
+    sends = tuple(b for b in crossing if b.source_stage == stage_index)
+    stage = _Stage(
+        graph, blocks, own, Rank(own.mesh, coordinates, communicator), uses, leaves,
+        {b.key: b.target_layout for b in receives}, frozenset(b.key for b in sends),
+    )  # fmt: skip
+    made: dict[str, Layout] = {}
+    programs = []
+    for position, block_plan in zip(positions, own.blocks, strict=True):
+        programs.append(_build_block(stage, position, block_plan.recompute, made=made))
+    of_kind = {name: graph[name].kind for name in leaves}
+    loss = value_key(graph.loss)
+    return StageProgram(
+        index=stage_index, mesh=own.mesh, coordinates=coordinates, blocks=tuple(programs),
+        parameters={n: p for n, p in leaves.items()
+                    if isinstance(p, ParameterProgram) and of_kind[n] == "parameter"},
+        buffers={n: p for n, p in leaves.items()
+                 if isinstance(p, ParameterProgram) and of_kind[n] == "buffer"},
+        inputs={n: h for n, h in leaves.items() if isinstance(h, Held) and of_kind[n] == "input"},
+        constants={n: h for n, h in leaves.items()
+                   if isinstance(h, Held) and of_kind[n] == "constant"},
+        receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
+    )  # fmt: skip
+
+
+def _leaves(
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    *,
+    stage_index: int,
+    uses: Mapping[Ref, tuple[int, ...]],
+) -> dict[str, Held | ParameterProgram]:
+    """How the stage holds each parameter, buffer, batch input and constant that it uses."""
+    stage = plan.stages[stage_index]
+    wanted = wanted_layouts(graph, blocks, plan, stage_index)
+    leaves: dict[str, Held | ParameterProgram] = {}
+    for ref, positions in uses.items():
+        node, name = graph[ref.name], ref.name
+        layout = leaf_layout(stage, blocks, name)
+        if node.kind == "parameter":
+            held = tuple(p if p.is_shard else REPLICATE for p in layout)
+            leaves[name] = ParameterProgram(node.spec, held, len(positions) > 1)
+        elif node.kind == "buffer":
+            held = _agreed_layout(wanted[ref])
+            leaves[name] = ParameterProgram(node.spec, held, len(positions) > 1)
+        elif node.kind == "input":
+            leaves[name] = Held(node.spec, boundary_layout(layout))
+        elif node.kind == "constant":
+            leaves[name] = Held(node.spec, _agreed_layout(wanted[ref]))
+    return leaves
+
+
+def _agreed_layout(wanted: list[Layout]) -> Layout:
+    """The layout that all users agree on, so that nobody converts; else whole.
+
+    A buffer that an op writes is then written where it is held.
+    """
+    first = boundary_layout(wanted[0])
+    if all(boundary_layout(layout) == first for layout in wanted):
+        return first
+    return (INVARIANT,) * len(first)
+
+
+def _build_block(
+    stage: _Stage, position: int, recompute: Recompute, *, made: dict[str, Layout]
+) -> BlockProgram:
+    """One block's program; its outputs and their layouts are added to ``made``."""
+    block = stage.blocks.blocks[position]
+    layouts = {name: op_layout(stage.plan, stage.blocks, name) for name in block.nodes}
+    held = {
+        name: leaf.layout
+        for name, leaf in stage.leaves.items()
+        if isinstance(leaf, ParameterProgram)
+        and not leaf.shared
+        and position in stage.uses[Ref(name)]
+    }
+    inputs = _inputs(stage, block, held, made)
+    outputs = {
+        key: _output_layout(stage, key, layouts[parse_key(key).name].outputs[parse_key(key).index])
+        for key in _outputs(stage, block, position)
+    }
+    interface = BlockInterface(block.nodes, inputs, held, outputs)
+    module = localize_block(stage.graph, interface, layouts=layouts, rank=stage.rank)
+    made.update(outputs)
+    return BlockProgram(
+        name=block.name, kind=block.kind, module=module,
+        inputs=tuple(inputs), outputs=tuple(outputs),
+        parameters=tuple(n for n in held if stage.graph[n].kind == "parameter"),
+        buffers=tuple(n for n in held if stage.graph[n].kind == "buffer"),
+        recompute=recompute,
+    )  # fmt: skip
+
+
+def _inputs(
+    stage: _Stage, block: Block, held: Mapping[str, Layout], made: Mapping[str, Layout]
+) -> dict[str, Layout]:
+    """The values that a block takes, in order of first use, with their layouts."""
+    own, inputs = set(block.nodes), dict[str, Layout]()
+    for name in block.nodes:
+        for ref in stage.graph[name].inputs:
+            if ref.name in own or ref.name in held:
+                continue
+            key = value_key(ref)
+            if ref.name in stage.leaves:
+                inputs[key] = stage.leaves[ref.name].layout
+            else:
+                inputs[key] = stage.received[key] if key in stage.received else made[key]
+    return inputs
+
+
+def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
+    """The values of a block that later blocks, other stages or the loss need."""
+    keys = []
+    for name in block.nodes:
+        for index in range(len(stage.graph[name].outputs)):
+            ref = Ref(name, index)
+            used_later = stage.uses.get(ref, (position,))[-1] > position
+            if used_later or value_key(ref) in stage.sent or ref == stage.graph.loss:
+                keys.append(value_key(ref))
+    return tuple(keys)
+
+
+def _output_layout(stage: _Stage, key: str, layout: Layout) -> Layout:
+    if parse_key(key) == stage.graph.loss:
+        return (INVARIANT,) * len(layout)
+    return boundary_layout(layout) if key in stage.sent else layout

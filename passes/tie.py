@@ -1,0 +1,31 @@
+"""Tied tensors: one storage under several names is one logical parameter."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def find_tied(model: nn.Module) -> dict[str, str]:
+    """Each further name of a tied parameter or buffer, mapped to its first name.
+
+    Two names are tied where they are the same tensor, or the same part of one storage in
+    the same shape. Works on the ``meta`` device.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        canonical = first.setdefault(_identity(tensor), name)
+        if canonical != name:
+            tied[name] = canonical
+    return tied
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.numel() == 0:
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

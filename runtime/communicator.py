@@ -1,0 +1,101 @@
+"""Collectives over the axes of a stage's device mesh, on torch.distributed.
+
+In: a ``DeviceMesh``; local tensors. Out: new local tensors, without autograd (the passes
+wrap each collective and its dual into an autograd function). Works on gloo and on NCCL:
+only sums and maxima are used, every buffer handed over is contiguous, and booleans travel
+as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCommunicator:
+    """The collectives of one stage, by mesh axis. Every rank of the stage's mesh has one."""
+
+    device_mesh: DeviceMesh
+
+    def size(self, axis: int) -> int:
+        """The number of ranks along ``axis``."""
+        return self.device_mesh.size(axis)
+
+    def coordinate(self, axis: int) -> int:
+        """This rank's position along ``axis``."""
+        return self.device_mesh.get_local_rank(axis)
+
+    def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum or maximum over the ranks of ``axis``, on each of them."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self.size(axis) > 1:
+            operation = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            wire = _as_bytes(result) if result.dtype == torch.bool else result
+            dist.all_reduce(wire, op=operation, group=self.device_mesh.get_group(axis))
+        return result
+
+    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        """The parts of the ranks of ``axis``, in order, side by side along ``dim``."""
+        size = self.size(axis)
+        if size == 1:
+            return tensor.detach()
+        parts = tensor.new_empty((size, *tensor.shape))
+        _all_gather(
+            _as_bytes(parts),
+            _as_bytes(tensor.detach().contiguous()).unsqueeze(0),
+            group=self.device_mesh.get_group(axis),
+        )
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        """This rank's part along ``dim`` of the sum over the ranks of ``axis``."""
+        size = self.size(axis)
+        if size == 1:
+            return tensor.detach()
+        parts = _stacked_chunks(tensor.detach(), size, dim)
+        result = torch.empty_like(parts[0])
+        _reduce_scatter(result.unsqueeze(0), parts, group=self.device_mesh.get_group(axis))
+        return result
+
+    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        """From split along ``concat_dim`` to split along ``split_dim``.
+
+        Rank ``i``'s result is the ``i``-th chunk along ``split_dim`` of every rank's tensor,
+        in rank order, side by side along ``concat_dim``.
+        """
+        size = self.size(axis)
+        if size == 1:
+            return tensor.detach()
+        parts = _stacked_chunks(tensor.detach(), size, split_dim)
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(
+            _as_bytes(received), _as_bytes(parts), group=self.device_mesh.get_group(axis)
+        )
+        return torch.cat(received.unbind(0), concat_dim)
+
+
+def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
+    """``size`` equal chunks along ``dim`` in a new leading dimension, contiguous."""
+    if tensor.shape[dim] % size:
+        raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} is not divisible by {size}")
+    return torch.stack(tensor.chunk(size, dim))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes if it is boolean (gloo and NCCL know no booleans)."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,81 @@
+"""From the global batch to what one rank reads for one micro-batch.
+
+In: the global batch (the same on every rank). Out: rows ``[j*B/m, (j+1)*B/m)`` of it for
+micro-batch ``j`` of ``m``, and of those the rank's region under each input's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..planner.errors import UsageError
+from ..planner.graph import TensorSpec
+from ..planner.layout import local_region
+
+if TYPE_CHECKING:
+    from ..passes.stage_program import StageProgram
+
+
+def local_inputs(
+    batch: Mapping[str, Tensor],
+    program: StageProgram,
+    microbatch: int,
+    num_microbatches: int,
+    device: torch.device | None = None,
+) -> dict[str, Tensor]:
+    """The stage's inputs of micro-batch ``microbatch``, this rank's part of each.
+
+    Floating inputs are cast to the dtype they were captured in. Raises UsageError (AP130)
+    where the batch lacks an input or has another shape than the plan.
+    """
+    inputs = {}
+    for name, held in program.inputs.items():
+        if name not in batch:
+            raise UsageError(
+                "AP130",
+                f"the batch has no {name!r}, which the plan's model reads",
+                why=f"it has {', '.join(sorted(batch)) or 'nothing'}",
+            )
+        rows = microbatch_rows(name, batch[name], held.spec, microbatch, num_microbatches)
+        region = local_region(held.spec.shape, held.layout, program.mesh, program.coordinates)
+        inputs[name] = local_part(rows, region, held.spec.dtype, device)
+    return inputs
+
+
+def microbatch_rows(
+    name: str, tensor: Tensor, spec: TensorSpec, microbatch: int, num_microbatches: int
+) -> Tensor:
+    """The rows of one micro-batch; a tensor with no batch dimension is returned whole."""
+    if tuple(tensor.shape) == spec.shape:
+        return tensor
+    if tensor.dim() == len(spec.shape):
+        differing = [
+            dim
+            for dim, (have, want) in enumerate(zip(tensor.shape, spec.shape, strict=True))
+            if have != want
+        ]
+        dim = differing[0]
+        if len(differing) == 1 and tensor.shape[dim] == num_microbatches * spec.shape[dim]:
+            return tensor.narrow(dim, microbatch * spec.shape[dim], spec.shape[dim])
+    raise UsageError(
+        "AP130",
+        f"batch input {name!r} has shape {tuple(tensor.shape)}",
+        why=f"the plan has {num_microbatches} micro-batches of shape {spec.shape}",
+        fix="feed the global batch that was planned, or plan for this one",
+    )
+
+
+def local_part(
+    tensor: Tensor,
+    region: tuple[tuple[int, int], ...],
+    dtype: str,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The box ``region`` of ``tensor``, contiguous, in ``dtype`` if it is floating."""
+    part = tensor[tuple(slice(start, stop) for start, stop in region)]
+    target = getattr(torch, dtype) if part.is_floating_point() else part.dtype
+    return part.to(device=device, dtype=target).contiguous()

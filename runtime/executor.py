@@ -1,0 +1,184 @@
+"""Running one stage on one rank: the forwards and backwards of a step's micro-batches.
+
+In: the global batch, values received from other stages. Out: values and gradients to send,
+the loss, and, after ``finish_step``, every parameter's gradient ready for the optimizer.
+The order of the calls is the schedule's business; any order in which a micro-batch's
+forward comes before its backward works, with any number in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..planner.layout import local_region
+from .backward import around_backward
+from .data import local_inputs, local_part
+from .gradients import GradientReducer
+from .stage import StageModule
+from .tied import TiedParameters
+from .zero import begin_backward, begin_step
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """What a micro-batch keeps from its forward to its backward."""
+
+    received: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+
+class StageExecutor:
+    """One rank's part of a stage.
+
+    A step is ``begin_step``, then ``forward`` and ``backward`` for each micro-batch (the
+    last backward with ``last=True``), then ``finish_step``, then the optimizer's ``step``.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        *,
+        num_microbatches: int,
+        constants: Mapping[str, Tensor] | None = None,
+        tied: TiedParameters | None = None,
+    ) -> None:
+        """``constants`` are the whole values of the stage's constants, by name."""
+        self.stage = stage
+        self.program = stage.program
+        self.num_microbatches = num_microbatches
+        self.tied = tied
+        self.parameters = stage.by_name
+        self._constants = self._local_constants(constants or {})
+        self._requires_grad = {
+            boundary.key: boundary.spec.requires_grad for boundary in self.program.receives
+        }
+        self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh)
+        self._reducer.attach(self.parameters.values())
+        self._batch: Mapping[str, Tensor] = {}
+        self._in_flight: dict[int, _InFlight] = {}
+        self._losses: dict[int, Tensor] = {}
+
+    def _local_constants(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mesh, coordinates = self.program.mesh, self.program.coordinates
+        return {
+            name: local_part(
+                constants[name],
+                local_region(held.spec.shape, held.layout, mesh, coordinates),
+                held.spec.dtype,
+                self.stage.device,
+            )
+            for name, held in self.program.constants.items()
+        }
+
+    def begin_step(self, batch: Mapping[str, Tensor]) -> None:
+        """Start a step on the global ``batch``; forget the gradients of the one before."""
+        self._batch = batch
+        self._in_flight.clear()
+        self._losses.clear()
+        self.zero_grad()
+        begin_step(self.stage)
+        for parameter in self.parameters.values():
+            parameter.refresh()
+
+    def forward(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a micro-batch forward; returns the values that other stages get, by key.
+
+        ``received`` has this rank's part of every value from other stages, by key.
+        """
+        leaves = {
+            key: value.detach().requires_grad_(self._requires_grad[key])
+            for key, value in received.items()
+        }
+        inputs = local_inputs(
+            self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
+        )
+        outputs = self.stage({**self._constants, **inputs, **leaves})
+        if torch.is_grad_enabled():
+            self._in_flight[microbatch] = _InFlight(leaves, outputs)
+        loss = self.program.loss
+        if loss is not None:
+            self._losses[microbatch] = outputs[loss].detach()
+        return {boundary.key: outputs[boundary.key].detach() for boundary in self.program.sends}
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[str, Tensor], *, last: bool
+    ) -> dict[str, Tensor]:
+        """Run a micro-batch backward; returns the gradients of the received values, by key.
+
+        ``gradients`` has, by key, the gradient of each value sent, summed over the stages
+        that got it. ``last`` says that no other backward of this step follows.
+        """
+        flight = self._in_flight.pop(microbatch)
+        begin_backward(self.stage, last=last)
+        self._reducer.begin_backward(last=last)
+        tensors, grads = [], []
+        for key, output in flight.outputs.items():
+            if not output.requires_grad:
+                continue
+            gradient = gradients.get(key)
+            if key == self.program.loss:
+                share = torch.full_like(output, 1.0 / self.num_microbatches)
+                gradient = share if gradient is None else gradient + share
+            if gradient is not None:
+                tensors.append(output)
+                grads.append(gradient)
+        torch.autograd.backward(tensors, grads)
+        return {
+            key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for key, leaf in flight.received.items()
+            if leaf.requires_grad
+        }
+
+    def loss(self, microbatch: int) -> Tensor | None:
+        """The loss of a micro-batch of this step, or None where another stage computes it."""
+        return self._losses.get(microbatch)
+
+    def mean_loss(self) -> Tensor | None:
+        """The step's loss: the mean over the micro-batches run so far."""
+        if not self._losses:
+            return None
+        return torch.stack(list(self._losses.values())).mean()
+
+    def differentiable_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The step's loss for an ordinary training loop, where no other stage is involved.
+
+        ``backward()`` on it (or on anything computed from it) is the whole step's: afterwards
+        every master has its ``grad``. Each call starts anew, gradients included.
+        """
+        self.begin_step(batch)
+        assert self.program.loss is not None
+        assert not self.program.receives
+        losses = []
+        for microbatch in range(self.num_microbatches):
+            self.forward(microbatch, {})
+            if torch.is_grad_enabled():
+                flight = self._in_flight.pop(microbatch)
+                losses.append(flight.outputs[self.program.loss])
+            else:
+                losses.append(self._losses[microbatch])
+        mean = torch.stack(losses).mean()
+        return around_backward(mean, self._begin_last_backward, self.finish_step)
+
+    def _begin_last_backward(self) -> None:
+        begin_backward(self.stage, last=True)
+        self._reducer.begin_backward(last=True)
+
+    def finish_step(self) -> None:
+        """After the last backward: complete all gradient sums and hand them to the optimizer.
+
+        Collective over the stage, and over all stages that share a parameter.
+        """
+        self._reducer.finish()
+        if self.tied is not None:
+            self.tied.sum(self.parameters)
+        for parameter in self.parameters.values():
+            parameter.publish()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters.values():
+            parameter.zero_grad()

@@ -1,0 +1,97 @@
+"""The optimizer of one rank's shards, and the norm of a gradient that is spread over ranks.
+
+In: the parameters of a stage, with gradients published after a step's last backward. Out: a
+stock ``torch.optim`` optimizer on DTensors; the exact global gradient norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import AdamW, Optimizer
+
+from .parameters import StageParameter
+
+LEARNING_RATE = 3e-4
+
+BuildOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def build_optimizer(
+    parameters: Iterable[StageParameter],
+    build: BuildOptimizer | None = None,
+    *,
+    learning_rate: float = LEARNING_RATE,
+) -> Optimizer:
+    """The optimizer of this rank's masters: the user's ``build(params)``, or AdamW.
+
+    Multi-tensor kernels take tensors of one mesh at a time, so AdamW gets one group per
+    mesh and layout, and a user's group that mixes them is run tensor by tensor.
+    """
+    masters = [p.master for p in parameters if p.spec.requires_grad]
+    if build is not None:
+        optimizer = build(masters)
+        for group in optimizer.param_groups:
+            if len(_by_layout(group["params"])) > 1:
+                group.update({key: False for key in ("foreach", "fused") if key in group})
+        return optimizer
+    groups = [{"params": members} for members in _by_layout(masters)]
+    return AdamW(groups or [{"params": []}], lr=learning_rate, fused=True)
+
+
+def _by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    for master in masters:
+        assert isinstance(master, DTensor)
+        groups.setdefault((master.device_mesh, master.placements), []).append(master)
+    return list(groups.values())
+
+
+def gradient_norm(
+    parameters: Iterable[StageParameter],
+    *,
+    device: torch.device,
+    elsewhere: frozenset[str] = frozenset(),
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
+
+    Every element counts once: a rank's sum of squares is divided by the number of ranks
+    that hold the same elements, and the names in ``elsewhere``, which another stage counts,
+    are left out. A rank with no stage passes no parameters. Float64.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        gradient = parameter.gradient
+        if gradient is not None and parameter.name not in elsewhere:
+            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            total += square.to(device) / replicas(parameter)
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def replicas(parameter: StageParameter) -> int:
+    """How many ranks of the stage hold the same elements of ``parameter``."""
+    master = parameter.master
+    assert isinstance(master, DTensor)
+    count = 1
+    for axis, placement in enumerate(master.placements):
+        if isinstance(placement, Replicate):
+            count *= master.device_mesh.size(axis)
+    return count
+
+
+def clip_gradients(parameters: Iterable[StageParameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm, ``norm`` before, is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` does: by ``min(1, max_norm / (norm + 1e-6))``.
+    """
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        gradient = parameter.gradient
+        if gradient is not None:
+            gradient.mul_(scale.to(gradient.dtype))

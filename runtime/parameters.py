@@ -1,0 +1,193 @@
+"""A stage's parameters: what the optimizer, the checkpoint and the blocks each see of one.
+
+Three views of a parameter of one rank:
+
+- ``master``: a DTensor ``nn.Parameter`` in the master dtype. Optimizer, clipping and
+  checkpoint work on it.
+- the tensor the block computes with. Where ``fully_shard`` owns the parameter it makes that
+  by all-gather (ZeRO 1-3). Elsewhere it is ``leaf``, a plain local tensor: the master's own
+  memory, or, in mixed precision, a copy in the compute dtype.
+- ``gradient``: the local gradient, summed over micro-batches in the master dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..planner.graph import TensorSpec
+from ..planner.layout import Layout, Region, local_shape
+from ..planner.plan import Precision
+from .mesh import DATA_AXIS
+from .shards import is_fully_sharded, placements, shard_region
+
+if TYPE_CHECKING:
+    from ..passes.stage_program import ParameterProgram, StageProgram
+
+MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(eq=False, slots=True)
+class StageParameter:
+    """One parameter on one rank.
+
+    ``block`` is the position of the owning block, None for a shared one. ``region`` is the
+    box of the whole parameter that this rank holds. ``reduce_axes`` are the mesh axes over
+    which gradients are still to be summed after the last backward.
+    """
+
+    name: str
+    spec: TensorSpec
+    layout: Layout
+    block: int | None
+    region: Region
+    reduce_axes: tuple[int, ...]
+    fully_sharded: bool
+    master: nn.Parameter
+    leaf: nn.Parameter | None = None
+    accumulated: Tensor | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the master, sharing its memory."""
+        master = self.master.detach()
+        assert isinstance(master, DTensor)
+        return master.to_local()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's gradient, or None where no gradient has come."""
+        if self.leaf is None:
+            gradient = self.master.grad
+            return None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+        return self.accumulated if self.has_copy else self.leaf.grad
+
+    @gradient.setter
+    def gradient(self, value: Tensor | None) -> None:
+        if self.leaf is None:
+            self.master.grad = None if value is None else self.as_dtensor(value)
+        elif self.has_copy:
+            self.accumulated = value
+        else:
+            self.leaf.grad = value
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether blocks compute with a copy in another dtype than the master's."""
+        return self.leaf is not None and self.leaf.dtype != self.master.dtype
+
+    def as_dtensor(self, local: Tensor) -> DTensor:
+        """``local``, a tensor over this rank's region, as a DTensor laid out like the master."""
+        master = self.master.detach()
+        assert isinstance(master, DTensor)
+        return DTensor.from_local(
+            local,
+            master.device_mesh,
+            master.placements,
+            run_check=False,
+            shape=master.shape,
+            stride=master.stride(),
+        )
+
+    def publish(self) -> None:
+        """Hand the gradient to the optimizer: as the master's ``grad``."""
+        if self.leaf is not None:
+            gradient = self.gradient
+            self.master.grad = None if gradient is None else self.as_dtensor(gradient)
+
+    def zero_grad(self) -> None:
+        """Forget the gradient, in all views."""
+        self.master.grad = None
+        self.accumulated = None
+        if self.leaf is not None:
+            self.leaf.grad = None
+
+    def refresh(self) -> None:
+        """Bring the compute copy up to date after an optimizer step."""
+        if self.has_copy:
+            assert self.leaf is not None
+            with torch.no_grad():
+                self.leaf.copy_(self.local)
+
+
+def make_parameter(
+    name: str,
+    declared: ParameterProgram,
+    program: StageProgram,
+    device_mesh: DeviceMesh,
+    *,
+    zero: int,
+    precision: Precision,
+    device: torch.device,
+) -> StageParameter:
+    """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it."""
+    spec, layout, mesh = declared.spec, declared.layout, program.mesh
+    sharded = is_fully_sharded(spec.shape, layout, mesh, zero)
+    shape = local_shape(spec.shape, layout, mesh.shape)
+    master: Tensor = torch.empty(
+        shape, dtype=MASTER_DTYPES[precision], device="meta" if sharded else device
+    )
+    leaf = None
+    if sharded:
+        others = tuple(axis for axis in mesh.axes if axis != DATA_AXIS)
+        if others:
+            master = _dtensor(master, device_mesh[others], layout[1:])
+    else:
+        leaf = nn.Parameter(master.to(COMPUTE_DTYPES[precision]), requires_grad=spec.requires_grad)
+        master = _dtensor(master, device_mesh, layout)
+    return StageParameter(
+        name=name,
+        spec=spec,
+        layout=layout,
+        block=None,
+        region=shard_region(spec.shape, layout, mesh, program.coordinates, zero),
+        reduce_axes=tuple(
+            axis
+            for axis, size in enumerate(mesh.shape)
+            if size > 1 and not layout[axis].is_shard and not (sharded and axis == 0)
+        ),
+        fully_sharded=sharded,
+        master=nn.Parameter(master, requires_grad=spec.requires_grad),
+        leaf=leaf,
+    )
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    return DTensor.from_local(local, mesh, placements(layout), run_check=False)
+
+
+def attach_gradient_hook(
+    parameter: StageParameter, ready: Callable[[StageParameter], None]
+) -> None:
+    """Call ``ready`` after each backward that gave ``parameter``'s leaf a gradient.
+
+    In mixed precision the gradient is moved from the leaf into the master dtype first.
+    """
+    leaf = parameter.leaf
+    if leaf is None or not leaf.requires_grad:
+        return
+
+    def hook(tensor: Tensor) -> None:
+        if parameter.has_copy and tensor.grad is not None:
+            gradient = tensor.grad.to(parameter.master.dtype)
+            tensor.grad = None
+            if parameter.accumulated is None:
+                parameter.accumulated = gradient
+            else:
+                parameter.accumulated += gradient
+        ready(parameter)
+
+    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def get_by_path(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The submodule that holds the attribute at the dotted ``path``, and its last name."""
+    prefix, _, name = path.rpartition(".")
+    return module.get_submodule(prefix), name

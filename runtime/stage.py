@@ -1,0 +1,256 @@
+"""A pipeline stage as a module: its blocks in order on local tensors.
+
+In: a ``StageProgram`` (this rank's blocks and the parameters they hold) and the stage's
+device mesh. Out: a module whose forward takes local values by key and returns the values
+that leave the stage, and the loss. Its parameters go by the model's own names
+(``StageModule.by_name``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ..planner.layout import Region, local_region
+from ..planner.plan import Precision, Recompute
+from .parameters import StageParameter, get_by_path, make_parameter
+from .zero import apply_zero
+
+if TYPE_CHECKING:
+    from ..passes.stage_program import BlockProgram, StageProgram
+
+aten = torch.ops.aten
+
+KEPT_BY_SELECTIVE = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""What selective recomputation keeps: outputs that cost much to make for their size."""
+
+
+class StageBlock(nn.Module):
+    """One block: its graph, recomputed in the backward if the plan says so."""
+
+    def __init__(self, program: BlockProgram) -> None:
+        super().__init__()
+        self.name = program.name
+        self.inputs = program.inputs
+        self.outputs = program.outputs
+        self.recompute: Recompute = program.recompute
+        self.graph = program.module
+        self.is_random = _is_random(program.module)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The block's outputs, in the order of ``outputs``."""
+        if not torch.is_grad_enabled():
+            return tuple(self.graph(*inputs))
+        outputs = self.graph(*inputs) if self.recompute == "none" else self._recomputed(*inputs)
+        # fully_shard hooks a block's outputs and warns of views, which may be written to.
+        return tuple(_own(o) if o._base is not None and o.requires_grad else o
+                     for o in outputs)  # fmt: skip
+
+    def _recomputed(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        contexts: dict[str, Any] = {}
+        if self.recompute == "selective":
+            contexts["context_fn"] = _selective_contexts
+        outputs: tuple[Tensor, ...] = checkpoint(
+            self.graph,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=self.is_random,
+            **contexts,
+        )
+        return outputs
+
+
+class _Own(torch.autograd.Function):
+    """The same values in the same memory, as a tensor that autograd takes for no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    result: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
+        create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
+    )
+    return contexts
+
+
+def _selective_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE if op in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    )
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether the block draws from the global random generator."""
+    if not isinstance(module, fx.GraphModule):
+        return True
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        or node.target in (aten.dropout.default, aten.native_dropout.default)
+        for node in module.graph.nodes
+    )
+
+
+class StageModule(nn.Module):
+    """The blocks of a stage, run in order.
+
+    ``forward(values)`` takes this rank's local inputs, constants and received values by key;
+    it returns what the stage sends, and the loss where the stage computes it. Parameters
+    used by several blocks are held here and passed to the blocks as values.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        device_mesh: DeviceMesh,
+        *,
+        zero: int,
+        precision: Precision,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.program = program
+        self.device_mesh = device_mesh
+        self.zero = zero
+        self.device = device if device is not None else torch.device(device_mesh.device_type)
+        self.blocks = nn.ModuleList(StageBlock(block) for block in program.blocks)
+        self.by_name: dict[str, StageParameter] = {}
+        self._shared: dict[str, str] = {}
+        make = partial(
+            make_parameter,
+            program=program,
+            device_mesh=device_mesh,
+            zero=zero,
+            precision=precision,
+            device=self.device,
+        )
+        self._register_parameters(make)
+        self.buffer_regions = self._register_buffers()
+        self.is_fully_sharded = apply_zero(self, precision)
+        self._leaving = tuple(
+            dict.fromkeys(
+                [boundary.key for boundary in program.sends]
+                + ([program.loss] if program.loss is not None else [])
+            )
+        )
+        self._last_use = _last_uses(program, self._leaving)
+
+    def _register_parameters(self, make: Callable[..., StageParameter]) -> None:
+        for position, block in enumerate(self.program.blocks):
+            for name in block.parameters:
+                declared = self.program.parameters[name]
+                if declared.shared:
+                    continue
+                parameter = make(name, declared)
+                parameter.block = position
+                holder, attribute = get_by_path(block.module, name)
+                holder.register_parameter(attribute, _registered(parameter))
+                self.by_name[name] = parameter
+        for index, (name, declared) in enumerate(self.program.parameters.items()):
+            if declared.shared:
+                parameter = make(name, declared)
+                self._shared[name] = f"shared_{index}"
+                self.register_parameter(self._shared[name], _registered(parameter))
+                self.by_name[name] = parameter
+
+    def _register_buffers(self) -> dict[str, Region]:
+        """Memory for every buffer of the stage; returns this rank's box of each."""
+        regions = {}
+        owners = {name: block for block in self.program.blocks for name in block.buffers}
+        for index, (name, held) in enumerate(self.program.buffers.items()):
+            region = local_region(
+                held.spec.shape, held.layout, self.program.mesh, self.program.coordinates
+            )
+            shape = [stop - start for start, stop in region]
+            memory = torch.zeros(shape, dtype=getattr(torch, held.spec.dtype), device=self.device)
+            if name in owners:
+                holder, attribute = get_by_path(owners[name].module, name)
+                holder.register_buffer(attribute, memory)
+            else:
+                self._shared[name] = f"shared_buffer_{index}"
+                self.register_buffer(self._shared[name], memory)
+            regions[name] = region
+        return regions
+
+    def buffer(self, name: str) -> Tensor:
+        """This rank's part of buffer ``name``."""
+        if name in self._shared:
+            return self.get_buffer(self._shared[name])
+        owner = next(block for block in self.program.blocks if name in block.buffers)
+        return owner.module.get_buffer(name)
+
+    def owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module and attribute that parameter ``name`` is registered as."""
+        parameter = self.by_name[name]
+        if parameter.block is None:
+            return self, self._shared[name]
+        return get_by_path(self.program.blocks[parameter.block].module, name)
+
+    def forward(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values that leave the stage, by key."""
+        known = dict(values)
+        for name, attribute in self._shared.items():
+            known[name] = _local(getattr(self, attribute))
+        for position, block in enumerate(self.blocks):
+            outputs = block(*(known[key] for key in self.program.blocks[position].inputs))
+            known.update(zip(self.program.blocks[position].outputs, outputs, strict=True))
+            for key in self._last_use.get(position, ()):
+                known.pop(key, None)
+        return {key: known[key] for key in self._leaving}
+
+
+def _registered(parameter: StageParameter) -> nn.Parameter:
+    return parameter.master if parameter.leaf is None else parameter.leaf
+
+
+def _local(parameter: Tensor) -> Tensor:
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+def _last_uses(program: StageProgram, leaving: tuple[str, ...]) -> dict[int, list[str]]:
+    """For each block position the keys that nobody needs after it."""
+    last = {
+        key: position
+        for position, block in enumerate(program.blocks)
+        for key in block.inputs + block.outputs
+    }
+    uses: dict[int, list[str]] = {}
+    for key, position in last.items():
+        if key not in leaving:
+            uses.setdefault(position, []).append(key)
+    return uses

@@ -1,0 +1,187 @@
+"""One rank's trainer: a captured program and a plan in, training steps out.
+
+Everything that a process needs to train by a plan is put together here: the stage's
+program, its module with this rank's shards, optimizer, messages and schedule. Every rank of
+the world makes a ``Trainer``, and calls ``step`` with the same global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..passes import deferred_init
+from ..passes.constants import ancestors, evaluate
+from ..passes.program import Program
+from ..passes.stage_cut import boundaries
+from ..passes.stage_program import build_stage
+from ..planner.errors import MachineError, PlanError
+from ..planner.plan import Plan
+from ..planner.schedules import build_schedule
+from .communicator import ProcessCommunicator
+from .exchange import Exchange
+from .executor import StageExecutor
+from .materialize import materialize_deferred
+from .mesh import build_meshes, stage_of_rank
+from .optimizer import BuildOptimizer, build_optimizer, gradient_norm
+from .pipeline import PipelineRunner
+from .stage import StageModule
+from .tied import find_tied
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The loss of the global batch and the norm of the whole gradient, on every rank."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+
+
+class Trainer:
+    """Trains on this rank; ``stage`` is None on a rank that the plan leaves idle."""
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        deferred: deferred_init.Deferred,
+        *,
+        device: torch.device,
+        build: BuildOptimizer | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """``deferred`` makes the initial weights. Collective over all ranks.
+
+        Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
+        where there are fewer processes than the plan has devices.
+        """
+        check_plan(program, plan)
+        self.plan = plan
+        self.program = program.with_batch_size(plan.microbatch_size)
+        self.device = device
+        self.rank = dist.get_rank()
+        self.stage_index = stage_of_rank(plan, self.rank)
+        meshes = build_meshes(plan, device.type)
+        self.stage: StageModule | None = None
+        if self.stage_index is not None:
+            self.stage = self._make_stage(ProcessCommunicator(meshes[self.stage_index]))
+            materialize_deferred(self.stage, deferred, self.program.literals)
+        self.parameters = {} if self.stage is None else self.stage.by_name
+        self.tied = find_tied(self.stage_index, self.parameters)
+        self.executor = self._make_executor(deferred)
+        self.optimizer: Optimizer = build_optimizer(self.parameters.values(), build)
+        crossing = boundaries(self.program.graph, self.program.blocks, plan)
+        self.runner = PipelineRunner(
+            build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches),
+            self.executor,
+            Exchange(crossing, stages=plan.stages, rank=self.rank, device=device),
+            stage=self.stage_index,
+            progress=progress,
+        )
+
+    def _make_stage(self, communicator: ProcessCommunicator) -> StageModule:
+        assert self.stage_index is not None
+        own = self.plan.stages[self.stage_index]
+        stage_program = build_stage(
+            self.program.graph,
+            self.program.blocks,
+            self.plan,
+            stage_index=self.stage_index,
+            coordinates=own.mesh.coordinates(own.devices.index(self.rank)),
+            communicator=communicator,
+        )
+        return StageModule(
+            stage_program,
+            communicator.device_mesh,
+            zero=own.zero,
+            precision=self.plan.model.precision,
+            device=self.device,
+        )
+
+    def _make_executor(self, deferred: deferred_init.Deferred) -> StageExecutor | None:
+        if self.stage is None:
+            return None
+        return StageExecutor(
+            self.stage,
+            num_microbatches=self.plan.num_microbatches,
+            constants=constants_of(self.program, self.stage, deferred, str(self.device)),
+            tied=self.tied,
+        )
+
+    def inputs(self, batch: object) -> dict[str, Tensor]:
+        """A batch's tensors by the names that the plan has for them."""
+        return {name: batch[key] for name, key in self.program.inputs.items()}  # type: ignore[index]
+
+    def step(self, inputs: Mapping[str, Tensor]) -> StepResult:
+        """One step on the global batch: forward, backward, gradient sums, optimizer."""
+        loss = self.backward(inputs)
+        norm = gradient_norm(
+            self.parameters.values(), device=self.device, elsewhere=self.tied.elsewhere
+        )
+        self.update()
+        return StepResult(loss, norm)
+
+    def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The loss; every parameter's gradient is complete afterwards."""
+        return self.runner.step(inputs)
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+
+
+def join(device_type: str, local_rank: int) -> torch.device:
+    """Joins the process group of the environment; this rank's device.
+
+    Raises MachineError (AP411) where the machine lacks that device.
+    """
+    if device_type != "cuda":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count:
+        raise MachineError(
+            "AP411",
+            f"the plan needs GPU {local_rank} of this machine, which has {count}",
+            fix="plan for the devices at hand: --cluster local",
+        )
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return torch.device("cuda", local_rank)
+
+
+def check_plan(program: Program, plan: Plan) -> None:
+    """Raises where ``plan`` is not of this model, or there are too few processes."""
+    found = program.graph.fingerprint
+    if plan.model.fingerprint != found:
+        raise PlanError(
+            "AP550",
+            "the plan was made for another model",
+            why=f"the plan's model is {plan.model.fingerprint}, this one {found}",
+            where=plan.model.target,
+            fix="the model file or its settings changed: plan again",
+        )
+    needed = 1 + max(rank for stage in plan.stages for rank in stage.devices)
+    if dist.get_world_size() < needed:
+        raise MachineError(
+            "AP410",
+            f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
+            fix=f"start {needed} processes, or plan for the machines at hand",
+        )
+
+
+def constants_of(
+    program: Program, stage: StageModule, deferred: deferred_init.Deferred, device: str
+) -> dict[str, Tensor]:
+    """The whole values of the constants that ``stage`` uses, at the program's batch size."""
+    names = tuple(stage.program.constants)
+    needed = ancestors(program.graph, names) & set(program.buffers)
+    buffers: dict[str, Tensor] = {}
+    dtype = torch.float64 if program.dtype == "float64" else None
+    deferred_init.materialize(deferred, sorted(needed), buffers.__setitem__, dtype=dtype)
+    return evaluate(program, names, device, buffers)

@@ -1,0 +1,123 @@
+"""Verification: a plan on real processes against one device.
+
+In: a plan, the program and the deferred model captured in the dtype to verify in, and a
+function that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on
+every rank: the loss of each step, every gradient of the first step, every weight after the
+last. Collective over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..planner.graph import Graph
+from .compare import Difference, Piece, Quantity, Verification, compare
+from .parameters import StageParameter
+from .reference import Reference
+from .trainer import Trainer
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+"""The largest relative difference that rounding explains, by dtype."""
+
+CHUNK_BYTES = 256_000_000
+
+
+def verify(
+    trainer: Trainer,
+    batches: Sequence[Mapping[str, Tensor]],
+    reference: Callable[[], Reference],
+) -> Verification:
+    """Run one step per batch by the plan and compare with ``reference()``.
+
+    ``batches`` are global, by input name, the same on every rank.
+    """
+    losses: list[float] = []
+    graph = trainer.program.graph
+    gradients: dict[str, list[Piece]] = {}
+    for step, batch in enumerate(batches):
+        losses.append(float(trainer.step(batch).loss))
+        if step == 0:
+            gradients = collect(trainer.parameters, graph, _gradient)
+    weights = collect(trainer.parameters, graph, lambda parameter: parameter.local)
+    result: list[Verification | None] = [None]
+    if dist.get_rank() == 0:
+        truth = reference()
+        result = [_compared(trainer, truth, losses, gradients, weights)]
+    dist.broadcast_object_list(result, src=0)
+    assert result[0] is not None
+    return result[0]
+
+
+def _compared(
+    trainer: Trainer,
+    truth: Reference,
+    losses: Sequence[float],
+    gradients: Mapping[str, Sequence[Piece]],
+    weights: Mapping[str, Sequence[Piece]],
+) -> Verification:
+    blocks = _block_names(trainer)
+    differences: list[Difference] = []
+    for step, (expected, found) in enumerate(zip(truth.losses, losses, strict=True)):
+        relative = abs(found - expected) / max(abs(expected), torch.finfo(torch.float64).tiny)
+        differences.append(Difference("loss", f"step {step}", "", relative))
+    quantities: tuple[tuple[Quantity, Mapping[str, Tensor], Mapping[str, Sequence[Piece]]], ...] = (
+        ("gradient", truth.gradients, gradients),
+        ("weight", truth.weights, weights),
+    )
+    for quantity, expected_tensors, pieces in quantities:
+        planned = {n: t for n, t in expected_tensors.items() if n in blocks}
+        ordered = {n: planned[n] for n in blocks if n in planned}
+        differences.extend(compare(quantity, ordered, pieces, blocks))
+    dtype = trainer.program.dtype
+    return Verification(dtype, TOLERANCE[dtype], tuple(differences))
+
+
+def _block_names(trainer: Trainer) -> dict[str, str]:
+    """For each parameter of the graph its block, in the order of the blocks."""
+    return {name: b.name for b in trainer.program.blocks.blocks for name in b.parameters}
+
+
+def _gradient(parameter: StageParameter) -> Tensor | None:
+    return parameter.gradient
+
+
+def collect(
+    parameters: Mapping[str, StageParameter],
+    graph: Graph,
+    read: Callable[[StageParameter], Tensor | None],
+) -> dict[str, list[Piece]]:
+    """Every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
+    collected: dict[str, list[Piece]] = {}
+    for names in _chunks(graph):
+        own = {
+            name: (parameters[name].region, values.detach().cpu().clone())
+            for name in names
+            if name in parameters and (values := read(parameters[name])) is not None
+        }
+        gathered: list[Any] | None = [None] * dist.get_world_size()
+        if dist.get_rank() != 0:
+            gathered = None
+        dist.gather_object(own, gathered, dst=0)
+        for pieces in gathered or ():
+            for name, piece in pieces.items():
+                collected.setdefault(name, []).append(piece)
+    return collected
+
+
+def _chunks(graph: Graph) -> Iterator[list[str]]:
+    """The names of the parameters in runs of about ``CHUNK_BYTES``."""
+    names: list[str] = []
+    size = 0
+    for node in graph.parameters:
+        names.append(node.name)
+        size += node.spec.numel * 8
+        if size > CHUNK_BYTES:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names

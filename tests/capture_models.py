@@ -1,0 +1,65 @@
+"""Small models that tests capture."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+
+
+def example(name: str = "gpt") -> ModuleType:
+    """The model file ``examples/<name>.py`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GPT_SETTINGS = {"n_layer": 3, "d_model": 32, "n_head": 4, "seq": 16, "vocab": 64}
+
+
+def small_gpt(**settings: Any) -> nn.Module:
+    model: nn.Module = example().build_model(**{**GPT_SETTINGS, **settings})
+    return model
+
+
+def small_llama(**settings: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    defaults: dict[str, Any] = {
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+        "use_cache": False, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**defaults, **settings}))
+
+
+def small_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, vocab_size=96, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def tokens(*shape: int, vocab: int = 64, seed: int = 0) -> Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gpt_batch(rows: int = 2, seq: int = 16) -> dict[str, Tensor]:
+    return {"tokens": tokens(rows, seq), "targets": tokens(rows, seq, seed=1)}
+
+
+def hf_batch(rows: int = 2, seq: int = 12) -> dict[str, Tensor]:
+    return {"input_ids": tokens(rows, seq), "labels": tokens(rows, seq, seed=1)}

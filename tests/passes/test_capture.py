@@ -1,0 +1,268 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from capture_models import gpt_batch, hf_batch, small_gpt, small_gpt2, small_llama
+from torch import Tensor, nn
+
+from autoparallel.passes.capture import capture
+from autoparallel.passes.deferred_init import plain_build, record_build
+from autoparallel.passes.interpret import run
+from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.program import Program
+from autoparallel.planner.errors import CaptureError
+
+BUILDS = {
+    "gpt": (small_gpt, gpt_batch),
+    "gpt-tied": (lambda: small_gpt(tied=True), gpt_batch),
+    "llama": (small_llama, hf_batch),
+    "llama-tied": (lambda: small_llama(tie_word_embeddings=True), hf_batch),
+    "gpt2": (small_gpt2, hf_batch),
+}
+
+
+def loss_and_gradients(program: Program, model: nn.Module, batch: dict[str, Tensor]):
+    values = dict(model.named_parameters()) | dict(model.named_buffers())
+    values = {
+        name: value.detach().clone().requires_grad_(isinstance(value, nn.Parameter))
+        for name, value in values.items()
+    }
+    given = {node.name: values[node.name] for node in program.graph if node.name in values}
+    inputs = {name: batch[key] for name, key in program.inputs.items()}
+    loss = run(program.graph, {**given, **inputs})
+    loss.backward()
+    return loss, {node.name: values[node.name].grad for node in program.graph.parameters}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_captured_graph_computes_the_models_loss_and_every_gradient(name):
+    build, make_batch = BUILDS[name]
+    batch = make_batch()
+    program = capture(record_build(build).model, batch, dtype="float64")
+    model = plain_build(build, seed=1).double()
+    with promote_to_float64():
+        output = model(**batch)
+    expected = output if isinstance(output, Tensor) else output.loss
+    expected.backward()
+    loss, gradients = loss_and_gradients(program, model, batch)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    assert set(gradients) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_graph_rescaled_to_another_batch_computes_that_batchs_loss(name):
+    build, make_batch = BUILDS[name]
+    program = capture(record_build(build).model, make_batch(), dtype="float64")
+    assert program.graph.batch_dims
+    larger = program.with_batch_size(6)
+    batch = make_batch(6)
+    model = plain_build(build, seed=1).double()
+    with promote_to_float64():
+        output = model(**batch)
+    expected = output if isinstance(output, Tensor) else output.loss
+    loss, _ = loss_and_gradients(larger, model, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("build", [small_gpt, small_llama])
+def test_the_fingerprint_does_not_depend_on_the_dtype(build):
+    batch = gpt_batch() if build is small_gpt else hf_batch()
+    model = record_build(build).model
+    prints = {
+        capture(model, batch, dtype=dtype).graph.fingerprint
+        for dtype in ("float32", "bfloat16", "float64")
+    }
+    assert len(prints) == 1
+
+
+def test_bfloat16_casts_parameters_and_keeps_what_the_model_asks_for_in_float32():
+    graph = capture(record_build(small_llama).model, hf_batch(), dtype="bfloat16").graph
+    assert {node.spec.dtype for node in graph.parameters} == {"bfloat16"}
+    norms = {n.spec.dtype for n in graph if n.op == "aten.rsqrt.default"}
+    assert norms == {"float32"}
+    assert graph["model.rotary_emb.inv_freq"].spec.dtype == "float32"
+
+
+def test_the_model_is_left_as_it_was():
+    model = record_build(small_gpt).model
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    capture(model, gpt_batch(), dtype="float64")
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_tied_parameter_is_one_node_under_its_first_name():
+    program = capture(record_build(lambda: small_gpt(tied=True)).model, gpt_batch())
+    assert program.graph.tied == {"head.weight": "tokens.weight"}
+    assert "head.weight" not in program.graph.by_name
+    users = program.graph.users["tokens.weight"]
+    assert {program.graph[user].op for user in users} == {
+        "aten.embedding.default",
+        "aten.linear.default",
+    }
+
+
+def test_nodes_say_which_module_and_which_line_of_the_users_file_made_them():
+    graph = capture(record_build(small_gpt).model, gpt_batch()).graph
+    up = next(n for n in graph if any(r.name == "layers.1.mlp.up.weight" for r in n.inputs))
+    assert up.module == "layers.1.mlp.up"
+    assert "examples/gpt.py:" in up.source
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.idle = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.idle(x)
+
+
+def meta(build: type[nn.Module]) -> nn.Module:
+    return record_build(build).model
+
+
+def test_a_tuple_batch_and_a_loss_function_work_and_unused_parameters_are_named():
+    program = capture(
+        meta(Plain), (torch.randn(2, 4),), loss_fn=lambda outputs, batch: outputs[0].sum()
+    )
+    assert program.inputs == {"input_0": 0}
+    assert program.unused == ("idle.weight", "idle.bias")
+
+
+def test_a_model_without_a_loss_is_told_what_to_add():
+    with pytest.raises(CaptureError, match="no loss") as caught:
+        capture(meta(Plain), (torch.randn(2, 4),))
+    assert caught.value.code == "AP203"
+    assert "loss_fn" in caught.value.fix
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    with pytest.raises(CaptureError, match=r"shape \(2, 3\)") as caught:
+        capture(meta(Plain), (torch.randn(2, 4),), loss_fn=lambda outputs, batch: outputs[0])
+    assert caught.value.code == "AP204"
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Branch()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x).sum()
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line that the error names
+            return y
+        return -y
+
+
+def test_control_flow_on_values_names_the_users_line_and_module():
+    with pytest.raises(CaptureError) as caught:
+        capture(meta(Branching), (torch.randn(2, 4),))
+    assert caught.value.code == "AP202"
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "the line that the error" in text)
+    assert caught.value.where == f"{__file__}:{line} in module 'inner.0'"
+    assert "torch.where" in caught.value.fix
+    assert caught.value.exit_code == 3
+
+
+class Wrong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum()  # shapes do not match here
+
+
+def test_an_error_of_the_models_own_names_its_line():
+    with pytest.raises(CaptureError) as caught:
+        capture(meta(Wrong), (torch.randn(2, 4),))
+    assert caught.value.code == "AP201"
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "shapes do not match" in text)
+    assert caught.value.where.startswith(f"{__file__}:{line}")
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm(self.conv(x))).mean((2, 3))
+        scale = torch.ones(4, device=x.device)
+        scale[1:] = 2.0
+        z = y.clone()
+        z[:, 0] = 0
+        return (z * scale * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum()
+
+
+def test_writes_in_place_and_tensors_of_numbers_are_captured_with_their_meaning():
+    x = torch.randn(2, 3, 8, 8)
+    program = capture(meta(InPlace), (x,), dtype="float64")
+    model, reference = (plain_build(InPlace, 0).double() for _ in range(2))
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = {n.name: values[n.name] for n in program.graph if n.kind in ("parameter", "buffer")}
+    loss = run(program.graph, {**held, "input_0": x.double()})
+    with promote_to_float64():
+        expected = reference(x.double())
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_a_relu_in_place_becomes_a_relu():
+    class Relu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.relu(self.linear(x), inplace=True).sum()
+
+    graph = capture(meta(Relu), (torch.randn(2, 4),)).graph
+    assert [n.op for n in graph if n.kind == "op"] == [
+        "aten.linear.default",
+        "aten.relu.default",
+        "aten.sum.default",
+    ]
+
+
+def test_capturing_allocates_no_weights():
+    """A model of 40 GB of parameters is captured in well under 1 GB of new memory."""
+    code = """
+import resource, torch
+from torch import nn
+from autoparallel.passes.capture import capture
+from autoparallel.passes.deferred_init import record_build
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(50000, 50000) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+program = capture(record_build(Wide).model, (torch.empty(2, 50000, device="meta"),))
+assert sum(node.spec.num_bytes for node in program.graph.parameters) > 40e9
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 400_000

@@ -1,0 +1,132 @@
+import gc
+import weakref
+
+import pytest
+import torch
+from capture_models import small_gpt, small_gpt2, small_llama
+from torch import Tensor, nn
+
+from autoparallel.passes.deferred_init import materialize, plain_build, record_build
+
+
+class Inits(nn.Module):
+    """Every way of initializing that needs care."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        nn.init.orthogonal_(self.linear.weight)
+        nn.init.trunc_normal_(self.linear.bias)
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.randn(4, 4))
+        self.scale.data.mul_(2)
+        self.scale.data[0] = 5
+        self.table = torch.arange(6.0).outer(torch.ones(3))
+        self.rate = float(torch.linspace(0, 1, 5)[2])
+        self.tied = self.linear.weight
+
+
+BUILDS = {
+    "gpt": small_gpt,
+    "gpt-tied": lambda: small_gpt(tied=True),
+    "llama": small_llama,
+    "gpt2": small_gpt2,
+    "inits": Inits,
+}
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_materialized_tensors_equal_a_plain_build_bit_for_bit(name):
+    deferred = record_build(BUILDS[name], seed=5)
+    assert deferred.is_recorded, deferred.reason
+    assert {tensor.device.type for tensor in named(deferred.model).values()} == {"meta"}
+    expected = named(plain_build(BUILDS[name], seed=5))
+    assert set(expected) == set(named(deferred.model))
+    made: dict[str, Tensor] = {}
+    materialize(deferred, expected, made.__setitem__)
+    assert set(made) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(made[key], value), key
+
+
+def test_any_subset_has_the_same_values_as_the_whole():
+    deferred = record_build(small_llama, seed=5)
+    expected = named(plain_build(small_llama, seed=5))
+    for key in list(expected)[::4]:
+        made: dict[str, Tensor] = {}
+        materialize(deferred, [key], made.__setitem__)
+        assert list(made) == [key]
+        assert torch.equal(made[key], expected[key])
+
+
+def test_ties_survive_on_meta():
+    model = record_build(lambda: small_gpt(tied=True)).model
+    assert model.head.weight is model.tokens.weight
+    assert isinstance(model.head.weight, nn.Parameter)
+
+
+def test_a_dtype_is_applied_to_floating_tensors_only():
+    made: dict[str, Tensor] = {}
+    materialize(
+        record_build(Inits), ["linear.weight", "norm.num_batches_tracked"], made.__setitem__,
+        dtype=torch.float64,
+    )  # fmt: skip
+    assert made["linear.weight"].dtype == torch.float64
+    assert made["norm.num_batches_tracked"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("build", [small_gpt, small_llama])
+def test_only_one_parameter_is_alive_at_a_time(build):
+    """A caller that keeps nothing sees each storage freed before two more are handed over."""
+    deferred = record_build(build)
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def look(name: str, tensor: Tensor) -> None:
+        nonlocal most
+        most = max(most, 1 + sum(reference() is not None for reference in alive))
+        alive.append(weakref.ref(tensor))
+
+    gc.collect()
+    materialize(deferred, [name for name, _ in deferred.model.named_parameters()], look)
+    assert len(alive) > 20
+    assert most <= 2
+
+
+def test_the_generator_is_left_as_it_was():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    deferred = record_build(small_gpt, seed=9)
+    materialize(deferred, ["head.weight"], lambda name, tensor: None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Lottery(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4 if float(torch.rand(())) < 2 else 8)
+
+
+def test_a_build_that_reads_random_numbers_falls_back_to_a_plain_build_and_says_so():
+    deferred = record_build(Lottery, seed=2)
+    assert not deferred.is_recorded
+    assert "random" in deferred.reason
+    assert {tensor.device.type for tensor in named(deferred.model).values()} == {"meta"}
+    made: dict[str, Tensor] = {}
+    materialize(deferred, ["linear.weight"], made.__setitem__)
+    assert torch.equal(made["linear.weight"], plain_build(Lottery, 2).linear.weight)
+
+
+def test_an_error_of_the_build_itself_reaches_the_caller():
+    def broken() -> nn.Module:
+        raise KeyError("no such setting")
+
+    with pytest.raises(KeyError, match="no such setting"):
+        record_build(broken)

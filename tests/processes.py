@@ -1,0 +1,117 @@
+"""Running a function on several gloo processes of this machine.
+
+A fork server imports torch once; each rank is forked from it, so a run of a few ranks
+starts in a fraction of a second. Ranks find each other through a file.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.utils.checkpoint",
+]
+
+
+class RankError(AssertionError):
+    """A rank failed; the text is its traceback."""
+
+
+def run_processes(
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0
+) -> list[Any]:
+    """What ``function(*args)`` returns on each of ``num_ranks`` gloo ranks, in rank order.
+
+    ``function`` is a module-level function; it runs with the default process group made and
+    one thread. The first rank that fails ends the others and its traceback is raised as
+    RankError; so does running out of time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes, ends = [], []
+        for rank in range(num_ranks):
+            end, child_end = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank,
+                args=(child_end, store, rank, num_ranks, timeout_seconds, function, args),
+                daemon=True,
+            )
+            process.start()
+            child_end.close()
+            processes.append(process)
+            ends.append(end)
+        try:
+            return _collect(ends, time.monotonic() + timeout_seconds)
+        finally:
+            for process in processes:
+                process.join(2.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(ends: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ends):
+        pending = [end for rank, end in enumerate(ends) if rank not in results]
+        ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            silent = [rank for rank in range(len(ends)) if rank not in results]
+            raise RankError(f"no answer in time from ranks {silent}")
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = ends.index(end)
+            try:
+                succeeded, value = end.recv()
+            except EOFError:
+                raise RankError(f"rank {rank} died") from None
+            if not succeeded:
+                raise RankError(f"rank {rank} failed\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _rank(
+    end: Connection,
+    store: str,
+    rank: int,
+    num_ranks: int,
+    timeout_seconds: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        value = function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        end.send((True, value))
+    except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
+        end.send((False, traceback.format_exc()))
+        os._exit(1)

@@ -1,0 +1,54 @@
+"""The collectives on real processes equal what one process computes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from processes import run_processes
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoparallel.runtime.communicator import ProcessCommunicator
+
+
+def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-8, 8, (4, 6, 2), generator=generator).to(dtype)
+
+
+def _check(dtype: torch.dtype) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    communicator = ProcessCommunicator(mesh)
+    rank = dist.get_rank()
+    for axis in range(2):
+        mine = rank // 2 if axis == 0 else rank % 2
+        peers = (rank % 2, rank % 2 + 2) if axis == 0 else (rank // 2 * 2, rank // 2 * 2 + 1)
+        parts = [_tensor(peer, dtype) for peer in peers]
+        own = _tensor(rank, dtype)
+        assert communicator.size(axis) == 2
+        assert communicator.coordinate(axis) == mine
+        for dim in range(3):
+            gathered = communicator.all_gather(own, axis, dim)
+            assert torch.equal(gathered, torch.cat(parts, dim))
+            transposed = communicator.all_gather(own.transpose(0, 1), axis, dim)
+            assert torch.equal(transposed, torch.cat([p.transpose(0, 1) for p in parts], dim))
+            for other in range(3):
+                exchanged = communicator.all_to_all(own, axis, dim, other)
+                expected = torch.cat([part.chunk(2, dim)[mine] for part in parts], other)
+                assert torch.equal(exchanged, expected)
+            if dtype != torch.bool:
+                scattered = communicator.reduce_scatter(own, axis, dim)
+                assert torch.equal(scattered, (parts[0] + parts[1]).chunk(2, dim)[mine])
+        maximum = communicator.all_reduce(own, axis, "max")
+        assert torch.equal(maximum, torch.maximum(parts[0].long(), parts[1].long()).to(dtype))
+        if dtype != torch.bool:
+            assert torch.equal(communicator.all_reduce(own, axis), parts[0] + parts[1])
+        assert torch.equal(own, _tensor(rank, dtype)), "a collective wrote into its input"
+
+
+def _check_all() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        _check(dtype)
+
+
+def test_every_collective_equals_its_definition_on_each_axis_and_dimension() -> None:
+    run_processes(4, _check_all)

@@ -1,0 +1,201 @@
+"""A captured transformer under random layouts, trained by the executor on real processes.
+
+Every op gets any of its strategies on each mesh axis; ZeRO stages, recomputation, schedules
+and stage cuts vary with it. Gradients equal one process in float64.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_processes
+from stage_simulation import plan_of, random_layouts
+from stages import relative_error
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel.passes.capture import capture
+from autoparallel.passes.constants import evaluate
+from autoparallel.passes.interpret import run
+from autoparallel.passes.program import Program
+from autoparallel.passes.stage_program import build_stage
+from autoparallel.planner.layout import Mesh
+from autoparallel.planner.plan import Plan, Recompute
+from autoparallel.planner.schedules import build_schedule
+from autoparallel.runtime.communicator import ProcessCommunicator
+from autoparallel.runtime.exchange import Exchange
+from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.materialize import materialize
+from autoparallel.runtime.mesh import build_meshes, stage_of_rank
+from autoparallel.runtime.pipeline import PipelineRunner
+from autoparallel.runtime.stage import StageModule
+from autoparallel.runtime.tied import find_tied
+
+VOCABULARY, WIDTH, HEADS, SEQ = 24, 16, 4, 8
+ROWS, NUM_MICROBATCHES = 4, 2
+TOLERANCE = 1e-9
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        heads = self.qkv(self.norm(x)).view(batch, seq, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        h = nn.functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        x = x + self.output(h.transpose(1, 2).contiguous().view(batch, seq, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """Tied embeddings, learned positions, a skip from the first values to the last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQ, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        first = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = first
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x) + 0.5 * first)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    meshes: tuple[Mesh, ...]
+    zero: int
+    recompute: Recompute = "none"
+    schedule: str = "1f1b"
+
+
+DP2, TP2, DP2_TP2 = Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2))
+FOUR_RANKS = (
+    *(Case(zero, (DP2_TP2,), zero) for zero in range(4)),
+    Case(4, (DP2_TP2,), 3, "full"),
+    Case(5, (DP2_TP2,), 2, "selective"),
+    Case(6, (DP2, TP2), 3),
+    Case(7, (TP2, DP2), 1, "full", "gpipe"),
+    Case(8, (DP2, DP2), 2, "selective"),
+)
+
+
+@dataclass(frozen=True)
+class Truth:
+    weights: dict[str, Tensor]
+    batch: dict[str, Tensor]
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    with torch.device("meta"):
+        model = Model()
+    batch = {key: torch.empty(2, SEQ, dtype=torch.int64, device="meta") for key in
+             ("tokens", "labels")}  # fmt: skip
+    return replace(capture(model, batch, dtype="float64"), model=nn.Module())
+
+
+def truth(program: Program) -> Truth:
+    """One process on the whole batch."""
+    whole = program.with_batch_size(ROWS * NUM_MICROBATCHES)
+    torch.manual_seed(0)
+    weights = {
+        node.name: torch.randn(node.spec.shape, dtype=torch.float64).mul(0.3).requires_grad_()
+        for node in whole.graph.parameters
+    }
+    batch = {n.name: torch.randint(0, VOCABULARY, n.spec.shape) for n in whole.graph.inputs}
+    constants = evaluate(whole, [n.name for n in whole.graph if n.kind == "constant"])
+    loss = run(whole.graph, {**weights, **batch, **constants, **whole.literals})
+    loss.backward()
+    gradients = {name: w.grad for name, w in weights.items() if w.grad is not None}
+    weights = {name: w.detach() for name, w in weights.items()}
+    return Truth(weights, batch, loss.detach(), gradients)
+
+
+def plan_for(case: Case, program: Program) -> Plan:
+    """Random layouts; two stages are cut before the second layer."""
+    chooser = random.Random(case.seed)
+    layouts = [random_layouts(program.graph, program.blocks, m, chooser) for m in case.meshes]
+    cuts = [2] if len(case.meshes) == 2 else []
+    plan = plan_of(program.blocks, cuts, case.meshes, layouts)
+    stages = tuple(
+        replace(
+            stage,
+            zero=case.zero,
+            blocks=tuple(replace(block, recompute=case.recompute) for block in stage.blocks),
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages, num_microbatches=NUM_MICROBATCHES)
+
+
+def train_step(case: Case, program: Program, expected: Truth) -> None:
+    plan = plan_for(case, program)
+    rank = dist.get_rank()
+    index = stage_of_rank(plan, rank)
+    assert index is not None
+    own = plan.stages[index]
+    device_mesh = build_meshes(plan)[index]
+    stage_program = build_stage(
+        program.graph,
+        program.blocks,
+        plan,
+        stage_index=index,
+        coordinates=own.mesh.coordinates(own.devices.index(rank)),
+        communicator=ProcessCommunicator(device_mesh),
+    )
+    stage = StageModule(stage_program, device_mesh, zero=own.zero, precision="fp64")
+    materialize(stage, {**expected.weights, **program.literals})
+    executor = StageExecutor(
+        stage,
+        num_microbatches=NUM_MICROBATCHES,
+        constants=evaluate(program, stage_program.constants),
+        tied=find_tied(index, stage.by_name),
+    )
+    exchange = Exchange(
+        (*stage_program.receives, *stage_program.sends),
+        stages=plan.stages,
+        rank=rank,
+        device=stage.device,
+    )
+    schedule = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
+    runner = PipelineRunner(schedule, executor, exchange, stage=index)
+    for _ in range(2):
+        loss = runner.step(expected.batch)
+        assert relative_error(loss, expected.loss) < TOLERANCE
+        for name, parameter in executor.parameters.items():
+            gradient = parameter.master.grad
+            assert isinstance(gradient, DTensor), f"no gradient of {name}"
+            error = relative_error(gradient.full_tensor(), expected.gradients[name])
+            assert error < TOLERANCE, f"gradient of {name}: {error}"
+
+
+def run_cases(cases: tuple[Case, ...], program: Program, expected: Truth) -> None:
+    for case in cases:
+        try:
+            train_step(case, program, expected)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
+
+
+def test_a_transformer_under_random_plans_has_the_gradients_of_one_process(
+    program: Program,
+) -> None:
+    run_processes(4, run_cases, FOUR_RANKS, program.with_batch_size(ROWS), truth(program))

@@ -1,0 +1,193 @@
+"""Training under every ZeRO stage equals training on one process, in float64.
+
+Each run takes two AdamW steps on real gloo processes and compares the loss, every gradient
+and every weight, relative to the tensor's largest magnitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import run_processes
+from stages import global_batch, reference, relative_error, stage_program, weights
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoparallel.planner.layout import Layout, Mesh, shard
+from autoparallel.runtime.communicator import ProcessCommunicator
+from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.materialize import materialize
+from autoparallel.runtime.optimizer import build_optimizer, gradient_norm
+from autoparallel.runtime.stage import StageModule
+
+TOLERANCE = 1e-9
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    mesh: Mesh
+    zero: int
+    num_microbatches: int = 1
+    recompute: str = "none"
+    schedule: str = "gpipe"
+    layouts: dict[str, Layout] = field(default_factory=dict)
+
+
+DP2 = Mesh(("dp",), (2,))
+TP2 = Mesh(("tp",), (2,))
+DP2_TP2 = Mesh(("dp", "tp"), (2, 2))
+
+TWO_RANKS = {
+    **{f"dp=2, zero={zero}": Case(DP2, zero) for zero in range(4)},
+    **{f"dp=2, zero={zero}, 4 micro-batches": Case(DP2, zero, 4) for zero in range(4)},
+    **{f"dp=2, zero={zero}, 4 micro-batches, 1F1B": Case(DP2, zero, 4, schedule="1f1b")
+       for zero in range(4)},
+    "dp=2, zero=3, recompute=full": Case(DP2, 3, 2, "full", "1f1b"),
+    "dp=2, zero=2, recompute=selective": Case(DP2, 2, 2, "selective"),
+    "dp=2, zero=0, recompute=full": Case(DP2, 0, 2, "full"),
+    "dp=2, zero=3, a parameter split on dp": Case(
+        DP2, 3, 2, layouts={"layers.0.up.weight": (shard(0),), "first.weight": (shard(0),)}),
+    "dp=2, zero=0, a parameter split on dp": Case(
+        DP2, 0, 2, layouts={"layers.1.down.weight": (shard(1),)}),
+    "tp=2": Case(TP2, 0),
+    "tp=2, recompute=full": Case(TP2, 0, 4, "full", "1f1b"),
+    "tp=2, recompute=selective": Case(TP2, 0, 2, "selective"),
+}  # fmt: skip
+FOUR_RANKS = {
+    "dp=2, tp=2, zero=0": Case(DP2_TP2, 0, 2),
+    "dp=2, tp=2, zero=1": Case(DP2_TP2, 1, 4),
+    "dp=2, tp=2, zero=2": Case(DP2_TP2, 2, 4, schedule="1f1b"),
+    "dp=2, tp=2, zero=3": Case(DP2_TP2, 3, 4, schedule="1f1b"),
+    "dp=2, tp=2, zero=3, recompute=full": Case(DP2_TP2, 3, 2, "full"),
+    "dp=4, zero=3, shards that are empty": Case(Mesh(("dp",), (4,)), 3, 2),
+}
+
+
+def order(schedule: str, num_microbatches: int) -> list[tuple[str, int]]:
+    """Forwards and backwards as GPipe, or as the first of two 1F1B stages, runs them."""
+    if schedule == "gpipe":
+        return [("F", j) for j in range(num_microbatches)] + [
+            ("B", j) for j in range(num_microbatches)
+        ]
+    actions: list[tuple[str, int]] = [("F", 0)]
+    for j in range(num_microbatches):
+        if j + 1 < num_microbatches:
+            actions.append(("F", j + 1))
+        actions.append(("B", j))
+    return actions
+
+
+def make_executor(case: Case) -> StageExecutor:
+    """The whole model as one stage on all ranks."""
+    ranks = torch.arange(case.mesh.size, dtype=torch.int).view(case.mesh.shape)
+    device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=case.mesh.axes)
+    program = stage_program(
+        case.mesh,
+        case.mesh.coordinates(dist.get_rank()),
+        ProcessCommunicator(device_mesh),
+        recompute=case.recompute,
+        layouts=case.layouts,
+    )
+    stage = StageModule(program, device_mesh, zero=case.zero, precision="fp64")
+    materialize(stage, weights())
+    return StageExecutor(stage, num_microbatches=case.num_microbatches)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def train(case: Case, num_steps: int = 2) -> None:
+    """Run the case and compare it with one process."""
+    expected = reference(num_steps, case.num_microbatches, LEARNING_RATE)
+    executor = make_executor(case)
+    parameters = executor.parameters
+    optimizer = build_optimizer(parameters.values(), learning_rate=LEARNING_RATE)
+    for step in range(num_steps):
+        executor.begin_step(global_batch(case.num_microbatches, step))
+        actions = order(case.schedule, case.num_microbatches)
+        for index, (action, microbatch) in enumerate(actions):
+            if action == "F":
+                assert executor.forward(microbatch, {}) == {}
+            else:
+                executor.backward(microbatch, {}, last=index == len(actions) - 1)
+        executor.finish_step()
+        loss = executor.mean_loss()
+        assert loss is not None
+        assert relative_error(loss, expected.losses[step]) < TOLERANCE
+        norm = gradient_norm(parameters.values(), device=torch.device("cpu"))
+        squares = sum(float(g.square().sum()) for g in expected.gradients[step].values())
+        assert abs(float(norm) - squares**0.5) < TOLERANCE * squares**0.5
+        for name, parameter in parameters.items():
+            error = relative_error(whole(parameter.master.grad), expected.gradients[step][name])
+            assert error < TOLERANCE, f"gradient of {name} in step {step}: {error}"
+        optimizer.step()
+        for name, parameter in parameters.items():
+            error = relative_error(whole(parameter.master.detach()), expected.weights[step][name])
+            assert error < TOLERANCE, f"weight {name} after step {step}: {error}"
+
+
+def run_cases(cases: dict[str, Case]) -> None:
+    """Each case in turn, on one set of processes."""
+    for name, case in cases.items():
+        try:
+            train(case)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def test_data_and_tensor_parallel_training_on_two_ranks_equals_one_process() -> None:
+    run_processes(2, run_cases, TWO_RANKS)
+
+
+def test_zero_with_tensor_parallel_training_on_four_ranks_equals_one_process() -> None:
+    run_processes(4, run_cases, FOUR_RANKS)
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts all-gathers and reduce-scatters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"_allgather_base_": 0, "_reduce_scatter_base_": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("c10d::")
+        if name in self.counts:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(zero: int, num_microbatches: int) -> tuple[int, int]:
+    """All-gathers and reduce-scatters of one step, in GPipe's order."""
+    executor = make_executor(Case(DP2, zero, num_microbatches))
+    with CountCollectives() as mode:
+        executor.begin_step(global_batch(num_microbatches))
+        for microbatch in range(num_microbatches):
+            executor.forward(microbatch, {})
+        for microbatch in range(num_microbatches):
+            executor.backward(microbatch, {}, last=microbatch == num_microbatches - 1)
+        executor.finish_step()
+    return mode.counts["_allgather_base_"], mode.counts["_reduce_scatter_base_"]
+
+
+def count_every_zero(num_microbatches: int) -> list[tuple[int, int]]:
+    return [count_collectives(zero, num_microbatches) for zero in range(4)]
+
+
+def test_each_zero_stage_gathers_and_reduces_as_often_as_it_says() -> None:
+    """Four blocks and the shared parameter: five groups, gathered and reduced one by one."""
+    groups, num_microbatches = 5, 3
+    for counts in run_processes(2, count_every_zero, num_microbatches):
+        assert counts == [
+            (0, 0),
+            (groups, groups),
+            (groups, groups * num_microbatches),
+            (2 * groups * num_microbatches, groups * num_microbatches),
+        ]
