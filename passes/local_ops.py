@@ -96,7 +96,7 @@ class LocalOp:
         kwargs = {
             argument.name: values[argument.name]
             for argument in listed
-            if argument.kwarg_only and values.get(argument.name) is not None
+            if argument.kwarg_only and not _is_default(argument, values[argument.name])
         }
         return Call(target, args, kwargs, scale)
 
