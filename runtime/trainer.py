@@ -26,12 +26,15 @@ from ..planner.schedules import build_schedule
 from .communicator import ProcessCommunicator
 from .exchange import Exchange
 from .executor import StageExecutor
-from .materialize import materialize_deferred
+from .materialize import materialize, materialize_deferred
 from .mesh import build_meshes, stage_of_rank
 from .optimizer import BuildOptimizer, build_optimizer, gradient_norm
 from .pipeline import PipelineRunner
 from .stage import StageModule
 from .tied import find_tied
+
+Weights = deferred_init.Deferred | Mapping[str, Tensor]
+"""Where initial parameters and buffers come from: a recorded build, or tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,13 @@ class Trainer:
         self,
         program: Program,
         plan: Plan,
-        deferred: deferred_init.Deferred,
+        weights: Weights,
         *,
         device: torch.device,
         build: BuildOptimizer | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        """``deferred`` makes the initial weights. Collective over all ranks.
+        """``weights`` are the initial ones, made or given by name. Collective over all ranks.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
         where there are fewer processes than the plan has devices.
@@ -70,10 +73,10 @@ class Trainer:
         self.stage: StageModule | None = None
         if self.stage_index is not None:
             self.stage = self._make_stage(ProcessCommunicator(meshes[self.stage_index]))
-            materialize_deferred(self.stage, deferred, self.program.literals)
+            fill_stage(self.stage, weights, self.program)
         self.parameters = {} if self.stage is None else self.stage.by_name
         self.tied = find_tied(self.stage_index, self.parameters)
-        self.executor = self._make_executor(deferred)
+        self.executor = self._make_executor(weights)
         self.optimizer: Optimizer = build_optimizer(self.parameters.values(), build)
         crossing = boundaries(self.program.graph, self.program.blocks, plan)
         self.runner = PipelineRunner(
@@ -103,13 +106,13 @@ class Trainer:
             device=self.device,
         )
 
-    def _make_executor(self, deferred: deferred_init.Deferred) -> StageExecutor | None:
+    def _make_executor(self, weights: Weights) -> StageExecutor | None:
         if self.stage is None:
             return None
         return StageExecutor(
             self.stage,
             num_microbatches=self.plan.num_microbatches,
-            constants=constants_of(self.program, self.stage, deferred, str(self.device)),
+            constants=constants_of(self.program, self.stage, weights, str(self.device)),
             tied=self.tied,
         )
 
@@ -136,12 +139,13 @@ class Trainer:
 
 
 def join(device_type: str, local_rank: int) -> torch.device:
-    """Joins the process group of the environment; this rank's device.
+    """Joins the process group of the environment, unless the caller has; this rank's device.
 
     Raises MachineError (AP411) where the machine lacks that device.
     """
     if device_type != "cuda":
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
@@ -151,7 +155,8 @@ def join(device_type: str, local_rank: int) -> torch.device:
             fix="plan for the devices at hand: --cluster local",
         )
     torch.cuda.set_device(local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     return torch.device("cuda", local_rank)
 
 
@@ -175,13 +180,34 @@ def check_plan(program: Program, plan: Plan) -> None:
         )
 
 
+def fill_stage(stage: StageModule, weights: Weights, program: Program) -> None:
+    """Gives the stage's parameters and buffers their initial values, this rank's part."""
+    if isinstance(weights, deferred_init.Deferred):
+        materialize_deferred(stage, weights, program.literals)
+    else:
+        materialize(stage, {**weights, **program.literals})
+
+
 def constants_of(
-    program: Program, stage: StageModule, deferred: deferred_init.Deferred, device: str
+    program: Program, stage: StageModule, weights: Weights, device: str
 ) -> dict[str, Tensor]:
     """The whole values of the constants that ``stage`` uses, at the program's batch size."""
     names = tuple(stage.program.constants)
-    needed = ancestors(program.graph, names) & set(program.buffers)
-    buffers: dict[str, Tensor] = {}
+    needed = sorted(ancestors(program.graph, names) & set(program.buffers))
     dtype = torch.float64 if program.dtype == "float64" else None
-    deferred_init.materialize(deferred, sorted(needed), buffers.__setitem__, dtype=dtype)
+    buffers: dict[str, Tensor] = {}
+    if isinstance(weights, deferred_init.Deferred):
+        deferred_init.materialize(weights, needed, buffers.__setitem__, dtype=dtype)
+    else:
+        for name in needed:
+            is_cast = dtype is not None and weights[name].is_floating_point()
+            buffers[name] = weights[name].to(dtype) if is_cast else weights[name]
     return evaluate(program, names, device, buffers)
+
+
+def share_text(text: str | None) -> str:
+    """Rank 0's text on every rank. Collective."""
+    box: list[str | None] = [text]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]

@@ -1,0 +1,83 @@
+"""autoparallel: finds the fastest way to train a PyTorch model on a cluster, and runs it.
+
+::
+
+    import autoparallel
+
+    plan = autoparallel.plan(build_model, example_batch, cluster="8xH100", global_batch=256)
+    print(autoparallel.describe(plan))
+    autoparallel.save_plan(plan, "plan.json")
+
+Names are loaded at their first use: importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoparallel.plan_io import load_plan, save_plan
+    from autoparallel.planner.errors import (
+        AutoparallelError,
+        CaptureError,
+        DeviceMemoryError,
+        HangError,
+        InfeasibleError,
+        MachineError,
+        PlanError,
+        RunError,
+        TimeLimitError,
+        UsageError,
+        VerificationError,
+        WorkerError,
+    )
+    from autoparallel.planner.plan import Plan
+    from autoparallel.python import Step, parallelize, plan
+    from autoparallel.report import describe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparallelError",
+    "CaptureError",
+    "DeviceMemoryError",
+    "HangError",
+    "InfeasibleError",
+    "MachineError",
+    "Plan",
+    "PlanError",
+    "RunError",
+    "Step",
+    "TimeLimitError",
+    "UsageError",
+    "VerificationError",
+    "WorkerError",
+    "__version__",
+    "describe",
+    "load_plan",
+    "parallelize",
+    "plan",
+    "save_plan",
+]
+
+_HOMES = {
+    "Plan": "autoparallel.planner.plan",
+    "Step": "autoparallel.python",
+    "describe": "autoparallel.report",
+    "load_plan": "autoparallel.plan_io",
+    "parallelize": "autoparallel.python",
+    "plan": "autoparallel.python",
+    "save_plan": "autoparallel.plan_io",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'autoparallel' has no attribute {name!r}")
+    home = _HOMES.get(name, "autoparallel.planner.errors")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

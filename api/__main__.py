@@ -1,0 +1,105 @@
+"""The command ``autoparallel``: commands in, an exit code out.
+
+======  =====================================
+ code    meaning
+======  =====================================
+0        done
+1        internal error
+2        usage: a file, an option, a contract
+3        the model cannot be captured
+4        infeasible: nothing fits
+5        this machine or installation
+6        a stale or damaged plan
+7        verification failed
+8        time limit without a plan
+20       a worker failed
+21       a worker hangs
+22       a worker ran out of memory
+130      interrupted
+======  =====================================
+
+The result goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from autoparallel import __version__
+from autoparallel.commands.cluster import cluster
+from autoparallel.commands.inspect import inspect
+from autoparallel.commands.plan import plan
+from autoparallel.commands.run import run
+from autoparallel.commands.verify import verify
+from autoparallel.planner.errors import AutoparallelError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="autoparallel",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (plan, inspect, run, verify, cluster):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autoparallel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="the version")
+    ] = False,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="show the Python traceback of an error")
+    ] = False,
+) -> None:
+    """Find the fastest way to train a PyTorch model on a cluster, and train it that way."""
+
+
+def main() -> None:
+    """Runs the command line of this process and exits with its code."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code. ``--traceback`` may stand anywhere."""
+    show_traceback = "--traceback" in arguments
+    arguments = [argument for argument in arguments if argument != "--traceback"]
+    try:
+        app(arguments, prog_name="autoparallel")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except AutoparallelError as error:
+        _explain(str(error), show_traceback)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the edge of the program
+        name = type(error).__name__
+        _explain(f"internal error: {name}: {error}", show_traceback)
+        if not show_traceback:
+            print("  fix: run again with --traceback, and report what it shows", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _explain(text: str, show_traceback: bool) -> None:
+    if show_traceback:
+        traceback.print_exc()
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

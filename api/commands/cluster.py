@@ -1,0 +1,137 @@
+"""``autoparallel cluster``: what a cluster's name stands for, each figure with its source."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoparallel.commands.options import JsonOption, print_json, stdout_console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from autoparallel.cost_model.cluster import Cluster, Device, Link
+
+ClusterArgument = Annotated[
+    str, typer.Argument(metavar="CLUSTER", help="local, 8xH100, 4x8xA100-80GB, cpu:4, a TOML file")
+]
+
+
+def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
+    """Show a cluster and where each of its figures comes from; without one, the presets."""
+    from autoparallel.planning import find_cluster
+
+    if not text:
+        _show_presets(json)
+        return
+    found = find_cluster(text)
+    if json:
+        print_json(asdict(found))
+        return
+    hosts = f"{len(found.hosts)} host" + ("s" if len(found.hosts) > 1 else "")
+    console = stdout_console()
+    console.print(f"[bold]{found.name}[/]  {found.num_devices} devices on {hosts}")
+    for device in dict.fromkeys(host.device.name for host in found.hosts):
+        host = next(host for host in found.hosts if host.device.name == device)
+        console.print(f"\n[bold]{device}[/]")
+        console.print(figure_table(device_figures(host.device)))
+    for place, link in _links(found):
+        console.print(f"\n[bold]{link.name}[/] {place}")
+        console.print(figure_table(link_figures(link)))
+
+
+def _links(cluster: Cluster) -> list[tuple[str, Link]]:
+    links = [("within a host", host.link) for host in cluster.hosts if host.num_devices > 1]
+    if len(cluster.hosts) > 1:
+        links.append(("between hosts", cluster.inter_link))
+    return list(dict.fromkeys(links))
+
+
+Figures = list[tuple[str, str, str]]
+"""Rows of name, value and source."""
+
+
+def device_figures(device: Device) -> Figures:
+    """Each figure of a device with its source."""
+    from autoparallel.report.words import bytes_text, percent_text, rate_text, seconds_text
+
+    bandwidth = rate_text(device.memory_bytes_per_second, "B/s")
+    rows = [
+        ("memory", bytes_text(device.memory_bytes), "memory_bytes"),
+        ("usable memory", bytes_text(device.usable_memory_bytes), "usable_memory_bytes"),
+        ("bandwidth", bandwidth, "memory_bytes_per_second"),
+        ("launch", seconds_text(device.launch_seconds), "launch_seconds"),
+    ]
+    rows += [
+        (f"peak {dtype}", rate_text(rate, "FLOP/s"), "peak_flops")
+        for dtype, rate in device.peak_flops.items()
+    ]
+    rows += [
+        (f"reached by {family}", percent_text(share), f"efficiency.{family}")
+        for family, share in device.efficiency.items()
+    ]
+    return [
+        (name, value, device.sources.get(key, device.sources.get(key.partition(".")[0], "")))
+        for name, value, key in rows
+    ]
+
+
+def link_figures(link: Link) -> Figures:
+    """A link's figures; they have one source."""
+    from autoparallel.report.words import rate_text, seconds_text
+
+    rows = [
+        ("bandwidth", rate_text(link.bytes_per_second, "B/s"), link.source),
+        ("latency", seconds_text(link.alpha_seconds), link.source),
+    ]
+    if link.base_seconds:
+        rows.append(("start", seconds_text(link.base_seconds), link.source))
+    if link.reduction_bytes_per_second:
+        rate = rate_text(link.reduction_bytes_per_second, "B/s")
+        rows.append(("all-reduce in the switch", rate, link.source))
+    return rows
+
+
+def figure_table(figures: Figures) -> Table:
+    """Figures as a table; a source that goes on is told once."""
+    from autoparallel.report.page import plain_table
+
+    table = plain_table(("figure", "left"), ("value", "right"), ("source", "left"))
+    before = ""
+    for name, value, source in figures:
+        table.add_row(name, value, "as above" if source and source == before else source)
+        before = source
+    return table
+
+
+def _show_presets(json: bool) -> None:
+    from autoparallel.cost_model.presets import PRESETS
+    from autoparallel.report.page import plain_table
+    from autoparallel.report.words import bytes_text, rate_text
+
+    if json:
+        print_json({name: asdict(preset) for name, preset in PRESETS.items()})
+        return
+    table = plain_table(
+        ("preset", "left"), ("memory", "right"), ("bandwidth", "right"), ("best", "right"),
+        ("within a host", "left"),
+    )  # fmt: skip
+    for name, preset in PRESETS.items():
+        device = preset.device
+        dtype = next((d for d in BEST_DTYPES if d in device.peak_flops), "float32")
+        table.add_row(
+            name,
+            bytes_text(device.memory_bytes),
+            rate_text(device.memory_bytes_per_second, "B/s"),
+            f"{rate_text(device.peak_flops[dtype], 'FLOP/s')} {dtype}",
+            preset.link,
+        )
+    console = stdout_console()
+    console.print(table)
+    console.print("\nautoparallel cluster 8xNAME shows each figure's source", style="dim")
+
+
+BEST_DTYPES = ("bfloat16", "float16", "float32")
+"""The dtype whose peak the list of presets shows: the first that a device has."""

@@ -1,0 +1,95 @@
+"""``autoparallel plan``: find the fastest plan and print or write it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoparallel.commands.options import (
+    ClusterOption,
+    GlobalBatchOption,
+    JsonOption,
+    MemoryLimitOption,
+    MicroBatchOption,
+    OptimizerOption,
+    OutputOption,
+    ParallelOption,
+    PrecisionOption,
+    SeqOption,
+    SetOption,
+    TargetArgument,
+    TimeLimitOption,
+    TopOption,
+    plan_options,
+    stdout_console,
+)
+from autoparallel.options import parse_settings
+
+if TYPE_CHECKING:
+    from autoparallel.planner.plan import Plan
+
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="only check the model file and say what was found")
+]
+
+
+def plan(
+    target: TargetArgument,
+    cluster: ClusterOption = "local",
+    global_batch: GlobalBatchOption = 32,
+    seq: SeqOption = None,
+    micro_batch: MicroBatchOption = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: OptimizerOption = "adamw",
+    memory_limit: MemoryLimitOption = None,
+    parallel: ParallelOption = None,
+    time_limit: TimeLimitOption = 60.0,
+    top: TopOption = 5,
+    output: OutputOption = None,
+    settings: SetOption = None,
+    json: JsonOption = False,
+    check: CheckOption = False,
+) -> None:
+    """Find the fastest way to train TARGET on a cluster."""
+    options = plan_options(
+        global_batch=global_batch,
+        seq=seq,
+        micro_batch=micro_batch,
+        precision=precision,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
+        parallel=parallel,
+        time_limit=time_limit,
+        top=top,
+    )
+    from autoparallel.targets import load_target
+
+    loaded = load_target(target, parse_settings(settings or ()))
+    if check:
+        from autoparallel.check import check_target
+
+        typer.echo(check_target(loaded, options.global_batch, options.seq))
+        return
+    from autoparallel.planning import make_plan
+    from autoparallel.progress import progress
+
+    with progress() as observe:
+        found = make_plan(loaded, cluster, options, observe)
+    show(found, output=output, json=json)
+
+
+def show(plan: Plan, *, output: str | None, json: bool) -> None:
+    """The short report, or JSON, on stdout; the plan's file if one is asked for."""
+    from autoparallel.plan_io import save_plan
+    from autoparallel.planner.plan_file import dumps
+    from autoparallel.report import print_report
+
+    if output is not None:
+        save_plan(plan, output)
+    if json:
+        typer.echo(dumps(plan), nl=False)
+        return
+    print_report(plan, stdout_console(), short=True)
+    if output is not None:
+        typer.echo(f"\nwritten to {output}; next: autoparallel run {output}", err=True)

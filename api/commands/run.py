@@ -1,0 +1,123 @@
+"""``autoparallel run``: train by a plan, on this machine's processes or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoparallel.commands.options import (
+    ClusterOption,
+    GlobalBatchOption,
+    MemoryLimitOption,
+    MicroBatchOption,
+    OptimizerOption,
+    OutputOption,
+    ParallelOption,
+    PrecisionOption,
+    SeqOption,
+    SetOption,
+    StepsOption,
+    TimeLimitOption,
+    plan_options,
+    stdout_console,
+)
+from autoparallel.options import parse_settings
+
+if TYPE_CHECKING:
+    from autoparallel.planning import PlanOptions
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="PLAN_OR_TARGET",
+        help="a plan file (.json), or a TARGET that is planned first",
+    ),
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="seed of the initial weights and the data")]
+
+
+def run(
+    source: SourceArgument,
+    steps: StepsOption = 20,
+    seed: SeedOption = 0,
+    cluster: ClusterOption = "local",
+    global_batch: GlobalBatchOption = 32,
+    seq: SeqOption = None,
+    micro_batch: MicroBatchOption = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: OptimizerOption = "adamw",
+    memory_limit: MemoryLimitOption = None,
+    parallel: ParallelOption = None,
+    time_limit: TimeLimitOption = 60.0,
+    output: OutputOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Train by a plan; options other than --steps and --seed are for planning a TARGET."""
+    options = plan_options(
+        global_batch=global_batch,
+        seq=seq,
+        micro_batch=micro_batch,
+        precision=precision,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
+        parallel=parallel,
+        time_limit=time_limit,
+    )
+    with plan_path(source, cluster, options, settings=settings, output=output) as path:
+        from autoparallel.training import start_training
+
+        start_training(path, steps=steps, seed=seed)
+
+
+@contextmanager
+def plan_path(
+    source: str,
+    cluster: str,
+    options: PlanOptions,
+    *,
+    settings: list[str] | None,
+    output: str | None = None,
+    quiet: bool = False,
+) -> Iterator[Path]:
+    """The plan file that ``source`` is, or one made for the target that it names.
+
+    The made plan's report goes to stdout unless ``quiet``.
+
+    Without ``output`` a made plan lives in a temporary folder until the block ends.
+    Raises UsageError AP116 for a target under torchrun, where each process would plan.
+    """
+    from autoparallel.plan_io import load_plan, save_plan
+
+    if source.endswith(".json") and not source.startswith("hf:"):
+        load_plan(source)
+        yield Path(source)
+        return
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from autoparallel.planner.errors import UsageError
+
+        raise UsageError(
+            "AP116",
+            "a target cannot be planned under torchrun",
+            why="every process would plan on its own",
+            fix=f"autoparallel plan {source} -o plan.json, then torchrun with plan.json",
+        )
+    from autoparallel.planning import make_plan
+    from autoparallel.progress import progress
+    from autoparallel.report import print_report
+    from autoparallel.targets import load_target
+
+    loaded = load_target(source, parse_settings(settings or ()))
+    with progress() as observe:
+        plan = make_plan(loaded, cluster, options, observe)
+    if not quiet:
+        print_report(plan, stdout_console(), short=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(output) if output is not None else Path(folder) / "plan.json"
+        save_plan(plan, path)
+        yield path

@@ -1,0 +1,133 @@
+"""Text of options in, values out: sizes, settings and forced degrees.
+
+Nothing here imports torch, so that a mistyped option is told at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.request import SCHEDULES, Forced
+
+UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches")
+"""What ``--parallel`` can force."""
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def parse_size(text: str) -> int:
+    """The bytes of a size with a unit; GB is 1e9 and GiB is 2**30.
+
+    >>> parse_size("72GiB"), parse_size("80 GB"), parse_size("1.5kB")
+    (77309411328, 80000000000, 1500)
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match.group(2).lower() not in UNITS:
+        raise UsageError(
+            "AP117",
+            f"{text!r} is no size",
+            fix="write a number and a unit: 72GiB (2**30 bytes each) or 80GB (1e9 bytes each)",
+        )
+    return int(float(match.group(1)) * UNITS[match.group(2).lower()])
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
+    """The arguments for ``build_model`` from ``name=value`` pairs.
+
+    A value is read as a Python literal, and as text if it is none.
+
+    >>> parse_settings(["layers=4", "name=small", "rope={'base': 1e4}"])
+    {'layers': 4, 'name': 'small', 'rope': {'base': 10000.0}}
+    """
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, text = pair.partition("=")
+        name = name.strip()
+        if not separator or not name or not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(
+                "AP111", f"--set {pair!r} is not name=value", fix="for example: --set layers=4"
+            )
+        if name in settings:
+            raise UsageError("AP111", f"--set gives {name!r} twice", where=f"--set {pair}")
+        settings[name] = _literal(text.strip())
+    return settings
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def parse_parallel(text: str | None) -> Forced:
+    """The degrees and choices that ``--parallel`` forces; what it leaves out is searched.
+
+    >>> forced = parse_parallel("dp=2,microbatches=4,schedule=1f1b")
+    >>> forced.dp, forced.tp, forced.num_microbatches, forced.schedule
+    (2, None, 4, '1f1b')
+    """
+    forced: dict[str, Any] = {}
+    for item in (text or "").split(","):
+        if not item.strip():
+            continue
+        name, separator, value = (part.strip().lower() for part in item.partition("="))
+        if not separator or not value:
+            raise _bad_parallel(f"{item.strip()!r} is not name=value", text)
+        if name not in DEGREES:
+            raise _bad_parallel(f"{name!r} is not one of {', '.join(DEGREES)}", text, name)
+        if name in forced:
+            raise _bad_parallel(f"{name!r} is given twice", text)
+        forced[name] = _parallel_value(name, value, text)
+    if "microbatches" in forced:
+        forced["num_microbatches"] = forced.pop("microbatches")
+    return Forced(**forced)
+
+
+def _parallel_value(name: str, value: str, text: str | None) -> int | str:
+    choices = {"recompute": RECOMPUTE, "schedule": SCHEDULES}.get(name)
+    if choices is not None:
+        if value not in choices:
+            raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)
+        return value
+    if not value.isdecimal():
+        raise _bad_parallel(f"{name}={value} is not a whole number", text)
+    number = int(value)
+    if name == "zero" and number > 3:
+        raise _bad_parallel(f"zero={number} is not one of 0, 1, 2 and 3", text)
+    if name != "zero" and number < 1:
+        raise _bad_parallel(f"{name}={number} is less than 1", text)
+    return number
+
+
+def _bad_parallel(what: str, text: str | None, name: str = "") -> UsageError:
+    hint = did_you_mean(name, DEGREES) if name else ""
+    return UsageError(
+        "AP112",
+        f"--parallel: {what}",
+        where=f"--parallel {text}",
+        fix=hint or "for example: --parallel dp=2,tp=2,pp=2,zero=1,recompute=full,schedule=1f1b",
+    )
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A sentence with the closest known name, or an empty one.
+
+    >>> did_you_mean("biuld_model", ["build_model", "loss_fn"])
+    'did you mean build_model?'
+    """
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else ""

@@ -1,0 +1,171 @@
+"""From a target to its plan: capture, cluster, search.
+
+Everything that commands and the Python API ask of the planner goes through ``make_plan``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planner.request import Forced, Request
+from autoparallel.progress import Observe, ignore
+from autoparallel.targets import Batch, LossFn, Target, building
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoparallel.cost_model.cluster import Cluster
+    from autoparallel.passes.deferred_init import Deferred
+    from autoparallel.passes.program import Program
+
+CAPTURE_BATCH = 2
+"""Rows of the batch that models are captured at; the graph is rescaled to what is planned."""
+
+DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+}
+OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``."""
+
+    global_batch: int = 32
+    seq: int | None = None
+    micro_batch: int | None = None
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    memory_limit_bytes: int | None = None
+    forced: Forced = field(default_factory=Forced)
+    time_limit_seconds: float = 60.0
+    top: int = 5
+
+    def __post_init__(self) -> None:
+        if self.precision not in DTYPES:
+            raise UsageError(
+                "AP113", f"precision {self.precision!r} is not one of {', '.join(DTYPES)}"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(
+                "AP114", f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}"
+            )
+
+
+def make_plan(
+    target: Target, cluster_text: str, options: PlanOptions, observe: Observe = ignore
+) -> Plan:
+    """The best plan found for ``target`` on the cluster that ``cluster_text`` names."""
+    observe("cluster", 0, 1)
+    cluster = find_cluster(cluster_text)
+    observe("cluster", 1, 1)
+    started = time.perf_counter()
+    program = capture_target(target, options, observe)
+    capture_seconds = time.perf_counter() - started
+    found = plan_program(program, target, cluster, options, observe)
+    spent = {"capture": capture_seconds, **found.solver.seconds}
+    if "total" in spent:
+        spent["total"] += capture_seconds
+    return replace(found, solver=replace(found.solver, seconds=spent))
+
+
+def plan_program(
+    program: Program,
+    target: Target,
+    cluster: Cluster,
+    options: PlanOptions,
+    observe: Observe = ignore,
+) -> Plan:
+    """The best plan found for a captured program."""
+    from autoparallel.planner.search import plan
+
+    request = Request(
+        global_batch=options.global_batch,
+        seq=options.seq if options.seq is not None else captured_seq(program),
+        precision=options.precision,
+        optimizer=options.optimizer,
+        memory_limit_bytes=options.memory_limit_bytes,
+        microbatch_size=options.micro_batch,
+        forced=options.forced,
+        time_limit_seconds=options.time_limit_seconds,
+        top=options.top,
+        target=target.name,
+        settings=target.settings,
+    )
+    found = plan(
+        program.graph,
+        program.blocks,
+        cluster,
+        request,
+        observe=lambda what, done, total: observe("search", done, total),
+    )
+    return stamped(found)
+
+
+def stamped(plan: Plan) -> Plan:
+    """``plan`` with the versions that made it."""
+    import torch
+
+    from autoparallel import __version__
+
+    return replace(plan, version=__version__, torch_version=torch.__version__)
+
+
+def capture_target(target: Target, options: PlanOptions, observe: Observe = ignore) -> Program:
+    """The target's model and loss as a graph; no weights are allocated."""
+    observe("capture", 0, 1)
+    deferred = record_target(target)
+    batch = target.example_batch(CAPTURE_BATCH, options.seq)
+    program = capture_model(deferred.model, batch, target.loss_fn, options.precision)
+    observe("capture", 1, 1)
+    return program
+
+
+def record_target(target: Target, seed: int = 0) -> Deferred:
+    """The target's model without its weights, and how to make them from ``seed``.
+
+    Raises UsageError AP106 where the user's code fails.
+    """
+    from autoparallel.passes.deferred_init import record_build
+
+    with building(target):
+        return record_build(target.build_model, seed)
+
+
+def capture_model(
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Precision
+) -> Program:
+    """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in."""
+    from autoparallel.passes.capture import capture
+
+    return capture(model, batch, loss_fn=loss_fn, dtype=DTYPES[precision])
+
+
+def captured_seq(program: Program) -> int | None:
+    """The length of the program's token input: the second dimension of its first integers."""
+    for node in program.graph.inputs:
+        if node.spec.dtype == "int64" and len(node.spec.shape) > 1:
+            return node.spec.shape[1]
+    return None
+
+
+def find_cluster(text: str) -> Cluster:
+    """The cluster that ``--cluster`` names: ``local``, a shorthand or a TOML file.
+
+    Raises UsageError AP115 where there is none.
+    """
+    from autoparallel.cost_model.cluster import ClusterError
+    from autoparallel.cost_model.resolve import resolve_cluster
+
+    try:
+        return resolve_cluster(text)
+    except ClusterError as error:
+        raise UsageError(
+            "AP115", f"--cluster: {error.what}", where=error.where, fix=error.fix
+        ) from error

@@ -1,0 +1,308 @@
+"""The Python API: plan a model, and train by a plan with one function for every plan.
+
+::
+
+    @autoparallel.parallelize(example_batch=example_batch, global_batch=256)
+    class Net(nn.Module): ...
+
+    step = autoparallel.Step(Net(), loss_fn=loss_fn)
+    for batch in data:
+        loss = step(batch)          # the true loss of the global batch, on every rank
+
+Alone, ``Net()`` is the plain module. Under torchrun it is planned for the machines that
+torchrun joined, and ``step`` trains by that plan, pipelines included.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+
+from autoparallel.options import parse_parallel, parse_size
+from autoparallel.passes.export import call_model, find_loss
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.targets import (
+    Batch,
+    LossFn,
+    Target,
+    batch_items,
+    checked_batches,
+    load_target,
+)
+
+ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
+BuildOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+OPTIONS_ATTRIBUTE = "__autoparallel__"
+
+
+class SearchOptions(TypedDict, total=False):
+    """What a search may be told; each as the option of ``autoparallel plan`` of that name."""
+
+    micro_batch: int
+    precision: Precision
+    optimizer: str
+    memory_limit: str | int
+    parallel: str
+    time_limit: float
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """What ``parallelize`` was told, kept on the class or the instance."""
+
+    example_batch: Any = None
+    cluster: str = "local"
+    global_batch: int | None = None
+    seq: int | None = None
+    loss_fn: LossFn | None = None
+    search: SearchOptions | None = None
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module] | str,
+    example_batch: Batch | Callable[..., Batch] | None = None,
+    *,
+    cluster: str = "local",
+    global_batch: int | None = None,
+    seq: int | None = None,
+    loss_fn: LossFn | None = None,
+    **options: Unpack[SearchOptions],
+) -> Plan:
+    """The fastest plan found for training ``model`` on ``cluster``; needs no process group.
+
+    ``model`` is a module, a function that builds one, or the text of a target
+    (``"model.py"``). ``example_batch`` is a batch of global shapes (meta tensors welcome), or
+    a function ``(global_batch, seq)`` that makes one; a target brings its own.
+    ``global_batch`` defaults to the rows of the batch, and to 32 for a function.
+
+    Raises UsageError (AP140, AP141) for arguments of the wrong kind, and what planning
+    raises: CaptureError, InfeasibleError, TimeLimitError.
+    """
+    target = make_target(model, example_batch, loss_fn)
+    rows = global_batch if global_batch is not None else batch_rows(example_batch)
+    return make_plan(target, cluster, plan_options(rows or 32, seq, options))
+
+
+def plan_options(global_batch: int, seq: int | None, options: SearchOptions) -> PlanOptions:
+    """Keyword arguments as ``PlanOptions``. Raises UsageError AP141 for an unknown one."""
+    known = SearchOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                "AP141", f"{name!r} is no option", fix=f"the options are {', '.join(known)}"
+            )
+    limit = options.get("memory_limit")
+    return PlanOptions(
+        global_batch=global_batch,
+        seq=seq,
+        micro_batch=options.get("micro_batch"),
+        precision=options.get("precision", "fp32"),
+        optimizer=options.get("optimizer", "adamw"),
+        memory_limit_bytes=parse_size(limit) if isinstance(limit, str) else limit,
+        forced=parse_parallel(options.get("parallel")),
+        time_limit_seconds=options.get("time_limit", 60.0),
+        top=options.get("top", 5),
+    )
+
+
+def make_target(
+    model: nn.Module | Callable[[], nn.Module] | str,
+    example_batch: Batch | Callable[..., Batch] | None,
+    loss_fn: LossFn | None,
+) -> Target:
+    """A model and a batch as a Target. Raises UsageError AP140."""
+    if isinstance(model, str):
+        return load_target(model)
+    if isinstance(model, nn.Module):
+        instance = model
+        build: Callable[[], nn.Module] = lambda: instance  # noqa: E731
+        name = type(model).__name__
+    elif callable(model):
+        build = model
+        name = getattr(model, "__name__", type(model).__name__)
+    else:
+        raise UsageError(
+            "AP140",
+            f"a {type(model).__name__} is no model",
+            fix="give an nn.Module, a function that builds one, or the text of a target",
+        )
+    if example_batch is None:
+        raise UsageError(
+            "AP140",
+            "example_batch is missing",
+            fix="give a batch of global shapes, or a function (global_batch, seq) that makes one",
+        )
+    return Target(name, build, batch_function(example_batch), loss_fn)
+
+
+def batch_function(example_batch: Batch | Callable[..., Batch]) -> Callable[..., Batch]:
+    """``example_batch`` as a checked function; a batch is made smaller or larger by its rows."""
+    if callable(example_batch):
+        return checked_batches(example_batch, "example_batch")
+    rows = batch_rows(example_batch)
+
+    def sized(global_batch: int, seq: int | None = None) -> Batch:
+        if isinstance(example_batch, Mapping):
+            return {
+                name: _resized(part, rows, global_batch) for name, part in example_batch.items()
+            }
+        return tuple(_resized(part, rows, global_batch) for part in example_batch)
+
+    return checked_batches(sized, "example_batch")
+
+
+def _resized(tensor: Any, rows: int | None, target: int) -> Any:
+    if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != rows:
+        return tensor
+    return torch.empty((target, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+
+def batch_rows(example_batch: Any) -> int | None:
+    """The rows of a batch (its first tensor's first dimension), or None for a function."""
+    if not isinstance(example_batch, Mapping | tuple | list):
+        return None
+    for _, part in batch_items(example_batch):
+        if isinstance(part, Tensor) and part.ndim:
+            return int(part.shape[0])
+    return None
+
+
+@overload
+def parallelize(model: ModuleClass) -> ModuleClass: ...
+@overload
+def parallelize(
+    model: None = None,
+    *,
+    example_batch: Any = None,
+    cluster: str = "local",
+    global_batch: int | None = None,
+    seq: int | None = None,
+    loss_fn: LossFn | None = None,
+    **options: Unpack[SearchOptions],
+) -> Callable[[ModuleClass], ModuleClass]: ...
+@overload
+def parallelize(
+    model: nn.Module,
+    *,
+    example_batch: Any = None,
+    cluster: str = "local",
+    global_batch: int | None = None,
+    seq: int | None = None,
+    loss_fn: LossFn | None = None,
+    **options: Unpack[SearchOptions],
+) -> nn.Module: ...
+def parallelize(
+    model: Any = None,
+    *,
+    example_batch: Any = None,
+    cluster: str = "local",
+    global_batch: int | None = None,
+    seq: int | None = None,
+    loss_fn: LossFn | None = None,
+    **options: Unpack[SearchOptions],
+) -> Any:
+    """Marks an ``nn.Module`` class (as a decorator) or instance to be trained by a plan.
+
+    Outside torchrun the class or instance comes back as it was, and trains as ever. Under
+    torchrun ``Step`` plans it with what was given here.
+
+    Raises UsageError AP140 unless ``model`` is an nn.Module or a class of them.
+    """
+    plan_options(global_batch or 1, seq, options)
+    given = ParallelOptions(example_batch, cluster, global_batch, seq, loss_fn, options)
+
+    def mark(thing: Any) -> Any:
+        is_class = inspect.isclass(thing) and issubclass(thing, nn.Module)
+        if not is_class and not isinstance(thing, nn.Module):
+            raise UsageError(
+                "AP140",
+                f"parallelize takes an nn.Module or a class of them, not {thing!r}",
+            )
+        setattr(thing, OPTIONS_ATTRIBUTE, given)
+        return thing
+
+    return mark if model is None else mark(model)
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class Step:
+    """One training step of a model, the same call for every plan.
+
+    ``step(batch)`` takes the global batch (the same on every rank), runs forward, backward
+    and the optimizer, and returns the loss of the global batch on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        plan: Plan | None = None,
+        loss_fn: LossFn | None = None,
+        build_optimizer: BuildOptimizer | None = None,
+    ) -> None:
+        """Without ``plan``, a model marked by ``parallelize`` is planned under torchrun.
+
+        The run starts from the model's weights, which must be the same on every rank, and
+        keeps the trained ones in shards: the model itself stays as it was.
+
+        Raises UsageError AP142 where a plan with several devices is given outside torchrun.
+        """
+        given = getattr(model, OPTIONS_ATTRIBUTE, ParallelOptions())
+        self.model = model
+        self.plan = plan
+        self.loss_fn = loss_fn or given.loss_fn
+        if not under_torchrun():
+            _require_one_device(plan)
+            build = build_optimizer or torch.optim.AdamW
+            self.optimizer = build(list(model.parameters()))
+            self._run: Callable[[Batch], Tensor] = self._one_device
+            return
+        from autoparallel.joining import join_training
+
+        rows = given.global_batch or batch_rows(given.example_batch)
+        rows = rows or (plan.model.global_batch if plan is not None else 32)
+        trainer = join_training(
+            make_target(model, given.example_batch, self.loss_fn),
+            plan,
+            given.cluster,
+            plan_options(rows, given.seq, given.search or {}),
+            build_optimizer,
+        )
+        self.plan = trainer.plan
+        self.optimizer = trainer.optimizer
+        self._run = lambda batch: trainer.step(trainer.inputs(batch)).loss
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Trains on the global ``batch``; returns its loss, a scalar without a graph."""
+        return self._run(batch)
+
+    def _one_device(self, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = find_loss(call_model(self.model, batch), batch, self.loss_fn)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _require_one_device(plan: Plan | None) -> None:
+    devices = 0 if plan is None else sum(len(stage.devices) for stage in plan.stages)
+    if devices > 1:
+        raise UsageError(
+            "AP142",
+            f"the plan is for {devices} devices, but this process is alone",
+            fix=f"torchrun --nproc-per-node {devices} your_script.py",
+        )

@@ -1,0 +1,204 @@
+"""What a report says, computed from a Plan: the worst rank, the critical stage, the splits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoparallel.planner.layout import Layout, Mesh
+from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.strategy import NodeLayout
+from autoparallel.report.words import held_text
+
+MEMORY_ORDER = (
+    "parameters", "gradients", "optimizer", "activations", "transient", "buffers", "reserve",
+)  # fmt: skip
+
+
+def worst_stage(plan: Plan) -> int:
+    """The stage whose ranks need the most memory."""
+    totals = [sum(stage.prediction.memory_bytes.values()) for stage in plan.stages]
+    return totals.index(max(totals))
+
+
+def usable_bytes(plan: Plan, stage: StagePlan) -> int:
+    """What a process may allocate on the smallest device of ``stage``."""
+    return min(plan.cluster.device(rank).usable_memory_bytes for rank in stage.devices)
+
+
+def stage_seconds(plan: Plan, stage: StagePlan) -> dict[str, float]:
+    """Where a rank of ``stage`` spends a step, in seconds; what is left is waiting.
+
+    ``prediction.seconds`` counts compute, communication and send per micro-batch, and
+    gradient_sync and optimizer per step.
+    """
+    seconds = stage.prediction.seconds
+    parts = {
+        "compute": seconds.get("compute", 0.0) * plan.num_microbatches,
+        "communication inside the stage": seconds.get("communication", 0.0) * plan.num_microbatches,
+        "sending to the next stage": seconds.get("send", 0.0) * plan.num_microbatches,
+        "gradient synchronization": seconds.get("gradient_sync", 0.0),
+        "optimizer": seconds.get("optimizer", 0.0),
+    }
+    waiting = plan.prediction.step_seconds - sum(parts.values())
+    other = "waiting for other stages" if plan.has_pipeline else "other"
+    parts[other] = waiting if waiting > 1e-3 * plan.prediction.step_seconds else 0.0
+    return {name: value for name, value in parts.items() if value > 0}
+
+
+def busiest_stage(plan: Plan) -> int:
+    """The stage that sets the pace: the most seconds per micro-batch."""
+    busy = [
+        stage.prediction.seconds.get("forward", 0.0) + stage.prediction.seconds.get("backward", 0.0)
+        for stage in plan.stages
+    ]
+    return busy.index(max(busy))
+
+
+@dataclass(frozen=True, slots=True)
+class KindSplit:
+    """How the parameters of one kind of block lie in one stage.
+
+    ``groups`` maps a layout in words to the parameters that have it, named within the block.
+    """
+
+    blocks: tuple[str, ...]
+    groups: Mapping[str, tuple[str, ...]]
+
+
+def kind_splits(plan: Plan, stage: StagePlan) -> tuple[tuple[KindSplit, ...], KindSplit]:
+    """For each kind of block in ``stage`` its parameters' layouts, and the rest.
+
+    A kind's layouts are given under the names of its first block in the whole model. The
+    rest are the blocks that no parameter is named after, and the parameters of no other block.
+    """
+    first: dict[str, str] = {}
+    for each in plan.stages:
+        for block in each.blocks:
+            first.setdefault(block.kind, block.name)
+    members: dict[str, list[str]] = {}
+    for block in stage.blocks:
+        members.setdefault(block.kind, []).append(block.name)
+    groups: dict[str, dict[str, list[str]]] = {kind: {} for kind in members}
+    elsewhere: dict[str, list[str]] = {}
+    for name, held in _parameters(stage.layouts):
+        kind = _kind_of(name, {first[kind]: kind for kind in members})
+        owner = groups[kind] if kind else elsewhere
+        inside = name.removeprefix(f"{first[kind]}.") if kind else name
+        owner.setdefault(held_text(held, stage.mesh), []).append(inside)
+    kinds = tuple(
+        KindSplit(tuple(members[kind]), {text: tuple(names) for text, names in found.items()})
+        for kind, found in groups.items()
+    )
+    empty = tuple(name for kind in kinds if not kind.groups for name in kind.blocks)
+    rest = KindSplit(empty, {text: tuple(names) for text, names in elsewhere.items()})
+    return tuple(kind for kind in kinds if kind.groups), rest
+
+
+def merged_splits(plan: Plan, members: list[StagePlan]) -> tuple[KindSplit, ...]:
+    """The splits of several stages, those that are equal merged into one."""
+    merged: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {}
+    for stage in members:
+        kinds, rest = kind_splits(plan, stage)
+        for split in (*kinds, *((rest,) if rest.groups else ())):
+            key = (_kind_name(plan, split), *map(repr, split.groups.items()))
+            merged.setdefault(key, []).extend(split.blocks)
+            groups[key] = split.groups
+    return tuple(KindSplit(tuple(blocks), groups[key]) for key, blocks in merged.items())
+
+
+def _kind_name(plan: Plan, split: KindSplit) -> str:
+    found = {block.name: block.kind for stage in plan.stages for block in stage.blocks}
+    return found[split.blocks[0]] if split.blocks else ""
+
+
+def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
+    """Leaves that are held as a parameter is (split or whole, never partial or invariant)."""
+    return [
+        (name, node.outputs[0])
+        for name, node in layouts.items()
+        if not node.inputs and "." in name and len(node.outputs) == 1
+        and all(placement.kind in "SR" for placement in node.outputs[0])
+    ]  # fmt: skip
+
+
+def _kind_of(name: str, kinds: Mapping[str, str]) -> str:
+    """The kind of the block with the longest name that ``name`` starts with, or nothing."""
+    owners = [block for block in kinds if name.startswith(f"{block}.") or name == block]
+    return kinds[max(owners, key=len)] if owners else ""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisUse:
+    """What the ops of a stage do on one mesh axis; counts are of ops of distinct blocks."""
+
+    axis: str
+    size: int
+    num_split: int
+    num_ops: int
+    num_sums: int
+
+
+def axis_uses(stage: StagePlan) -> tuple[AxisUse, ...]:
+    """For each axis of more than one rank: how many ops run split on it and make partial sums."""
+    ops = [node for node in stage.layouts.values() if node.inputs]
+    return tuple(
+        AxisUse(
+            axis=axis,
+            size=size,
+            num_split=sum(_is_split(node, position) for node in ops),
+            num_ops=len(ops),
+            num_sums=sum(_makes_sum(node, position) for node in ops),
+        )
+        for position, (axis, size) in enumerate(_axes(stage.mesh))
+        if size > 1
+    )
+
+
+def _axes(mesh: Mesh) -> list[tuple[str, int]]:
+    return list(zip(mesh.axes, mesh.shape, strict=True))
+
+
+def _is_split(node: NodeLayout, axis: int) -> bool:
+    return any(layout[axis].is_shard for layout in (*node.inputs, *node.outputs))
+
+
+def _makes_sum(node: NodeLayout, axis: int) -> bool:
+    partial_in = any(layout[axis].kind == "P" for layout in node.inputs)
+    partial_out = any(layout[axis].kind == "P" for layout in node.outputs)
+    return partial_out and not partial_in
+
+
+def folded_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Parameter names, ``x.weight`` and ``x.bias`` together as ``x``.
+
+    >>> folded_names(("up.bias", "norm.weight", "up.weight"))
+    ('up', 'norm.weight')
+    """
+    found = set(names)
+    folded: dict[str, None] = {}
+    for name in names:
+        module = name.rpartition(".")[0]
+        both = module and {f"{module}.weight", f"{module}.bias"} <= found
+        folded[module if both and name.rpartition(".")[2] in ("weight", "bias") else name] = None
+    return tuple(folded)
+
+
+def planning_seconds(plan: Plan) -> tuple[float, dict[str, float]]:
+    """The whole planning time, and its phases."""
+    phases = {name: value for name, value in plan.solver.seconds.items() if name != "total"}
+    return plan.solver.seconds.get("total", sum(phases.values())), phases
+
+
+def uniform(values: list[str]) -> str:
+    """The one value of all, or each distinct one with its count.
+
+    >>> uniform(["full", "full"]), uniform(["none", "full", "full"])
+    ('full', 'full ×2, none ×1')
+    """
+    counts = {value: values.count(value) for value in values}
+    if len(counts) == 1:
+        return values[0]
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{value} ×{count}" for value, count in ordered)

@@ -1,0 +1,341 @@
+"""The page: the parts of a report in reading order, each a rich renderable.
+
+Every part fits 80 columns. Colour only repeats what the words say.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.report.facts import (
+    MEMORY_ORDER,
+    AxisUse,
+    KindSplit,
+    axis_uses,
+    busiest_stage,
+    folded_names,
+    merged_splits,
+    planning_seconds,
+    stage_seconds,
+    uniform,
+    usable_bytes,
+    worst_stage,
+)
+from autoparallel.report.words import (
+    bytes_text,
+    count_text,
+    mesh_text,
+    names_text,
+    percent_text,
+    ranks_text,
+    seconds_text,
+)
+
+WIDTH = 80
+BAR_WIDTH = 28
+INDENT = 2
+
+
+def describe(plan: Plan, *, short: bool = False) -> str:
+    """The report of ``plan`` as plain text, 80 columns wide."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
+    print_report(plan, console, short=short)
+    stream = console.file
+    assert isinstance(stream, io.StringIO)
+    return stream.getvalue()
+
+
+def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
+    """Prints the report; ``short`` leaves out the splits of each parameter and the sources."""
+    parts: list[RenderableType] = [header(plan), headline(plan)]
+    parts.append(section("Stages", stages(plan)))
+    if not short:
+        parts.append(section("What is split, and how", splits(plan)))
+    parts.append(section(*memory(plan)))
+    parts.append(section(*time(plan)))
+    if plan.alternatives:
+        parts.append(section("Considered, and lost", alternatives(plan, limit=3 if short else 99)))
+    if not short:
+        parts.append(section("How sure", certainty(plan)))
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, width=min(console.width, 100))
+    lines = captured.get().splitlines()
+    console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def section(title: str, body: RenderableType) -> RenderableType:
+    """A title over its indented body, after an empty line."""
+    return Group(
+        Text(""), Text(title, style="bold"), Padding(body, (0, 0, 0, INDENT), expand=False)
+    )
+
+
+def header(plan: Plan) -> RenderableType:
+    """What was planned, for what."""
+    model = plan.model
+    name = model.target.rsplit("/", 1)[-1] if model.target.endswith(".py") else model.target
+    settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
+    batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
+    first = Text.assemble(
+        (name, "bold"), f"  {count_text(model.num_parameters)} parameters",
+        f"  {settings}" if settings else "",
+    )  # fmt: skip
+    second = Text(
+        f"{batch}, {model.precision}, {model.optimizer}, on {plan.cluster.name}"
+        f" ({device_text(plan)})",
+        style="dim",
+    )
+    return Group(first, second)
+
+
+def of_text(used: float, limit: float) -> str:
+    """Two sizes, the unit once where it is the same.
+
+    >>> of_text(55 * 2**30, 72 * 2**30)
+    '55.0 of 72.0 GiB'
+    """
+    first, second = bytes_text(used), bytes_text(limit)
+    same = first.split()[1] == second.split()[1]
+    return f"{first.split()[0] if same else first} of {second}"
+
+
+def device_text(plan: Plan) -> str:
+    """The devices by name: ``8 × H100``."""
+    counts: dict[str, int] = {}
+    for host in plan.cluster.hosts:
+        counts[host.device.name] = counts.get(host.device.name, 0) + host.num_devices
+    return ", ".join(f"{count} × {name}" for name, count in counts.items())
+
+
+def headline(plan: Plan) -> RenderableType:
+    """The answer in two lines: what to run, and what it gives."""
+    prediction = plan.prediction
+    used = usable_bytes(plan, plan.stages[worst_stage(plan)])
+    unit = "tokens" if plan.model.seq else "rows"
+    figures = [
+        ("step", seconds_text(prediction.step_seconds)),
+        (f"{unit}/s", count_text(prediction.tokens_per_second)),
+        ("MFU", percent_text(prediction.model_flops_utilization)),
+        ("bubble", percent_text(prediction.bubble_fraction)),
+        ("memory", of_text(prediction.peak_memory_bytes, used)),
+    ]
+    if not plan.has_pipeline:
+        figures = [figure for figure in figures if figure[0] != "bubble"]
+    line = Text("  ").join(
+        Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures
+    )
+    return Group(Text(""), Text(shape_text(plan), style="bold cyan"), line)
+
+
+def shape_text(plan: Plan) -> str:
+    """The plan in one line: stages, axes, ZeRO, recomputation, micro-batches."""
+    meshes = list(dict.fromkeys(mesh_text(stage.mesh) for stage in plan.stages))
+    stages_text = f"{len(plan.stages)} stages of " if plan.has_pipeline else ""
+    recompute = uniform([block.recompute for stage in plan.stages for block in stage.blocks])
+    zero = "/".join(dict.fromkeys(str(stage.zero) for stage in plan.stages))
+    parts = [
+        stages_text + " then ".join(meshes),
+        f"ZeRO {zero}",
+        "no recomputation" if recompute == "none" else f"recompute {recompute}",
+        f"{plan.num_microbatches} × micro-batch {plan.microbatch_size}",
+    ]
+    if plan.has_pipeline:
+        parts.append(plan.schedule)
+    return " · ".join(parts)
+
+
+def plain_table(*columns: tuple[str, str]) -> Table:
+    """A table without lines; a column is its title and ``left`` or ``right``."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for title, side in columns:
+        table.add_column(title, justify="right" if side == "right" else "left", overflow="fold")
+    return table
+
+
+def stages(plan: Plan) -> RenderableType:
+    """One row per stage: its blocks, where they run, and how long a micro-batch takes."""
+    table = plain_table(
+        ("", "left"), ("blocks", "left"), ("ranks", "left"), ("mesh", "left"), ("ZeRO", "right"),
+        ("forward", "right"), ("backward", "right"), ("memory", "right"),
+    )  # fmt: skip
+    for index, stage in enumerate(plan.stages):
+        seconds = stage.prediction.seconds
+        table.add_row(
+            str(index),
+            names_text([block.name for block in stage.blocks]),
+            ranks_text(stage.devices),
+            mesh_text(stage.mesh),
+            str(stage.zero),
+            seconds_text(seconds.get("forward", 0.0)),
+            seconds_text(seconds.get("backward", 0.0)),
+            bytes_text(sum(stage.prediction.memory_bytes.values())),
+        )
+    return table
+
+
+def splits(plan: Plan) -> RenderableType:
+    """Per mesh: what its axes are used for, and how each kind of block's parameters lie."""
+    parts: list[RenderableType] = []
+    for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
+        members = {i: stage for i, stage in enumerate(plan.stages) if stage.mesh == mesh}
+        if len(members) < len(plan.stages):
+            noun = "stage" if len(members) == 1 else "stages"
+            parts.append(
+                Text(f"{noun} {ranks_text(tuple(members))}: {mesh_text(mesh)}", style="cyan")
+            )
+        parts.extend(Text(line, style="dim") for line in axis_lines(list(members.values())))
+        for kind in merged_splits(plan, list(members.values())):
+            count = f"  ×{len(kind.blocks)}" if len(kind.blocks) > 1 else ""
+            name = names_text(kind.blocks) or "shared"
+            parts.append(Text.assemble((name, "bold"), count))
+            parts.append(Padding(_groups(kind), (0, 0, 0, 2), expand=False))
+    return Group(*parts)
+
+
+def axis_lines(members: list[StagePlan]) -> list[str]:
+    """A line per mesh axis: how many ops run split on it, and what for.
+
+    The counts are those of the stage with the most kinds of ops.
+    """
+    uses: dict[str, tuple[AxisUse, int]] = {}
+    for stage in members:
+        for use in axis_uses(stage):
+            if use.axis not in uses or use.num_ops > uses[use.axis][0].num_ops:
+                uses[use.axis] = (use, stage.zero)
+    return [_axis_line(use, zero) for use, zero in uses.values()]
+
+
+def _axis_line(use: AxisUse, zero: int) -> str:
+    reason = f": {AXIS_REASONS[use.axis]}" if use.axis in AXIS_REASONS and use.num_split else ""
+    noun = "sum" if use.num_sums == 1 else "sums"
+    sums = f"; {use.num_sums} {noun} of partial results" if use.num_sums else ""
+    states = f"; {ZERO_WORDS[zero]}" if use.axis == "dp" and zero else ""
+    return (
+        f"{use.axis}={use.size} splits {use.num_split} of {use.num_ops} ops{reason}{sums}{states}"
+    )
+
+
+AXIS_REASONS = {
+    "dp": "each rank has its own rows of the batch",
+    "tp": "each rank has its own part of the weights",
+}
+
+ZERO_WORDS = (
+    "",
+    "optimizer states split over it",
+    "optimizer states and gradients split over it",
+    "optimizer states, gradients and parameters split over it",
+)
+
+
+def _groups(kind: KindSplit) -> RenderableType:
+    table = plain_table(("", "left"), ("", "left"))
+    table.show_header = False
+    table.columns[0].no_wrap = True
+    for text, names in kind.groups.items():
+        table.add_row(text, ", ".join(folded_names(names)))
+    return table
+
+
+def memory(plan: Plan) -> tuple[str, RenderableType]:
+    """The worst rank's memory by category, against what its device has."""
+    index = worst_stage(plan)
+    stage = plan.stages[index]
+    found = stage.prediction.memory_bytes
+    limit = usable_bytes(plan, stage)
+    ordered = [name for name in MEMORY_ORDER if name in found]
+    ordered += [name for name in found if name not in MEMORY_ORDER]
+    values = {name: float(found[name]) for name in ordered if found[name]}
+    total = sum(values.values())
+    where = f", rank {stage.devices[0]}" + (f" of stage {index}" if plan.has_pipeline else "")
+    title = f"Memory on the fullest rank{where}: {of_text(total, limit)}"
+    return title, bars(values, bytes_text, MEMORY_STYLES)
+
+
+MEMORY_STYLES = {
+    "parameters": "blue", "gradients": "magenta", "optimizer": "cyan", "activations": "yellow",
+}  # fmt: skip
+
+
+def time(plan: Plan) -> tuple[str, RenderableType]:
+    """Where the step's time goes on the stage that sets the pace."""
+    index = busiest_stage(plan)
+    values = stage_seconds(plan, plan.stages[index])
+    where = f", stage {index}" if plan.has_pipeline else ""
+    title = f"Where the step goes{where}: {seconds_text(plan.prediction.step_seconds)}"
+    return title, bars(
+        values, seconds_text, {"compute": "green", "waiting for other stages": "red"}
+    )
+
+
+def bars(
+    values: Mapping[str, float], text: Callable[[float], str], styles: Mapping[str, str]
+) -> RenderableType:
+    """A row per value: its name, its figure, its share, and a bar."""
+    total = sum(values.values()) or 1.0
+    table = plain_table(("", "left"), ("", "right"), ("", "right"), ("", "left"))
+    table.show_header = False
+    for name, value in values.items():
+        table.add_row(
+            name, text(value), percent_text(value / total), bar(value / total, styles.get(name, ""))
+        )
+    return table
+
+
+def bar(fraction: float, style: str) -> Text:
+    """A bar of eighths of a character, at least one eighth for what is not zero."""
+    eighths = max(round(fraction * BAR_WIDTH * 8), 1 if fraction > 0 else 0)
+    full, rest = divmod(eighths, 8)
+    return Text("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else ""), style=style)
+
+
+def alternatives(plan: Plan, *, limit: int) -> RenderableType:
+    """What lost, by how much, and why."""
+    table = plain_table(
+        ("", "left"), ("step", "right"), ("", "right"), ("memory", "right"), ("", "left")
+    )
+    best = plan.prediction.step_seconds
+    for other in plan.alternatives[:limit]:
+        slower = other.step_seconds / best - 1 if best and other.step_seconds else 0.0
+        table.add_row(
+            other.summary,
+            seconds_text(other.step_seconds) if other.step_seconds else "—",
+            f"{slower:+.1%}".replace("%", " %") if other.step_seconds else "",
+            bytes_text(other.peak_memory_bytes) if other.peak_memory_bytes else "—",
+            Text(other.reason, style="dim"),
+        )
+    return table
+
+
+def certainty(plan: Plan) -> RenderableType:
+    """Where the figures come from, the solver's gap, and where planning time went."""
+    lines: list[Text] = []
+    if plan.prediction.sources:
+        shares = ", ".join(
+            f"{percent_text(share)} {name}" for name, share in plan.prediction.sources.items()
+        )
+        lines.append(Text(f"times: {shares}"))
+    lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
+    solver = plan.solver
+    gap = (
+        "proven optimal" if solver.gap <= 1e-9 else f"within {percent_text(solver.gap)} of optimal"
+    )
+    lines.append(Text(f"layouts: {gap} for these times ({solver.num_problems} problems solved)"))
+    if plan.replicated_ops:
+        lines.append(
+            Text(f"ops without a rule, run whole: {', '.join(plan.replicated_ops)}", style="yellow")
+        )
+    total, phases = planning_seconds(plan)
+    spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())
+    lines.append(
+        Text(f"planned in {seconds_text(total)}" + (f": {spent}" if spent else ""), style="dim")
+    )
+    return Group(*lines)

@@ -1,0 +1,154 @@
+"""Numbers and layouts in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoparallel.planner.layout import Layout, Mesh
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Bytes in binary units, three digits.
+
+    >>> bytes_text(1536), bytes_text(3.5 * 2**30), bytes_text(12)
+    ('1.50 KiB', '3.50 GiB', '12 B')
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1000 or unit == "TiB":
+            return f"{size:.0f} B" if unit == "B" else f"{_three(size)} {unit}"
+        size /= 1024
+    raise AssertionError("the last unit always returns")
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration with its unit, three digits.
+
+    >>> seconds_text(1.234), seconds_text(0.0456), seconds_text(7.8e-6), seconds_text(95)
+    ('1.23 s', '45.6 ms', '7.80 µs', '95.0 s')
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= scale:
+            return f"{_three(seconds / scale)} {unit}"
+    return "0 s" if abs(seconds) < 5e-10 else f"{_three(seconds / 1e-6)} µs"
+
+
+def count_text(count: float) -> str:
+    """A count in powers of ten, three digits.
+
+    >>> count_text(13_900_000), count_text(950), count_text(8.03e9)
+    ('13.9 M', '950', '8.03 B')
+    """
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= scale:
+            return f"{_three(count / scale)} {unit}"
+    return f"{count:.0f}"
+
+
+def rate_text(per_second: float, unit: str) -> str:
+    """A rate in units of 1000.
+
+    >>> rate_text(450e9, "B/s"), rate_text(989e12, "FLOP/s")
+    ('450 GB/s', '989 TFLOP/s')
+    """
+    for scale, prefix in ((1e12, "T"), (1e9, "G")):
+        if per_second >= scale:
+            return f"{_three(per_second / scale)} {prefix}{unit}"
+    return f"{_three(per_second / 1e6)} M{unit}"
+
+
+def percent_text(fraction: float) -> str:
+    """
+    >>> percent_text(0.4567), percent_text(0.034), percent_text(0.0004), percent_text(0.0)
+    ('46 %', '3.4 %', '<0.1 %', '0 %')
+    """
+    if fraction == 0:
+        return "0 %"
+    if abs(fraction) < 0.001:
+        return "<0.1 %"
+    return (
+        f"{fraction:.1%}".replace("%", " %")
+        if abs(fraction) < 0.1
+        else f"{fraction:.0%}".replace("%", " %")
+    )
+
+
+def _three(value: float) -> str:
+    magnitude = abs(value)
+    return (
+        f"{value:.2f}"
+        if magnitude < 9.995
+        else f"{value:.1f}"
+        if magnitude < 99.95
+        else f"{value:.0f}"
+    )
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """
+    >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "tp"), (1, 1)))
+    ('dp=4 tp=2', 'one device')
+    """
+    axes = [f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True) if size > 1]
+    return " ".join(axes) or "one device"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """
+    >>> ranks_text((0, 1, 2, 3)), ranks_text((5,)), ranks_text((0, 2, 4))
+    ('0–3', '5', '0, 2, 4')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
+
+
+def held_text(layout: Layout, mesh: Mesh) -> str:
+    """How a parameter lies on a mesh.
+
+    >>> from autoparallel.planner.layout import REPLICATE, shard
+    >>> held_text((REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)))
+    'rows split over tp'
+    >>> held_text((REPLICATE,), Mesh(("dp",), (2,)))
+    'whole on every rank'
+    """
+    splits: dict[int, list[str]] = {}
+    for placement, axis, size in zip(layout, mesh.axes, mesh.shape, strict=True):
+        if placement.is_shard and size > 1:
+            splits.setdefault(placement.dim, []).append(axis)
+    parts = [
+        f"{_DIM_WORDS.get(dim, f'dim {dim}')} split over {' and '.join(axes)}"
+        for dim, axes in sorted(splits.items())
+    ]
+    return ", ".join(parts) or ("whole" if mesh.size == 1 else "whole on every rank")
+
+
+_DIM_WORDS = {0: "rows", 1: "columns"}
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Names joined, runs of numbered names folded.
+
+    >>> names_text(["embed", "layers.0", "layers.1", "layers.2", "head"])
+    'embed, layers.0–2, head'
+    """
+    parts: list[tuple[str, int | None, int | None]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        if not (stem and number.isdecimal()):
+            parts.append((name, None, None))
+        elif parts and parts[-1][0] == stem and parts[-1][2] == int(number) - 1:
+            parts[-1] = (stem, parts[-1][1], int(number))
+        else:
+            parts.append((stem, int(number), int(number)))
+    return ", ".join(_folded(*part) for part in parts)
+
+
+def _folded(stem: str, first: int | None, last: int | None) -> str:
+    if first is None:
+        return stem
+    return f"{stem}.{first}" if first == last else f"{stem}.{first}–{last}"

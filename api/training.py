@@ -1,0 +1,74 @@
+"""Starting the processes of a run: the launcher's arguments, and what its result means."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.plan_io import load_plan
+from autoparallel.planner.errors import UsageError, VerificationError
+from autoparallel.report.page import shape_text
+from autoparallel.runtime.launch import launch
+
+VERIFY_DTYPES = ("fp64", "fp32")
+
+
+def start_training(path: Path, *, steps: int, seed: int) -> dict[str, Any]:
+    """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
+
+    Returns measured and predicted figures (see ``worker.outcome``).
+    """
+    return _start("train", path, steps=steps, seed=seed)
+
+
+def start_verification(path: Path, *, dtype: str, json_output: bool, seed: int = 0) -> None:
+    """Verifies the plan at ``path`` and prints the result.
+
+    Raises UsageError AP119 for an unknown dtype and VerificationError AP601 where the plan's
+    run differs from one device.
+    """
+    if dtype not in VERIFY_DTYPES:
+        raise UsageError("AP119", f"--dtype {dtype!r} is not one of {', '.join(VERIFY_DTYPES)}")
+    found = _start("verify", path, dtype=dtype, seed=seed)
+    if os.environ.get("RANK", "0") == "0":
+        shape = shape_text(load_plan(path))
+        text = json.dumps(found, indent=2) if json_output else f"{shape}\n{verdict(found)}"
+        sys.stdout.write(f"{text}\n")
+    if not found["passed"]:
+        first = found["failures"][0]
+        raise VerificationError(
+            "AP601",
+            f"the {first['quantity']} of {first['name']} differs from one device",
+            why=f"by {first['relative']:.1e} of its magnitude; {found['tolerance']:.0e} is allowed",
+            where=f"block {first['block']}" if first["block"] else "",
+            fix=f"{len(found['failures'])} of {found['num_compared']} tensors differ: "
+            "please report the model and the plan",
+        )
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """A verification in words."""
+    worst = ", ".join(f"{name} {value:.1e}" for name, value in found["worst"].items())
+    word = "verified" if found["passed"] else "NOT verified"
+    return (
+        f"{word}: {found['num_compared']} tensors compared with one device in {found['dtype']}\n"
+        f"largest difference relative to magnitude: {worst} (allowed {found['tolerance']:.0e})"
+    )
+
+
+def _start(name: str, path: Path, **arguments: Any) -> dict[str, Any]:
+    plan = load_plan(path)
+    num_processes = plan.cluster.num_devices
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+    result: dict[str, Any] = launch(
+        f"autoparallel.worker:{name}",
+        {"plan_path": str(path.resolve()), **arguments},
+        num_processes=num_processes,
+        num_threads=threads_per_device(num_processes),
+    )
+    return result

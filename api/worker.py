@@ -1,0 +1,259 @@
+"""What each process of a training run does: rebuild the model, make a trainer, train.
+
+Runs inside a process group. Rank 0 prints; a step is one line of ``name value`` pairs.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from autoparallel.passes.deferred_init import plain_build
+from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.modes import promote_to_float64
+from autoparallel.plan_io import load_plan
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planning import CAPTURE_BATCH, capture_model, record_target
+from autoparallel.report.words import bytes_text, count_text, seconds_text
+from autoparallel.runtime.compare import Quantity
+from autoparallel.runtime.process import Worker
+from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.trainer import Trainer, join
+from autoparallel.runtime.verify import verify as run_verification
+from autoparallel.targets import Batch, Target, load_target
+
+VERIFIED_STEPS = 2
+QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight")
+
+WARMUP_STEPS = 2
+"""Steps that the summary leaves out: allocators and caches fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A finished step as rank 0 saw it."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    memory_bytes: int
+    seconds: float
+
+
+def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> dict[str, Any]:
+    """Trains by the plan; rank 0 prints each step and a summary.
+
+    Returns the measured and predicted seconds and bytes, and the losses.
+    """
+    plan, target = load_job(plan_path)
+    device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
+    trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
+    records: list[StepRecord] = []
+    batches = global_batches(trainer, target, seed)
+    for step in range(1, steps + 1):
+        inputs = next(batches)
+        started = time.perf_counter()
+        result = trainer.step(inputs)
+        loss, norm = float(result.loss), float(result.gradient_norm)
+        seconds = time.perf_counter() - started
+        records.append(StepRecord(step, loss, norm, memory.peak_bytes(), seconds))
+        if worker.rank == 0:
+            print(step_line(records[-1], plan), flush=True)
+    if worker.rank == 0:
+        print(summary(records, plan), flush=True)
+    return outcome(records, plan)
+
+
+def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str, Any]:
+    """Compares the plan's run with one device; the result as plain data."""
+    plan, target = load_job(plan_path)
+    precision: Precision = "fp64" if dtype == "fp64" else "fp32"
+    plan = replace(plan, model=replace(plan.model, precision=precision))
+    device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
+    trainer, _ = make_trainer(plan, target, worker, device=device, seed=seed)
+    graph = trainer.program.graph.with_batch_size(plan.model.global_batch)
+    batches = [random_batch(graph, seed=seed + step) for step in range(VERIFIED_STEPS)]
+
+    def reference() -> Reference:
+        return one_device(trainer, target, batches, seed)
+
+    found = run_verification(trainer, batches, reference)
+    return {
+        "passed": found.passed,
+        "dtype": found.dtype,
+        "tolerance": found.tolerance,
+        "num_compared": len(found.differences),
+        "worst": {name: found.worst(name) for name in QUANTITIES},
+        "failures": [asdict(failure) for failure in found.failures],
+    }
+
+
+def one_device(
+    trainer: Trainer, target: Target, batches: Sequence[Mapping[str, Tensor]], seed: int
+) -> Reference:
+    """The same steps by the plain model in this process, in the same dtype."""
+    keys = trainer.program.inputs
+    is_double = trainer.program.dtype == "float64"
+    model = plain_build(target.build_model, seed).to(getattr(torch, trainer.program.dtype))
+
+    def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        parts = {key: inputs[name] for name, key in keys.items()}
+        is_dict = any(isinstance(key, str) for key in parts)
+        batch: Batch = parts if is_dict else tuple(parts[key] for key in sorted(parts, key=str))
+        return find_loss(call_model(model, batch), batch, target.loss_fn)
+
+    build = target.build_optimizer or torch.optim.AdamW
+    with promote_to_float64() if is_double else nullcontext():
+        return run_reference(model, batches, loss=loss, build_optimizer=build)
+
+
+def load_job(plan_path: str) -> tuple[Plan, Target]:
+    """The plan and the target that it was made for."""
+    plan = load_plan(plan_path)
+    return plan, load_plan_target(plan, plan_path)
+
+
+def load_plan_target(plan: Plan, plan_path: str) -> Target:
+    """The target that ``plan`` was made for; a file is also looked for beside the plan."""
+    name = plan.model.target
+    beside = Path(plan_path).parent / Path(name.partition(":")[0]).name
+    if name.partition(":")[0].endswith(".py") and not Path(name.partition(":")[0]).exists():
+        name = name.replace(name.partition(":")[0], str(beside)) if beside.exists() else name
+    return load_target(name, plan.model.settings)
+
+
+def make_trainer(
+    plan: Plan, target: Target, worker: Worker, *, device: torch.device, seed: int
+) -> tuple[Trainer, MemoryMeter]:
+    """The trainer of this rank, and what it needs of memory from here. Collective."""
+    tell = worker.watchdog.progress
+    tell("capturing the model")
+    deferred = record_target(target, seed)
+    batch = target.example_batch(CAPTURE_BATCH, batch_seq(plan, target))
+    program = capture_model(deferred.model, batch, target.loss_fn, plan.model.precision)
+    tell("making the stage")
+    gc.collect()
+    memory = MemoryMeter(device)
+    trainer = Trainer(
+        program, plan, deferred, device=device, build=target.build_optimizer, progress=tell
+    )
+    return trainer, memory
+
+
+def batch_seq(plan: Plan, target: Target) -> int | None:
+    """The length to ask ``example_batch`` for: the plan's, unless the batch takes none."""
+    return plan.model.seq if target.takes_seq else None
+
+
+def global_batches(trainer: Trainer, target: Target, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The global batch of each step by input name, the same on every rank.
+
+    ``build_data`` is gone through again when it ends. Raises UsageError AP118 where it can
+    give no batch.
+    """
+    model = trainer.plan.model
+    if target.build_data is None:
+        graph = trainer.program.graph.with_batch_size(model.global_batch)
+        for step in itertools.count():
+            yield random_batch(graph, seed=seed + step)
+    known = {"global_batch": model.global_batch, "seq": model.seq, "seed": seed}
+    while True:
+        is_empty = True
+        for batch in call_with_known(target, known):
+            is_empty = False
+            yield trainer.inputs(batch)
+        if is_empty:
+            raise UsageError("AP118", "build_data gives no batch", where=target.name)
+
+
+def call_with_known(target: Target, known: Mapping[str, Any]) -> Iterable[Batch]:
+    """``build_data(0, 1)``, the whole global batch, with those of ``known`` that it takes."""
+    assert target.build_data is not None
+    parameters = inspect.signature(target.build_data).parameters
+    taken = {name: value for name, value in known.items() if name in parameters}
+    batches: Iterable[Batch] = target.build_data(
+        0, 1, **{name: value for name, value in taken.items() if value is not None}
+    )
+    return batches
+
+
+class MemoryMeter:
+    """What training has needed at most, in bytes: of the device, or of this process beyond
+    what it held when the meter was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        self._base_bytes = self._process.memory_info().rss
+        self._peak_bytes = 0
+
+    def peak_bytes(self) -> int:
+        """The most so far; on the CPU as seen when this is called."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        held = self._process.memory_info().rss - self._base_bytes
+        self._peak_bytes = max(self._peak_bytes, held)
+        return self._peak_bytes
+
+
+def rows_or_tokens(plan: Plan) -> tuple[str, int]:
+    """What a step's throughput counts, and how many there are in a step."""
+    if plan.model.seq:
+        return "tokens", plan.model.global_batch * plan.model.seq
+    return "rows", plan.model.global_batch
+
+
+def step_line(record: StepRecord, plan: Plan) -> str:
+    """One step in one line."""
+    unit, count = rows_or_tokens(plan)
+    predicted = plan.prediction.step_seconds
+    return (
+        f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
+        f"  memory {bytes_text(record.memory_bytes)}"
+        f"  {unit}/s {count_text(count / record.seconds)}"
+        f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted)})"
+    )
+
+
+def outcome(records: list[StepRecord], plan: Plan) -> dict[str, Any]:
+    """Measured and predicted figures; the time is the median step after the warm-up."""
+    timed = sorted(record.seconds for record in records[WARMUP_STEPS:] or records)
+    return {
+        "step_seconds": timed[len(timed) // 2],
+        "predicted_step_seconds": plan.prediction.step_seconds,
+        "memory_bytes": max(record.memory_bytes for record in records),
+        "predicted_memory_bytes": plan.prediction.peak_memory_bytes,
+        "losses": [record.loss for record in records],
+    }
+
+
+def summary(records: list[StepRecord], plan: Plan) -> str:
+    """Measured against predicted, and where the loss went."""
+    found = outcome(records, plan)
+    seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
+    memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
+    lines = [
+        f"step time  measured {seconds_text(seconds)}  predicted {seconds_text(predicted)}"
+        f"  ({_difference(predicted, seconds)})",
+        f"memory     measured {bytes_text(memory)}  predicted {bytes_text(expected)}"
+        f"  ({_difference(expected, memory)})",
+        f"loss       {records[0].loss:.4f} to {records[-1].loss:.4f} in {len(records)} steps",
+    ]
+    return "\n".join(lines)
+
+
+def _difference(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.0%}" if measured > 0 else "nothing measured"

@@ -1,0 +1,185 @@
+"""The command line: what is printed where, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from handmade import pipeline_plan
+
+from autoparallel import __main__ as cli
+from autoparallel import load_plan, save_plan
+from autoparallel.planner import errors
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command line, run in this process."""
+    return cli.run_command(list(arguments))
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    save_plan(pipeline_plan(), path)
+    return path
+
+
+def test_help_needs_neither_torch_nor_half_a_second() -> None:
+    code = (
+        "import sys; from autoparallel.__main__ import run_command\n"
+        "assert run_command(['--help']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("autoparallel ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan",), ("no-such-command",), ("plan", "x.py", "--no-such-option")]
+)
+def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments) == 2
+
+
+def test_errors_go_to_stderr_with_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "no_such_file.py") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error[AP101]: there is no file no_such_file.py\n  --> ")
+    assert "Traceback" not in captured.err
+
+
+def test_a_traceback_is_shown_on_request_anywhere_on_the_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("plan", "no_such_file.py", "--traceback") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError, 2), (errors.CaptureError, 3), (errors.InfeasibleError, 4),
+        (errors.MachineError, 5), (errors.PlanError, 6), (errors.VerificationError, 7),
+        (errors.TimeLimitError, 8), (errors.WorkerError, 20), (errors.HangError, 21),
+        (errors.DeviceMemoryError, 22),
+    ],
+)  # fmt: skip
+def test_each_kind_of_error_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: type[errors.AutoparallelError], code: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("AP999", "something happened")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert run("plan", "model.py") == code
+
+
+def test_an_unexpected_exception_is_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert run("plan", "model.py") == 1
+    text = capsys.readouterr().err
+    assert "internal error: ZeroDivisionError: by zero" in text
+    assert "--traceback" in text
+    assert "Traceback (most" not in text
+
+
+def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupt)
+    assert run("plan", "model.py") == 130
+
+
+def test_inspect_prints_the_report(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", str(plan_file)) == 0
+    text = capsys.readouterr().out
+    assert "2 stages of dp=2 tp=2" in text
+    assert "How sure" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_inspect_as_json_is_the_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", str(plan_file), "--json") == 0
+    text = capsys.readouterr().out
+    assert text == plan_file.read_text()
+    assert json.loads(text)["num_microbatches"] == 16
+
+
+def test_a_missing_plan_names_the_closest(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("inspect", str(plan_file.with_name("plam.json"))) == 2
+    assert "did you mean plan.json?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 99}'])
+def test_a_damaged_plan_exits_with_6(
+    plan_file: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_file.write_text(text)
+    assert run("inspect", str(plan_file)) == 6
+    assert "error[AP5" in capsys.readouterr().err
+
+
+def test_a_plan_survives_its_file(plan_file: Path) -> None:
+    assert load_plan(plan_file) == pipeline_plan()
+
+
+def test_check_says_what_was_found(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", str(model_file), "--check", "--set", "depth=3", "--global-batch", "16") == 0
+    text = capsys.readouterr().out
+    assert "Net, 216 parameters in 6 tensors, 0 B allocated" in text
+    assert "x (16, 8) float32" in text
+
+
+def test_a_cluster_is_shown_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("cluster", "2x8xH100") == 0
+    text = capsys.readouterr().out
+    assert "16 devices on 2 hosts" in text
+    assert "peak bfloat16" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_cluster_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("cluster", "8xH100", "--json") == 0
+    cluster = json.loads(capsys.readouterr().out)
+    assert cluster["hosts"][0]["num_devices"] == 8
+
+
+def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("cluster") == 0
+    assert "H100" in capsys.readouterr().out
+
+
+def test_an_unknown_device_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("cluster", "8xH1000") == 2
+    assert "error[AP115]" in capsys.readouterr().err
+
+
+def test_a_target_is_not_planned_under_torchrun(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("run", str(model_file)) == 2
+    assert "error[AP116]" in capsys.readouterr().err

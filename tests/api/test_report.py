@@ -1,0 +1,76 @@
+"""The report: what a person must be able to read off a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from handmade import GIB, flat_plan, pipeline_plan
+
+from autoparallel import describe
+from autoparallel.report.facts import busiest_stage, merged_splits, stage_seconds, worst_stage
+
+
+def test_no_line_is_wider_than_80_columns() -> None:
+    for plan in (pipeline_plan(), flat_plan()):
+        for short in (False, True):
+            assert max(map(len, describe(plan, short=short).splitlines())) <= 80
+
+
+def test_the_head_names_the_model_the_batch_and_the_cluster() -> None:
+    head = describe(pipeline_plan()).splitlines()[:6]
+    assert head[0] == "llama.py  8.03 B parameters  layers=8"
+    assert head[1] == "batch 64 × 4096 tokens, bf16, adamw, on 8xH100 (8 × H100-SXM)"
+    assert head[3].startswith("2 stages of dp=2 tp=2 · ZeRO 1 · no recomputation")
+    assert "step 2.10 s" in head[4]
+    assert "memory 55.0 of 72.0 GiB" in head[4]
+
+
+def test_a_plan_without_pipeline_mentions_neither_stages_nor_bubble() -> None:
+    text = describe(flat_plan())
+    assert "bubble" not in text
+    assert "stages of" not in text
+    assert "1f1b" not in text
+
+
+def test_equal_kinds_of_several_stages_are_told_once() -> None:
+    text = describe(pipeline_plan())
+    assert text.count("rows split over tp     attn.qkv.weight, mlp.up\n") == 1
+    assert "layers.0–7  ×8" in text
+
+
+def test_parameters_are_named_within_their_block() -> None:
+    plan = pipeline_plan()
+    layer = next(s for s in merged_splits(plan, list(plan.stages)) if "layers.0" in s.blocks)
+    assert layer.groups["whole on every rank"] == ("ln_1.weight", "ln_2.weight")
+    assert layer.groups["columns split over tp"] == ("attn.proj.weight", "mlp.down.weight")
+
+
+def test_the_worst_rank_is_the_one_with_the_most_memory() -> None:
+    plan = pipeline_plan()
+    first, second = plan.stages
+    bigger = replace(
+        second, prediction=replace(second.prediction, memory_bytes={"parameters": 60 * GIB})
+    )
+    plan = replace(plan, stages=(first, bigger))
+    assert worst_stage(plan) == 1
+    assert "rank 4 of stage 1: 60.0 of 72.0 GiB" in describe(plan)
+
+
+def test_the_parts_of_the_step_add_up_to_the_step() -> None:
+    plan = pipeline_plan()
+    parts = stage_seconds(plan, plan.stages[busiest_stage(plan)])
+    assert sum(parts.values()) == pytest.approx(plan.prediction.step_seconds)
+    assert parts["compute"] == pytest.approx(16 * 0.101)
+    assert "waiting for other stages" in parts
+
+
+def test_what_lost_is_listed_with_its_distance_and_reason() -> None:
+    text = describe(pipeline_plan())
+    assert "dp=8 zero=3       2.31 s  +10.0 %" in text
+    assert "does not fit: 70 GiB too much" in text
+
+
+def test_ops_without_a_rule_are_listed() -> None:
+    plan = replace(pipeline_plan(), replicated_ops=("my.op.default",))
+    assert "ops without a rule, run whole: my.op.default" in describe(plan)

@@ -1,0 +1,112 @@
+"""The whole way on real processes: plan, run, verify; and a script under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoparallel import load_plan, save_plan
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GPT = (
+    "examples/gpt.py", "--set", "n_layer=2", "--set", "d_model=32", "--set", "n_head=2",
+    "--seq", "16", "--global-batch", "8", "--cluster", "cpu:2",
+)  # fmt: skip
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "autoparallel", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    done = command("plan", *GPT, "--parallel", "pp=2,microbatches=2", "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "2 stages" in done.stdout
+    assert "autoparallel: capture" in done.stderr
+    return path
+
+
+def test_a_plan_trains_and_is_compared_with_its_prediction(plan_file: Path) -> None:
+    done = command("run", str(plan_file), "--steps", "4")
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"^step +\d+  loss ([\d.]+)", done.stdout, re.M)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] < 6.0
+    assert re.search(r"^step time +measured .* predicted .*%\)$", done.stdout, re.M)
+    assert re.search(r"^memory +measured .* predicted .*%\)$", done.stdout, re.M)
+
+
+def test_a_plan_is_verified_against_one_device(plan_file: Path) -> None:
+    done = command("verify", str(plan_file))
+    assert done.returncode == 0, done.stderr
+    assert "verified: " in done.stdout
+
+
+def test_a_plan_of_a_changed_model_is_refused(plan_file: Path, tmp_path: Path) -> None:
+    plan = load_plan(plan_file)
+    stale = tmp_path / "stale.json"
+    settings = {**plan.model.settings, "n_layer": 3}
+    save_plan(replace(plan, model=replace(plan.model, settings=settings)), stale)
+    done = command("run", str(stale), "--steps", "1")
+    assert done.returncode == 6
+    assert "the plan was made for another model" in done.stderr
+
+
+SCRIPT = """
+import sys
+import torch, autoparallel
+from torch import nn
+
+def batch():
+    g = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(8, 8, generator=g), "y": torch.randn(8, 1, generator=g)}
+
+def loss_fn(outputs, batch):
+    return (outputs - batch["y"]).square().mean()
+
+@autoparallel.parallelize(example_batch=batch(), parallel="pp=2,microbatches=2")
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+build = lambda params: torch.optim.SGD(params, lr=0.1)
+step = autoparallel.Step(Net(), loss_fn=loss_fn, build_optimizer=build)
+for _ in range(3):
+    sys.stdout.write(f"loss {float(step(batch())):.5f}\\n")
+"""
+
+
+def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    losses = []
+    for start in ([], launcher):
+        done = subprocess.run(
+            [sys.executable, *start, str(script)],
+            env=environment, capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses.append(sorted(re.findall(r"loss ([\d.]+)", done.stdout)))
+    alone, parallel = losses
+    assert len(set(alone)) == 3
+    assert parallel == sorted(alone + alone)

@@ -1,0 +1,208 @@
+"""The repository as a whole: import order, public names, packaging, documents."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import autoparallel
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("cost_model", "planner", "passes", "runtime", "api")
+"""Every room imports only those before it."""
+
+TORCH_FREE = {"cost_model", "planner"}
+MAX_LINES = 500
+
+PUBLIC = {
+    "AutoparallelError", "CaptureError", "DeviceMemoryError", "HangError", "InfeasibleError",
+    "MachineError", "Plan", "PlanError", "RunError", "Step", "TimeLimitError", "UsageError",
+    "VerificationError", "WorkerError", "__version__", "describe", "load_plan", "parallelize",
+    "plan", "save_plan",
+}  # fmt: skip
+
+
+@cache
+def sources() -> tuple[Path, ...]:
+    """Every Python file of the rooms."""
+    return tuple(sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")))
+
+
+def module_name(path: Path) -> str:
+    """The name that a file of a room is imported by."""
+    room, *rest = path.relative_to(ROOT).with_suffix("").parts
+    parts = [*([] if room == "api" else [room]), *(part for part in rest if part != "__init__")]
+    return ".".join(["autoparallel", *(part for part in parts if part != "__init__")])
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[str, bool], ...]:
+    """What a file imports, absolutely: (module, whether when it is itself imported)."""
+    tree = ast.parse(path.read_text())
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    found: list[tuple[str, bool]] = []
+    deferred = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        at_import = id(node) not in deferred
+        if isinstance(node, ast.Import):
+            found += [(alias.name, at_import) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found.append((module, at_import))
+            found += [(f"{module}.{alias.name}", at_import) for alias in node.names]
+    return tuple(found)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def room_of(module: str) -> str | None:
+    """The room that a module of ours is in; None for others."""
+    package, *rest = module.split(".")
+    if package != "autoparallel":
+        return None
+    return rest[0] if rest and rest[0] in ROOMS else "api"
+
+
+def test_rooms_import_only_what_stands_before_them() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources()
+        for module, _ in imports(path)
+        if (room := room_of(module)) is not None
+        and ROOMS.index(room) > ROOMS.index(path.relative_to(ROOT).parts[0])
+    ]
+    assert wrong == []
+
+
+def test_below_the_api_rooms_import_each_other_relatively() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] != "api"
+        and re.search(r"^\s*(from|import) autoparallel\b", path.read_text(), re.MULTILINE)
+    ]
+    assert wrong == []
+
+
+def test_only_the_runtime_uses_torch_distributed() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources()
+        for module, _ in imports(path)
+        if (module == "torch.distributed" or module.startswith("torch.distributed."))
+        and path.relative_to(ROOT).parts[0] != "runtime"
+    ]
+    assert wrong == []
+
+
+def test_the_cost_model_and_the_planner_are_imported_without_torch() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources()
+        for module, at_import in imports(path)
+        if at_import
+        and module.split(".")[0] == "torch"
+        and path.relative_to(ROOT).parts[0] in TORCH_FREE
+    ]
+    assert wrong == []
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, autoparallel, autoparallel.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(autoparallel.__all__) == PUBLIC
+    assert set(dir(autoparallel)) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(autoparallel, name) is not None
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = autoparallel.no_such_name
+
+
+def test_the_packaged_folders_are_the_folders_on_disk() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for path in sources()}
+    assert sorted(settings["packages"]) == sorted(
+        module_name(folder / "__init__.py") for folder in folders
+    )
+    assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+def test_the_version_is_told_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == autoparallel.__version__
+
+
+def test_no_file_is_longer_than_allowed() -> None:
+    files = [*sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_every_error_code_is_documented_once() -> None:
+    raised = {code for path in sources() for code in re.findall(r'"(AP\d{3})"', path.read_text())}
+    text = (ROOT / "docs/errors.md").read_text()
+    documented = re.findall(r"^\| (AP\d{3}) \|", text, re.MULTILINE)
+    assert sorted(documented) == sorted(raised)
+
+
+def test_the_readmes_commands_exist() -> None:
+    from autoparallel.__main__ import app
+
+    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    text = (ROOT / "README.md").read_text()
+    blocks = "".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    used = re.findall(r"^(?:.*&& )?autoparallel (\w+) ", blocks, re.MULTILINE)
+    assert set(used) == known
+    files = set(
+        re.findall(r"examples/\w+\.py|docs/\w+\.md|constraints\.txt|CONTRIBUTING\.md", text)
+    )
+    assert {name for name in files if not (ROOT / name).exists()} == set()
+
+
+def test_the_ci_runs_the_readmes_test_command() -> None:
+    command = "pip install -c constraints.txt -e '.[dev]' && pytest"
+    assert f"\n{command}\n" in (ROOT / "README.md").read_text()
+    assert command.replace(".[dev]", r"\.\[dev\]") in (ROOT / ".ci/run").read_text()
+
+
+def test_constraints_pin_what_is_required() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
+    required = {re.split(r"[><=!\[; ]", text)[0].lower() for text in project["dependencies"]}
+    assert required <= pinned
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sources() if ">>>" in path.read_text()],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_the_examples_in_docstrings_run(path: Path) -> None:
+    module = importlib.import_module(module_name(path))
+    assert doctest.testmod(module).failed == 0
