@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
         AutoparallelError,
@@ -45,6 +46,7 @@ __all__ = [
     "HangError",
     "InfeasibleError",
     "MachineError",
+    "ParallelModule",
     "Plan",
     "PlanError",
     "RunError",
@@ -62,6 +64,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ParallelModule": "autoparallel.module",
     "Plan": "autoparallel.planner.plan",
     "Step": "autoparallel.python",
     "describe": "autoparallel.report",

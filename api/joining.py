@@ -9,55 +9,60 @@ from typing import Any
 import torch
 
 from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.module import Job
+from autoparallel.passes.deferred_init import record_build
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import (
     CAPTURE_BATCH,
-    PlanOptions,
     capture_model,
     captured_seq,
     find_cluster,
     plan_program,
 )
-from autoparallel.runtime.trainer import Trainer, join, share_text
-from autoparallel.targets import Target
+from autoparallel.runtime.trainer import Trainer, Weights, join, share_tensor, share_text
 
 
 def join_training(
-    target: Target,
+    job: Job,
     plan: Plan | None,
-    cluster: str,
-    options: PlanOptions,
     build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> Trainer:
-    """The trainer of this rank for ``target``'s model, whose weights it starts from.
+    """The trainer of this rank for the job's model. Collective over all ranks.
 
     Without ``plan`` rank 0 makes one for the processes that torchrun started, and all use it.
-    Collective over all ranks. The weights must be the same on every rank.
+    Initial weights are rank 0's: its model's, or those that its generator's state makes.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         torch.set_num_threads(threads_per_device(world_size))
     device = join(kind, int(os.environ.get("LOCAL_RANK", rank)))
-    model = target.build_model()
+    weights: Weights
+    if job.rng_state is not None:
+        weights = record_build(job.target.build_model, share_tensor(job.rng_state))
+        model = weights.model
+    else:
+        model = job.target.build_model()
+        weights = {
+            name: share_tensor(tensor.detach())
+            for method in (model.named_parameters, model.named_buffers)
+            for name, tensor in method(remove_duplicate=False)
+        }
+    target, options = job.target, job.options
     precision = options.precision if plan is None else plan.model.precision
     batch = target.example_batch(CAPTURE_BATCH, options.seq)
     program = capture_model(model, batch, target.loss_fn, precision)
     if plan is None:
-        name = f"cpu:{world_size}" if cluster == "local" and kind == "cpu" else cluster
+        is_local_cpu = job.cluster == "local" and kind == "cpu"
         text = None
         if rank == 0:
-            text = dumps(plan_program(program, target, find_cluster(name), options))
+            cluster = find_cluster(f"cpu:{world_size}" if is_local_cpu else job.cluster)
+            text = dumps(plan_program(program, target, cluster, options))
         plan = loads(share_text(text))
     _check_length(plan, captured_seq(program))
-    weights = {**_named(model.named_parameters), **_named(model.named_buffers)}
     return Trainer(program, plan, weights, device=device, build=build_optimizer)
-
-
-def _named(method: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in method(remove_duplicate=False)}
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

@@ -9,8 +9,9 @@
     for batch in data:
         loss = step(batch)          # the true loss of the global batch, on every rank
 
-Alone, ``Net()`` is the plain module. Under torchrun it is planned for the machines that
-torchrun joined, and ``step`` trains by that plan, pipelines included.
+Alone, ``Net()`` is the plain module. Under torchrun it is a ``ParallelModule``, planned for
+the machines that torchrun joined; ``step`` trains by that plan, pipelines included, and the
+ordinary ``loss.backward()`` loop works where there is none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
+from autoparallel.module import Job, ParallelModule
 from autoparallel.options import parse_parallel, parse_size
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
@@ -41,8 +43,6 @@ from autoparallel.targets import (
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 BuildOptimizer = Callable[[Any], torch.optim.Optimizer]
 
-OPTIONS_ATTRIBUTE = "__autoparallel__"
-
 
 class SearchOptions(TypedDict, total=False):
     """What a search may be told; each as the option of ``autoparallel plan`` of that name."""
@@ -58,7 +58,7 @@ class SearchOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """What ``parallelize`` was told, kept on the class or the instance."""
+    """What ``parallelize`` was told."""
 
     example_batch: Any = None
     cluster: str = "local"
@@ -211,10 +211,12 @@ def parallelize(
     loss_fn: LossFn | None = None,
     **options: Unpack[SearchOptions],
 ) -> Any:
-    """Marks an ``nn.Module`` class (as a decorator) or instance to be trained by a plan.
+    """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
 
     Outside torchrun the class or instance comes back as it was, and trains as ever. Under
-    torchrun ``Step`` plans it with what was given here.
+    torchrun an instance becomes a ``ParallelModule``, and so does what the class makes; a
+    model that the class makes is never whole in memory. Plans are for one global batch;
+    without ``loss_fn`` the model returns the loss, or ``Step`` brings the function.
 
     Raises UsageError AP140 unless ``model`` is an nn.Module or a class of them.
     """
@@ -222,16 +224,39 @@ def parallelize(
     given = ParallelOptions(example_batch, cluster, global_batch, seq, loss_fn, options)
 
     def mark(thing: Any) -> Any:
-        is_class = inspect.isclass(thing) and issubclass(thing, nn.Module)
-        if not is_class and not isinstance(thing, nn.Module):
-            raise UsageError(
-                "AP140",
-                f"parallelize takes an nn.Module or a class of them, not {thing!r}",
-            )
-        setattr(thing, OPTIONS_ATTRIBUTE, given)
-        return thing
+        if inspect.isclass(thing) and issubclass(thing, nn.Module):
+            return _parallel_class(thing, given) if under_torchrun() else thing
+        if isinstance(thing, nn.Module):
+            return ParallelModule(_job(lambda: thing, given)) if under_torchrun() else thing
+        raise UsageError(
+            "AP140",
+            f"parallelize takes an nn.Module or a class of them, not {thing!r}",
+        )
 
     return mark if model is None else mark(model)
+
+
+def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
+    """A class of the same name whose calls make a ``ParallelModule`` of the original."""
+
+    def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> ParallelModule:
+        job = _job(lambda: original(*args, **kwargs), given, torch.get_rng_state())
+        return ParallelModule(job)
+
+    namespace = {"__new__": make, "__doc__": original.__doc__, "__module__": original.__module__}
+    return type(original.__name__, (original,), namespace)
+
+
+def _job(
+    build: Callable[[], nn.Module], given: ParallelOptions, rng_state: Tensor | None = None
+) -> Job:
+    rows = given.global_batch or batch_rows(given.example_batch)
+    return Job(
+        target=make_target(build, given.example_batch, given.loss_fn),
+        cluster=given.cluster,
+        options=plan_options(rows or 32, given.seq, given.search or {}),
+        rng_state=rng_state,
+    )
 
 
 def under_torchrun() -> bool:
@@ -254,37 +279,35 @@ class Step:
         loss_fn: LossFn | None = None,
         build_optimizer: BuildOptimizer | None = None,
     ) -> None:
-        """Without ``plan``, a model marked by ``parallelize`` is planned under torchrun.
+        """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
 
-        The run starts from the model's weights, which must be the same on every rank, and
-        keeps the trained ones in shards: the model itself stays as it was.
+        The optimizer is ``build_optimizer(parameters)``, or AdamW.
 
-        Raises UsageError AP142 where a plan with several devices is given outside torchrun.
+        Raises UsageError AP142 where a plan with several devices is given outside torchrun,
+        and AP148 for a plain module under torchrun.
         """
-        given = getattr(model, OPTIONS_ATTRIBUTE, ParallelOptions())
         self.model = model
         self.plan = plan
-        self.loss_fn = loss_fn or given.loss_fn
-        if not under_torchrun():
-            _require_one_device(plan)
-            build = build_optimizer or torch.optim.AdamW
-            self.optimizer = build(list(model.parameters()))
-            self._run: Callable[[Batch], Tensor] = self._one_device
+        self.loss_fn = loss_fn
+        if isinstance(model, ParallelModule):
+            trainer = model.join(plan=plan, loss_fn=loss_fn, build_optimizer=build_optimizer)
+            self.plan = trainer.plan
+            self.optimizer = trainer.optimizer
+            self._run: Callable[[Batch], Tensor] = lambda batch: (
+                trainer.step(trainer.inputs(batch)).loss
+            )
             return
-        from autoparallel.joining import join_training
-
-        rows = given.global_batch or batch_rows(given.example_batch)
-        rows = rows or (plan.model.global_batch if plan is not None else 32)
-        trainer = join_training(
-            make_target(model, given.example_batch, self.loss_fn),
-            plan,
-            given.cluster,
-            plan_options(rows, given.seq, given.search or {}),
-            build_optimizer,
-        )
-        self.plan = trainer.plan
-        self.optimizer = trainer.optimizer
-        self._run = lambda batch: trainer.step(trainer.inputs(batch)).loss
+        if under_torchrun():
+            raise UsageError(
+                "AP148",
+                "a plain module cannot be trained under torchrun",
+                why="every process would train a copy of its own",
+                fix="model = autoparallel.parallelize(model, example_batch=...)",
+            )
+        _require_one_device(plan)
+        build = build_optimizer or torch.optim.AdamW
+        self.optimizer = build(list(model.parameters()))
+        self._run = self._one_device
 
     def __call__(self, batch: Batch) -> Tensor:
         """Trains on the global ``batch``; returns its loss, a scalar without a graph."""

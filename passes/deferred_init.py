@@ -25,14 +25,14 @@ OnTensor = Callable[[str, Tensor], None]
 class Deferred:
     """A model on ``meta`` and how to make its tensors.
 
-    ``slots`` maps each parameter and buffer name (tied ones all) to its tensor in ``log``.
+    ``seed`` is a seed or a state of the CPU generator. ``slots`` maps each parameter and buffer name (tied ones all) to its tensor in ``log``.
     ``log`` is None where the build could not be recorded; ``materialize`` then builds the
     whole model. ``reason`` says why.
     """
 
     model: nn.Module
     build: Callable[[], nn.Module]
-    seed: int
+    seed: int | Tensor
     log: Log | None
     slots: dict[str, int]
     reason: str = ""
@@ -42,7 +42,7 @@ class Deferred:
         return self.log is not None
 
 
-def record_build(build: Callable[[], nn.Module], seed: int = 0) -> Deferred:
+def record_build(build: Callable[[], nn.Module], seed: int | Tensor = 0) -> Deferred:
     """Build a model without allocating it.
 
     ``build`` must not read values of random tensors, seed a generator or use one of its
@@ -59,7 +59,7 @@ def record_build(build: Callable[[], nn.Module], seed: int = 0) -> Deferred:
     return Deferred(model, build, seed, log, slots)
 
 
-def plain_build(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+def plain_build(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
     """The model as ``build`` makes it on the CPU, from ``seed``."""
     with seeded(seed):
         model = build()
@@ -97,10 +97,13 @@ def materialize(
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator inside, and restore it after."""
+def seeded(seed: int | Tensor) -> Iterator[None]:
+    """Seed torch's CPU generator inside (or set its state), and restore it after."""
     with torch.random.fork_rng(devices=[]):
-        torch.random.manual_seed(seed)
+        if isinstance(seed, Tensor):
+            torch.random.set_rng_state(seed)
+        else:
+            torch.random.manual_seed(seed)
         yield
 
 
@@ -152,7 +155,7 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
     return made[id(tensor)]
 
 
-def _build_on_meta(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+def _build_on_meta(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
     """What cannot be recorded: built under ``torch.device("meta")``, or really and emptied."""
     try:
         with seeded(seed), torch.device("meta"):

@@ -133,6 +133,10 @@ class Trainer:
         """The loss; every parameter's gradient is complete afterwards."""
         return self.runner.step(inputs)
 
+    def use_optimizer(self, build: BuildOptimizer) -> None:
+        """Replace the optimizer by ``build(parameters)``."""
+        self.optimizer = build_optimizer(self.parameters.values(), build)
+
     def update(self) -> None:
         """The optimizer's step."""
         self.optimizer.step()
@@ -211,3 +215,10 @@ def share_text(text: str | None) -> str:
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None
     return box[0]
+
+
+def share_tensor(tensor: Tensor) -> Tensor:
+    """Rank 0's value of a tensor that every rank has. Collective."""
+    shared = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(shared, src=0)
+    return shared

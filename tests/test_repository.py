@@ -25,7 +25,8 @@ MAX_LINES = 500
 
 PUBLIC = {
     "AutoparallelError", "CaptureError", "DeviceMemoryError", "HangError", "InfeasibleError",
-    "MachineError", "Plan", "PlanError", "RunError", "Step", "TimeLimitError", "UsageError",
+    "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
+    "TimeLimitError", "UsageError",
     "VerificationError", "WorkerError", "__version__", "describe", "load_plan", "parallelize",
     "plan", "save_plan",
 }  # fmt: skip

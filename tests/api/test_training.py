@@ -94,9 +94,44 @@ for _ in range(3):
 """
 
 
-def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+LOOP = """
+import sys
+import torch, autoparallel
+from torch import nn
+
+def batch():
+    g = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(8, 8, generator=g), "y": torch.randn(8, 1, generator=g)}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        return (self.head(self.layers(x)) - y).square().mean()
+
+torch.manual_seed(0)
+options = dict(example_batch=batch(), parallel=PARALLEL)
+if AS_CLASS:
+    model = autoparallel.parallelize(**options)(Net)()
+else:
+    model = autoparallel.parallelize(Net(), **options)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = model(**batch())
+    loss.backward()
+    optimizer.step()
+    sys.stdout.write(f"loss {float(loss):.5f}\\n")
+names = sorted(name for name, _ in model.named_parameters())
+sys.stdout.write(f"names {names == sorted(name for name, _ in Net().named_parameters())}\\n")
+"""
+
+
+def losses_of(script: Path) -> tuple[list[str], list[str]]:
+    """What a script prints as losses, alone and under torchrun with two processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     losses = []
@@ -106,7 +141,26 @@ def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path)
             env=environment, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert "names False" not in done.stdout
         losses.append(sorted(re.findall(r"loss ([\d.]+)", done.stdout)))
-    alone, parallel = losses
+    return losses[0], losses[1]
+
+
+def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    alone, parallel = losses_of(script)
     assert len(set(alone)) == 3
     assert parallel == sorted(alone + alone)
+
+
+@pytest.mark.parametrize("parallel", ["dp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize("as_class", [True, False], ids=["class", "instance"])
+def test_the_ordinary_loop_trains_a_plan_without_pipeline(
+    tmp_path: Path, parallel: str, as_class: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.replace("PARALLEL", repr(parallel)).replace("AS_CLASS", str(as_class)))
+    alone, together = losses_of(script)
+    assert len(set(alone)) == 3
+    assert together == sorted(alone + alone)

@@ -1,0 +1,214 @@
+"""The ways a node can run on a whole mesh: one strategy per axis, combined and pruned.
+
+In: a node, the rules, a mesh, and what the axes are restricted to. Out: the node's layouts
+with the collectives they need inside. Only combinations whose splits divide every tensor
+are offered; of two with equal layouts the rules' first stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from .graph import Graph, Node, TensorSpec
+from .layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
+from .prices import Prices
+from .strategy import AxisStrategy, InnerCollective, NodeLayout, combine
+
+Inner = tuple[tuple[int, InnerCollective], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a node: its layouts and its own collectives by axis."""
+
+    layout: NodeLayout
+    inner: Inner = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What the mesh axes are for.
+
+    On an axis of ``split_batch`` every value that counts the batch is split along it and
+    parameters are replicated. On one of ``split_parameters`` no value is split along the
+    batch and every parameter of two or more dimensions that the axis divides is split, and
+    used split where an op can.
+    """
+
+    split_batch: tuple[int, ...] = ()
+    split_parameters: tuple[int, ...] = ()
+
+
+def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
+    """Every way an op can run on the mesh."""
+    specs = input_specs(node, graph)
+    per_axis = [
+        _axis_strategies(node, graph, axis, prices, restriction)
+        for axis in range(len(prices.mesh.shape))
+    ]
+    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Way] = {}
+    for strategies in product(*per_axis):
+        layout = combine(strategies)
+        if not specs:
+            layout = NodeLayout((), layout.outputs, layout.labels)
+        if not _divides(layout, specs, node.outputs, prices.mesh.shape):
+            continue
+        inner = tuple(
+            (axis, item) for axis, each in enumerate(strategies) for item in each.collectives
+        )
+        key = (layout.inputs, layout.outputs)
+        if key not in found or len(inner) < len(found[key].inner):
+            found[key] = Way(layout, inner)
+    return tuple(found.values())
+
+
+def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
+    """The specs of a node's inputs, in call order."""
+    return tuple(graph.spec(ref) for ref in node.inputs)
+
+
+def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayout) -> Inner:
+    """The collectives that a node needs inside when it runs in ``layout``."""
+    found: list[tuple[int, InnerCollective]] = []
+    for axis, size in enumerate(prices.mesh.shape):
+        inputs = tuple(each[axis] for each in layout.inputs)
+        outputs = tuple(each[axis] for each in layout.outputs)
+        matching = [
+            strategy
+            for strategy in _strategies(node, graph, size, prices)
+            if (strategy.inputs, strategy.outputs) == (inputs, outputs)
+        ]
+        if matching:
+            best = min(matching, key=lambda strategy: len(strategy.collectives))
+            found += [(axis, item) for item in best.collectives]
+    return tuple(found)
+
+
+def _strategies(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
+    key = ("strategies", node.name, size, graph.batch_size)
+    found: tuple[AxisStrategy, ...] | None = prices.cache.get(key)
+    if found is None:
+        found = prices.rules.axis_strategies(node, graph, size)
+        prices.cache[key] = found
+    return found
+
+
+def _axis_strategies(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> tuple[AxisStrategy, ...]:
+    size = prices.mesh.shape[axis]
+    if size == 1:
+        num_inputs, num_outputs = len(node.inputs), len(node.outputs)
+        return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
+    strategies = _strategies(node, graph, size, prices)
+    if axis in restriction.split_batch and graph.batch_dims:
+        return _batch_split(node, graph, strategies)
+    if axis in restriction.split_parameters:
+        return _parameters_split(node, graph, _batch_whole(node, graph, strategies))
+    return strategies
+
+
+def _batch_split(
+    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split the batch wherever a tensor has one, if there are any."""
+    inputs = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
+    outputs = list(graph.batch_dims[node.name])
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if all(map(_fits_batch, inputs, strategy.inputs))
+        and all(map(_fits_batch, outputs, strategy.outputs))
+    )
+    return fitting or strategies
+
+
+def _batch_whole(
+    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split no tensor along its batch, if there are any."""
+    if not graph.batch_dims:
+        return strategies
+    dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
+    dims += graph.batch_dims[node.name]
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if not any(
+            dim is not None and placement == shard(dim)
+            for dim, placement in zip(dims, (*strategy.inputs, *strategy.outputs), strict=True)
+        )
+    )
+    return fitting or strategies
+
+
+def _parameters_split(
+    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that use every parameter of two or more dimensions split, if any do."""
+    wide = [
+        position
+        for position, ref in enumerate(node.inputs)
+        if graph[ref.name].kind == "parameter" and len(graph.spec(ref).shape) >= 2
+    ]
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if all(strategy.inputs[position].is_shard for position in wide)
+    )
+    return fitting or strategies
+
+
+def _fits_batch(dim: int | None, placement: Placement) -> bool:
+    return not placement.is_shard if dim is None else placement == shard(dim)
+
+
+def _divides(
+    layout: NodeLayout,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    mesh_shape: Sequence[int],
+) -> bool:
+    return all(
+        divides(spec.shape, each, mesh_shape)
+        for spec, each in zip((*inputs, *outputs), (*layout.inputs, *layout.outputs), strict=True)
+    )
+
+
+def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[Layout, ...]:
+    """The layouts a parameter may be held in: split or replicated on each axis."""
+    shape = node.spec.shape
+    options: list[list[Placement]] = []
+    for axis, size in enumerate(prices.mesh.shape):
+        splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
+        if axis in restriction.split_batch or size == 1:
+            options.append([REPLICATE])
+        elif axis in restriction.split_parameters and len(shape) >= 2 and splits:
+            options.append(list(splits))
+        else:
+            options.append([*splits, REPLICATE])
+    return tuple(
+        layout for layout in product(*options) if divides(shape, layout, prices.mesh.shape)
+    )
+
+
+def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
+    """Of the layouts a parameter may be held in, those worth having for one wanted use.
+
+    A split use is held split; a whole use is held whole, or on any of its axes split along
+    the first dimension that can be, and gathered. Other holdings cost more of everything.
+    """
+    serving = [layout for layout in held if _serves(wanted, layout)]
+    if not serving:
+        return tuple(held)
+    first: dict[tuple[bool, ...], Layout] = {}
+    for layout in serving:
+        first.setdefault(tuple(placement.is_shard for placement in layout), layout)
+    return tuple(first.values())
+
+
+def _serves(wanted: Layout, held: Layout) -> bool:
+    """Whether every axis on which a split is wanted is held so."""
+    return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)

@@ -1,0 +1,263 @@
+"""What a plan costs, walked node by node: the check on everything that the solvers say.
+
+In: the graph, its blocks, a plan, the cluster. Out: seconds and bytes of every stage and of
+the step. Every block is walked for itself, every value converted once per block and target,
+as the runtime does; nothing is taken from the solvers' tables but the unit prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..cost_model.cluster import Cluster
+from ..cost_model.memory import reserve_bytes
+from ..cost_model.simulator import StageCosts, simulate
+from . import rules as default_rules
+from .assembly import GATHERED_BLOCKS
+from .choices import inner_collectives, input_specs
+from .errors import PlanError
+from .graph import Block, Blocks, Graph, Node, Ref
+from .layout import INVARIANT, Layout, conversion_steps
+from .plan import Plan, StagePlan, StagePrediction
+from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout, with_precision
+from .report_plan import prediction_of
+from .saved import saved_parts, working_bytes
+from .schedules import SCHEDULES, build_schedule
+from .stage_cost import StageCost
+from .strategy import NodeLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The plan's own figures, found again. ``objective_seconds``: per stage, what was minimized."""
+
+    step_seconds: float
+    bubble_fraction: float
+    peak_memory_bytes: int
+    stages: tuple[StagePrediction, ...]
+    objective_seconds: tuple[float, ...]
+
+
+def evaluate(
+    graph: Graph, blocks: Blocks, plan: Plan, cluster: Cluster, *, rules: Rules = default_rules
+) -> Evaluation:
+    """Prices a plan again. Raises ``PlanError`` where it does not fit the graph.
+
+    ``graph`` may be at any batch size: it is brought to the plan's micro-batch.
+    """
+    graph = with_precision(graph, plan.model.precision)
+    if graph.batch_size != plan.microbatch_size:
+        graph = graph.with_batch_size(plan.microbatch_size)
+    starts, costs = 0, []
+    for index, stage in enumerate(plan.stages):
+        stop = starts + len(stage.blocks)
+        walk = _Walk(graph, blocks, plan, index, _prices(plan, stage, cluster, rules), starts, stop)
+        costs.append(walk.cost())
+        starts = stop
+    if starts != len(blocks.blocks):
+        raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
+    receives = [cost.receive_seconds for cost in costs]
+    timeline = simulate(
+        build_schedule(plan.schedule, len(costs), plan.num_microbatches),
+        StageCosts(
+            forward_seconds=[cost.forward_seconds for cost in costs],
+            backward_seconds=[cost.backward_seconds for cost in costs],
+            send_seconds=[forward for forward, _ in receives[1:]],
+            send_backward_seconds=[backward for _, backward in receives[1:]],
+            step_seconds=[cost.step_seconds for cost in costs],
+        ),
+    )
+    sends = [forward for forward, _ in receives[1:]] + [0.0]
+    return Evaluation(
+        timeline.step_seconds,
+        timeline.bubble_fraction,
+        round(max(cost.total_bytes for cost in costs)),
+        tuple(prediction_of(cost, send) for cost, send in zip(costs, sends, strict=True)),
+        tuple(cost.objective(plan.num_microbatches) for cost in costs),
+    )
+
+
+def _prices(plan: Plan, stage: StagePlan, cluster: Cluster, rules: Rules) -> Prices:
+    model = plan.model
+    return Prices(stage.mesh, cluster, stage.devices, model.precision, model.optimizer, rules)
+
+
+@dataclass
+class _Walk:
+    """One stage, block by block."""
+
+    graph: Graph
+    blocks: Blocks
+    plan: Plan
+    index: int
+    prices: Prices
+    start: int
+    stop: int
+    made: dict[Ref, Layout] = field(default_factory=dict)
+    parameters: dict[str, Layout] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=Seconds)
+    receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    kept_bytes: float = 0.0
+    recomputed_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+    @property
+    def stage(self) -> StagePlan:
+        return self.plan.stages[self.index]
+
+    def layout(self, name: str) -> NodeLayout:
+        """A node's layout: under its own name, or its template's."""
+        found = self.stage.layouts.get(name)
+        if found is None:
+            found = self.stage.layouts.get(self.blocks.template.get(name, name))
+        if found is None:
+            raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
+        return found
+
+    def cost(self) -> StageCost:
+        gathered = 0.0
+        for block, decided in zip(
+            self.blocks.blocks[self.start : self.stop], self.stage.blocks, strict=True
+        ):
+            before = set(self.parameters)
+            saved = self._block(block, again=decided.recompute == "full")
+            own = {name for name in self.parameters if name not in before and self._owned(name)}
+            whole = GATHERED_BLOCKS * sum(self._states(name)[1].gathered for name in own)
+            back = saved if decided.recompute == "full" else 0.0
+            gathered = max(gathered, whole, whole + back)
+            if block.parameters:
+                self._add(self.prices.block_sync(self.stage.zero))
+        self._ends()
+        for name in self.parameters:
+            self._add(self._states(name)[0])
+        return StageCost(
+            self.seconds,
+            (self.receive[0], self.receive[1]),
+            self._memory(gathered),
+            self.kept_bytes,
+        )
+
+    def _owned(self, name: str) -> bool:
+        """Whether one block alone uses a parameter."""
+        users = self.graph.users[name]
+        position = self.blocks.of_node
+        return len({position[user] for user in users}) == 1
+
+    def _states(self, name: str) -> tuple[Seconds, StateBytes]:
+        return self.prices.parameter(self.graph[name].spec, self.parameters[name], self.stage.zero)
+
+    def _add(self, seconds: Seconds) -> None:
+        self.seconds = self.seconds.plus(seconds)
+
+    def _block(self, block: Block, *, again: bool) -> float:
+        """Adds a block; returns the bytes that its backward needs."""
+        wanted: dict[tuple[Ref, Layout], None] = {}
+        parts: dict[tuple[str, int], None] = {}
+        outside: dict[Ref, None] = {}
+        for name in block.nodes:
+            node, layout = self.graph[name], self.layout(name)
+            self._op(node, layout, again=again)
+            for ref, target in zip(node.inputs, layout.inputs, strict=True):
+                self._receive(ref, target)
+                if self.graph[ref.name].kind == "parameter":
+                    self.parameters.setdefault(ref.name, self.layout(ref.name).outputs[0])
+                wanted[ref, target] = None
+                if self.graph[ref.name].kind == "op" and ref.name not in block.nodes:
+                    outside[ref] = None
+            for index, made in enumerate(layout.outputs):
+                self.made[Ref(name, index)] = made
+            parts.update(dict.fromkeys(saved_parts(node, layout, self.graph, self.prices)))
+            size = working_bytes(node, layout, self.graph, self.prices)
+            self.working_bytes = max(self.working_bytes, size)
+        for ref, target in wanted:
+            self._convert(ref, target, again=again)
+        saved = float(sum(size for _, size in parts))
+        inputs = sum(
+            self.prices.local_bytes(self.graph.spec(ref), self.made[ref]) for ref in outside
+        )
+        self.kept_bytes += inputs if again else saved
+        return saved
+
+    def _op(self, node: Node, layout: NodeLayout, *, again: bool) -> None:
+        inner = inner_collectives(node, self.graph, self.prices, layout)
+        own = self.prices.op(node, input_specs(node, self.graph), layout, inner)
+        self._add(own)
+        if again:
+            self._add(
+                Seconds(
+                    backward_compute=own.forward_compute,
+                    backward_communication=own.forward_communication,
+                )
+            )
+
+    def _receive(self, ref: Ref, target: Layout) -> None:
+        """Takes a value of an earlier stage, as its first use wants it."""
+        if ref in self.made or self.graph[ref.name].kind != "op":
+            return
+        layout = boundary_layout(target)
+        self.made[ref] = layout
+        link = self.prices.cluster.link(self.stage.devices[0] - 1, self.stage.devices[0])
+        forward, backward = self.prices.transfer(self.graph.spec(ref), layout, link)
+        self.receive[0] += forward
+        self.receive[1] += backward
+
+    def _convert(self, ref: Ref, target: Layout, *, again: bool) -> None:
+        node = self.graph[ref.name]
+        if node.kind in ("input", "constant", "buffer"):
+            held = self.stage.layouts.get(ref.name)
+            source = held.outputs[ref.index] if held else (INVARIANT,) * len(target)
+            if not any(step.collectives[0] for step in conversion_steps(source, target)):
+                return
+        else:
+            source = self.parameters[ref.name] if node.kind == "parameter" else self.made[ref]
+        forward, backward = self.prices.conversion(self.graph.spec(ref), source, target)
+        twice = forward if again else 0.0
+        self._add(Seconds(forward_communication=forward, backward_communication=backward + twice))
+
+    def _ends(self) -> None:
+        """Adds what brings sent values to the boundary and the loss to every rank."""
+        position = self.blocks.of_node
+        last: dict[Ref, int] = {}
+        for block in self.blocks.blocks[self.stop :]:
+            for name in block.nodes:
+                for ref in self.graph[name].inputs:
+                    if self.start <= position.get(ref.name, -1) < self.stop:
+                        last[ref] = position[name]
+        for ref in last:
+            if self.graph[ref.name].kind == "op":
+                self._end(ref, boundary_layout(self.made[ref]))
+        if self.start <= position[self.graph.loss.name] < self.stop:
+            self._end(self.graph.loss, (INVARIANT,) * len(self.stage.mesh.shape))
+
+    def _end(self, ref: Ref, target: Layout) -> None:
+        forward, backward = self.prices.conversion(self.graph.spec(ref), self.made[ref], target)
+        self._add(Seconds(forward_communication=forward, backward_communication=backward))
+
+    def _memory(self, gathered: float) -> Mapping[str, float]:
+        states = [self._states(name)[1] for name in self.parameters]
+        num_stages = len(self.plan.stages)
+        in_flight = 1
+        if num_stages > 1:
+            in_flight = SCHEDULES[self.plan.schedule].in_flight(
+                num_stages, self.plan.num_microbatches, self.index
+            )
+        leaves = {
+            ref.name
+            for block in self.blocks.blocks[self.start : self.stop]
+            for name in block.nodes
+            for ref in self.graph[name].inputs
+            if self.graph[ref.name].kind in ("input", "constant", "buffer")
+        }
+        groups = sum(size > 1 for size in self.stage.mesh.shape)
+        return {
+            "parameters": sum(each.parameters for each in states),
+            "gradients": sum(each.gradients for each in states),
+            "optimizer": sum(each.optimizer for each in states),
+            "activations": self.kept_bytes * in_flight,
+            "transient": gathered + self.working_bytes,
+            "buffers": float(
+                sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
+            ),
+            "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
+        }

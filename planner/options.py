@@ -1,0 +1,112 @@
+"""What the outer loop of the search goes through, checked against what was asked for.
+
+In: a request, a graph, a cluster. Out: sizes of micro-batches and numbers of stages, or a
+``UsageError`` that says which option cannot be met.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+from ..cost_model.cluster import Cluster
+from .errors import UsageError
+from .graph import Graph
+from .request import Forced, Request, divisors
+
+
+def check_degrees(forced: Forced, cluster: Cluster) -> None:
+    """Raises ``UsageError`` where the forced degrees cannot use every device exactly once."""
+    degrees = {
+        name: value for name in ("dp", "tp", "pp") if (value := getattr(forced, name)) is not None
+    }
+    product = 1
+    for value in degrees.values():
+        product *= value
+    total = cluster.num_devices
+    said = " × ".join(f"{name}={value}" for name, value in degrees.items())
+    if len(degrees) == 3 and product != total:
+        raise UsageError(
+            "AP127",
+            f"{said} is {product} devices, the cluster has {total}",
+            fix=f"degrees whose product is {total}",
+        )
+    if product > total or (len(set(_host_sizes(cluster))) == 1 and total % product):
+        raise UsageError(
+            "AP127",
+            f"{said} does not divide the cluster's {total} devices",
+            fix=f"degrees whose product divides {total}: {', '.join(map(str, divisors(total)))}",
+        )
+    if forced.recompute == "selective":
+        raise UsageError(
+            "AP126", "selective recomputation is not planned", fix="recompute=full or none"
+        )
+
+
+def _host_sizes(cluster: Cluster) -> tuple[int, ...]:
+    return tuple(host.num_devices for host in cluster.hosts)
+
+
+def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[int, ...]:
+    """The rows a micro-batch may have, the likeliest first. Raises ``UsageError`` if none."""
+    batch, forced = request.global_batch, request.forced
+    if forced.num_microbatches is not None and batch % forced.num_microbatches:
+        raise UsageError(
+            "AP124",
+            f"a global batch of {batch} rows cannot be cut into {forced.num_microbatches} "
+            "micro-batches",
+            fix=f"a divisor of {batch}: {', '.join(map(str, divisors(batch)))}",
+        )
+    if not graph.batch_dims:
+        return _captured_rows(graph, request)
+    rows = divisors(batch)
+    if request.microbatch_size is not None:
+        rows = (request.microbatch_size,)
+    if forced.num_microbatches is not None:
+        rows = tuple(each for each in rows if each * forced.num_microbatches == batch)
+    rows = tuple(each for each in rows if each % (forced.dp or 1) == 0)
+    if not rows:
+        raise UsageError(
+            "AP124",
+            f"a global batch of {batch} rows cannot be cut as asked",
+            why=_asked(request),
+            fix=f"micro-batches of a multiple of dp={forced.dp or 1} rows",
+        )
+    middle = log2(2 * cluster.num_devices)
+    return tuple(sorted(rows, key=lambda each: (abs(log2(each) - middle), each)))
+
+
+def _captured_rows(graph: Graph, request: Request) -> tuple[int, ...]:
+    if request.global_batch != graph.batch_size or request.forced.num_microbatches not in (None, 1):
+        raise UsageError(
+            "AP125",
+            f"this model can only be planned at the batch it was captured with, "
+            f"{graph.batch_size} rows in one micro-batch",
+            why="which of its dimensions count the batch could not be found out",
+            fix=f"--global-batch {graph.batch_size}",
+        )
+    return (graph.batch_size,)
+
+
+def _asked(request: Request) -> str:
+    forced = request.forced
+    asked = {
+        "micro-batch size": request.microbatch_size,
+        "number of micro-batches": forced.num_microbatches,
+        "dp": forced.dp,
+    }
+    return ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
+
+
+def stage_numbers(request: Request, cluster: Cluster, num_blocks: int) -> tuple[int, ...]:
+    """The numbers of stages to try. Raises ``UsageError`` if a forced one has too few blocks."""
+    forced = request.forced.pp
+    if forced is not None and forced > num_blocks:
+        raise UsageError(
+            "AP128",
+            f"pp={forced} needs as many blocks, the model has {num_blocks}",
+            fix=f"pp of at most {num_blocks}",
+        )
+    if forced is not None:
+        return (forced,)
+    most = cluster.num_devices // ((request.forced.dp or 1) * (request.forced.tp or 1))
+    return tuple(range(1, min(most, num_blocks) + 1))

@@ -1,0 +1,271 @@
+"""From the winning candidate to the plan file's content.
+
+In: the candidate's stages with their layouts and costs, and those that lost. Out: a
+``Plan``: every node's layout under its template's name, the layouts in which batch inputs
+and constants are held, predictions with their sources, and why the others lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..cost_model.cluster import Cluster
+from ..cost_model.compute import peak_flops
+from .choices import input_specs
+from .graph import Graph
+from .inter_op import StageChoice
+from .intra_op import StageAnswer
+from .layout import INVARIANT, Layout, conversion_steps
+from .plan import (
+    Alternative,
+    BlockPlan,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SolverInfo,
+    StagePlan,
+    StagePrediction,
+)
+from .prices import Prices, boundary_layout
+from .request import Request
+from .stage_cost import StageCost
+from .stage_model import StageModel
+from .strategy import NodeLayout
+from .structure import Structure
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A whole way to train, simulated."""
+
+    rows: int
+    num_microbatches: int
+    schedule: str
+    stages: tuple[StageChoice, ...]
+    answers: tuple[tuple[StageModel, StageAnswer], ...]
+    step_seconds: float
+    bubble_fraction: float
+    peak_bytes: float
+
+    @property
+    def summary(self) -> str:
+        """One line: mesh, ZeRO and recompute of each stage, micro-batches, schedule."""
+        parts = []
+        for (model, answer), choice in zip(self.answers, self.stages, strict=True):
+            mesh = model.prices.mesh
+            sizes = ",".join(
+                f"{name}={size}" for name, size in zip(mesh.axes, mesh.shape, strict=True)
+            )
+            text = f"{choice.stop - choice.start} blocks on {sizes}"
+            if answer.setting.zero:
+                text += f" zero={answer.setting.zero}"
+            if answer.setting.level:
+                text += f" recompute {answer.setting.level}"
+            parts.append(text)
+        stages = " | ".join(_counted(parts))
+        schedule = f", {self.schedule}" if len(parts) > 1 else ""
+        return f"{stages}; {self.num_microbatches} × {self.rows} rows{schedule}"
+
+
+def _counted(parts: Sequence[str]) -> list[str]:
+    """Equal neighbours as one, with their number."""
+    found: list[tuple[str, int]] = []
+    for part in parts:
+        if found and found[-1][0] == part:
+            found[-1] = (part, found[-1][1] + 1)
+        else:
+            found.append((part, 1))
+    return [f"{count} × ({text})" if count > 1 else text for text, count in found]
+
+
+def make_plan(
+    structure: Structure,
+    cluster: Cluster,
+    request: Request,
+    best: Candidate,
+    losers: Iterable[Candidate],
+    spent: tuple[int, Mapping[str, float]],
+) -> Plan:
+    """The plan of the winner. ``spent`` is the number of programs and seconds by phase."""
+    graph = structure.graph
+    num_problems, seconds = spent
+    stages = tuple(_stage(structure, best, index) for index in range(len(best.stages)))
+    gap = max(answer.gap for _, answer in best.answers)
+    rules = best.answers[0][0].prices.rules
+    has_rule = getattr(rules, "has_rule", lambda op: True)
+    return Plan(
+        model=ModelInfo(
+            target=request.target,
+            settings=dict(request.settings),
+            fingerprint=graph.fingerprint,
+            num_parameters=sum(node.spec.numel for node in graph.parameters),
+            global_batch=request.global_batch,
+            seq=request.seq,
+            precision=request.precision,
+            optimizer=request.optimizer,
+        ),
+        cluster=cluster,
+        num_microbatches=best.num_microbatches,
+        schedule=best.schedule,
+        stages=stages,
+        prediction=_prediction(best, cluster, request),
+        alternatives=alternatives(best, losers),
+        solver=SolverInfo(gap, num_problems, dict(seconds)),
+        replicated_ops=tuple(
+            sorted({node.op for node in graph if node.kind == "op" and not has_rule(node.op)})
+        ),
+    )
+
+
+def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternative, ...]:
+    """The losers, fastest first, each once, with the reason."""
+    found: dict[str, Alternative] = {}
+    for loser in sorted(losers, key=lambda candidate: candidate.step_seconds):
+        slower = loser.step_seconds / best.step_seconds - 1
+        reason = f"{slower:.1%} slower"
+        if loser.bubble_fraction > best.bubble_fraction + 0.01:
+            reason += f", bubble {loser.bubble_fraction:.0%} against {best.bubble_fraction:.0%}"
+        found.setdefault(
+            loser.summary,
+            Alternative(loser.summary, loser.step_seconds, int(loser.peak_bytes), reason),
+        )
+    found.pop(best.summary, None)
+    return tuple(found.values())
+
+
+def _stage(structure: Structure, best: Candidate, index: int) -> StagePlan:
+    model, answer = best.answers[index]
+    choice = best.stages[index]
+    run = structure.run(choice.start, choice.stop)
+    own = structure.blocks.blocks[choice.start : choice.stop]
+    again = set(run.recompute_order[: answer.setting.level])
+    layouts = _layouts(model, answer)
+    _add_leaves(layouts, model, structure, choice)
+    send = best.answers[index + 1][1].cost.receive_seconds if index + 1 < len(best.stages) else ()
+    return StagePlan(
+        blocks=tuple(
+            BlockPlan(block.name, block.kind, "full" if offset in again else "none")
+            for offset, block in enumerate(own)
+        ),
+        devices=tuple(range(choice.first_device, choice.first_device + choice.num_devices)),
+        mesh=model.prices.mesh,
+        zero=answer.setting.zero,
+        layouts=dict(sorted(layouts.items())),
+        prediction=prediction_of(answer.cost, sum(send[:1], 0.0)),
+    )
+
+
+def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
+    """A stage's cost as the plan holds it. ``send_seconds``: forward, to the next stage."""
+    own = cost.seconds
+    communication = own.forward_communication + own.backward_communication
+    return StagePrediction(
+        seconds={
+            "forward": cost.forward_seconds,
+            "backward": cost.backward_seconds,
+            "compute": own.forward_compute + own.backward_compute,
+            "communication": communication + own.forward_states + own.backward_states,
+            "gradient_sync": own.gradient_sync,
+            "optimizer": own.optimizer,
+            "send": send_seconds,
+            "receive": sum(cost.receive_seconds),
+        },
+        memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
+    )
+
+
+def _layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:
+    found: dict[str, NodeLayout] = {}
+    for owner, choices in answer.solution.items():
+        shared = owner in model.structure.graph.by_name and owner not in (
+            model.structure.blocks.kinds
+        )
+        decisions = (model.shared(owner),) if shared else model.kind(owner).decisions
+        for decision, choice in zip(decisions, choices, strict=True):
+            found.update(decision.choices[choice].layouts)
+    return found
+
+
+def _add_leaves(
+    layouts: dict[str, NodeLayout], model: StageModel, structure: Structure, choice: StageChoice
+) -> None:
+    """Adds how batch inputs, constants and buffers are held."""
+    graph, template = structure.graph, structure.blocks.template
+    wants: dict[str, dict[Layout, None]] = {}
+    for block in structure.blocks.blocks[choice.start : choice.stop]:
+        for name in block.nodes:
+            wanted = layouts[template[name]].inputs
+            for ref, layout in zip(graph[name].inputs, wanted, strict=True):
+                if graph[ref.name].kind in ("input", "constant", "buffer"):
+                    wants.setdefault(ref.name, {})[boundary_layout(layout)] = None
+    for name, found in wants.items():
+        whole = model.restriction.split_parameters if graph[name].kind == "input" else ()
+        layout = leaf_layout(tuple(found), graph[name].kind == "buffer", whole)
+        layouts[name] = NodeLayout((), (layout,) * len(graph[name].outputs))
+
+
+def leaf_layout(wanted: Sequence[Layout], is_state: bool, whole: Sequence[int] = ()) -> Layout:
+    """How to hold a value that every use can take its part of: no use may have to gather.
+
+    As all want it, else as all want it on the first axis, else whole. A state is whole.
+    ``whole`` are axes on which it must not be split.
+    """
+    num_axes = len(wanted[0])
+    held = wanted[0] if len(set(wanted)) == 1 else (INVARIANT,) * num_axes
+    if len(set(wanted)) > 1 and len({layout[0] for layout in wanted}) == 1:
+        held = (wanted[0][0], *(INVARIANT,) * (num_axes - 1))
+    held = tuple(INVARIANT if axis in whole else each for axis, each in enumerate(held))
+    if is_state or any(_gathers(held, layout) for layout in wanted):
+        return (INVARIANT,) * num_axes
+    return held
+
+
+def _gathers(held: Layout, wanted: Layout) -> bool:
+    return any(step.collectives[0] is not None for step in conversion_steps(held, wanted))
+
+
+def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Prediction:
+    structure, prices = best.answers[0][0].structure, best.answers[0][0].prices
+    flops = model_flops(structure.graph, prices) * best.num_microbatches
+    dtype = prices.policy.compute_dtype
+    peak = sum(peak_flops(host.device, dtype) * host.num_devices for host in cluster.hosts)
+    tokens = request.global_batch * (request.seq or 1)
+    return Prediction(
+        step_seconds=best.step_seconds,
+        bubble_fraction=best.bubble_fraction,
+        tokens_per_second=tokens / best.step_seconds,
+        model_flops_utilization=flops / best.step_seconds / peak,
+        peak_memory_bytes=round(best.peak_bytes),
+        sources=_sources(best, cluster),
+    )
+
+
+def model_flops(graph: Graph, prices: Prices) -> float:
+    """FLOPs forward and backward of one micro-batch, nothing recomputed."""
+    total = 0.0
+    for node in graph.nodes:
+        if node.kind == "op":
+            work = prices.rules.work(node, input_specs(node, graph), node.outputs)
+            total += work.flops_forward + work.flops_backward
+    return total
+
+
+def _sources(best: Candidate, cluster: Cluster) -> dict[str, float]:
+    """The share of the predicted seconds by where the figures come from."""
+    device = cluster.hosts[0].device
+    computing = _source(device.sources.get("peak_flops", "spec"))
+    sending = _source(cluster.hosts[0].link.source)
+    shares: dict[str, float] = {}
+    for _, answer in best.answers:
+        own, count = answer.cost.seconds, best.num_microbatches
+        compute = (own.forward_compute + own.backward_compute) * count + own.optimizer
+        total = answer.cost.microbatch_seconds * count + answer.cost.step_seconds
+        shares[computing] = shares.get(computing, 0.0) + compute
+        shares[sending] = shares.get(sending, 0.0) + total - compute
+    whole = sum(shares.values()) or 1.0
+    return {name: seconds / whole for name, seconds in sorted(shares.items())}
+
+
+def _source(text: str) -> str:
+    return next((kind for kind in ("measured", "interpolated") if text.startswith(kind)), "spec")

@@ -1,0 +1,291 @@
+"""The tables of one stage mesh: decisions per kind, edges, what is kept, what each costs.
+
+In: the graph's structure, prices on a mesh, what the axes are for. Out: for a kind of block
+its decisions and the edges inside it; for an edge the conversions between the layouts that
+its two ends may choose. Everything is made when first asked for and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from ..cost_model.cluster import Link
+from .choices import Restriction
+from .decisions import Decision, Floats, decide, parameter_decision
+from .graph import Ref, TensorSpec
+from .highs import Ints
+from .ilp import merge_classes
+from .layout import INVARIANT, Layout
+from .prices import Prices, Seconds, boundary_layout
+from .saved import saved_parts, working_bytes
+from .structure import Edge, Structure, Use
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The distinct layouts of one value or use, and which of them each choice has."""
+
+    layouts: tuple[Layout, ...]
+    of_choice: Ints
+
+    @staticmethod
+    def of(layouts: Sequence[Layout]) -> Options:
+        distinct = {layout: index for index, layout in enumerate(dict.fromkeys(layouts))}
+        return Options(tuple(distinct), np.array([distinct[layout] for layout in layouts]))
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """An edge for the solver: classes per choice of the source and of each use, and seconds."""
+
+    source: Ints
+    uses: tuple[Ints, ...]
+    forward: Floats
+    backward: Floats
+
+
+@dataclass(frozen=True)
+class KindModel:
+    """One kind of block on the mesh.
+
+    ``where`` finds the decision of a member. ``edges`` are the values read inside the block
+    by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
+    autograd keeps; ``working_bytes`` per decision and choice the most that a member's
+    inputs and outputs take.
+    """
+
+    kind: str
+    decisions: tuple[Decision, ...]
+    where: Mapping[str, int]
+    edges: tuple[Edge, ...]
+    saved: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+    working_bytes: tuple[Floats, ...]
+    has_parameters: bool
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """Tables on one mesh. ``link`` joins the stage to the one before it."""
+
+    structure: Structure
+    prices: Prices
+    restriction: Restriction
+    link: Link
+    merge: bool = True
+    constants: dict[int, int] = field(default_factory=dict, repr=False)
+    _kinds: dict[str, KindModel] = field(default_factory=dict, repr=False)
+    _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
+    _options: dict[object, Options] = field(default_factory=dict, repr=False)
+    _conversions: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
+    _boundaries: dict[object, Floats] = field(default_factory=dict, repr=False)
+    _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
+
+    def kind(self, kind: str) -> KindModel:
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._make_kind(kind)
+            self._kinds[kind] = found
+        return found
+
+    def shared(self, parameter: str) -> Decision:
+        """The decision of a parameter of several blocks."""
+        found = self._shared.get(parameter)
+        if found is None:
+            found = self._parameter(parameter)
+            self._shared[parameter] = found
+        return found
+
+    def _parameter(self, name: str) -> Decision:
+        return parameter_decision(self.structure.graph[name], self.prices, self.restriction)
+
+    def _make_kind(self, kind: str) -> KindModel:
+        graph = self.structure.graph
+        block = self.structure.blocks.kinds[kind]
+        decisions = decide(block, graph, self.prices, self.restriction, merge=self.merge)
+        decisions += tuple(self._parameter(name) for name in self.structure.own_parameters(block))
+        kept = [self._kept(decision) for decision in decisions]
+        where = {name: i for i, decision in enumerate(decisions) for name in decision.members}
+        return KindModel(
+            kind,
+            decisions,
+            where,
+            self._edges_inside(kind, where),
+            tuple(saved for saved, _ in kept),
+            tuple(working for _, working in kept),
+            bool(block.parameters),
+        )
+
+    def _edges_inside(self, kind: str, where: Mapping[str, int]) -> tuple[Edge, ...]:
+        graph = self.structure.graph
+        block = self.structure.blocks.kinds[kind]
+        own = set(block.nodes)
+        uses: dict[Ref, list[Use]] = {}
+        for name in block.nodes:
+            for position, ref in enumerate(graph[name].inputs):
+                if ref.name in own and where[ref.name] != where[name]:
+                    uses.setdefault(ref, []).append(Use(kind, name, position))
+        return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
+
+    def _kept(self, decision: Decision) -> tuple[tuple[tuple[tuple[str, int], ...], ...], Floats]:
+        """Per choice what autograd keeps, and the most that a member works on."""
+        graph, prices = self.structure.graph, self.prices
+        nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
+        known: dict[int, tuple[tuple[tuple[str, int], ...], int]] = {}
+        saved, working = [], []
+        for choice in decision.choices:
+            parts: dict[tuple[str, int], None] = {}
+            most = 0
+            for node in nodes:
+                layout = choice.layouts[node.name]
+                if id(layout) not in known:
+                    known[id(layout)] = (
+                        saved_parts(node, layout, graph, prices),
+                        working_bytes(node, layout, graph, prices),
+                    )
+                own, size = known[id(layout)]
+                parts.update(dict.fromkeys(own))
+                most = max(most, size)
+            saved.append(tuple(parts))
+            working.append(most)
+        return tuple(saved), np.array(working, dtype=np.float64)
+
+    def made(self, name: str, index: int) -> Options:
+        """The layouts in which a kind's value may be made; ``name`` is a template's."""
+        key = ("made", name, index)
+        if key not in self._options:
+            _, decision = self.home(name)
+            self._options[key] = Options.of(
+                [choice.layouts[name].outputs[index] for choice in decision.choices]
+            )
+        return self._options[key]
+
+    def wanted(self, use: Use) -> Options:
+        """The layouts in which a use may want its value."""
+        key = ("wanted", use)
+        if key not in self._options:
+            _, decision = self.home(use.node)
+            self._options[key] = Options.of(
+                [choice.layouts[use.node].inputs[use.position] for choice in decision.choices]
+            )
+        return self._options[key]
+
+    def received(self, first: Use) -> Options:
+        """The layouts in which a stage may receive a value: as its first use wants it."""
+        key = ("received", first)
+        if key not in self._options:
+            wanted = self.wanted(first)
+            at_boundary = Options.of([boundary_layout(each) for each in wanted.layouts])
+            self._options[key] = Options(
+                at_boundary.layouts, at_boundary.of_choice[wanted.of_choice]
+            )
+        return self._options[key]
+
+    @cached_property
+    def _kind_of(self) -> dict[str, str]:
+        return {
+            name: block.kind
+            for block in self.structure.blocks.kinds.values()
+            for name in (*block.nodes, *block.parameters)
+        }
+
+    def home(self, name: str) -> tuple[str, Decision]:
+        """The kind (or the shared parameter's own name) and the decision of a member."""
+        is_parameter = self.structure.graph[name].kind == "parameter"
+        if is_parameter and self.structure.is_shared(name):
+            return name, self.shared(name)
+        kind = self._kind_of[name]
+        model = self.kind(kind)
+        return kind, model.decisions[model.where[name]]
+
+    def source(self, edge: Edge) -> Options:
+        """The layouts that an edge's value may come in."""
+        if edge.first is not None:
+            return self.received(edge.first)
+        return self.made(edge.name, edge.index)
+
+    def spec(self, edge: Edge) -> TensorSpec:
+        return self.structure.graph[edge.name].outputs[edge.index]
+
+    def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
+        """The distinct layouts that an edge's uses may want; per use the one of each choice."""
+        distinct: dict[Layout, int] = {}
+        columns = []
+        for use in edge.uses:
+            options = self.wanted(use)
+            numbers = np.array([distinct.setdefault(w, len(distinct)) for w in options.layouts])
+            columns.append(numbers[options.of_choice])
+        return tuple(distinct), tuple(columns)
+
+    def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
+        """Seconds forward and backward from every source layout to every target layout."""
+        found = self._conversions.get(edge)
+        if found is None:
+            spec, (targets, _) = self.spec(edge), self.targets(edge)
+            pairs = np.array(
+                [
+                    [self.prices.conversion(spec, source, target) for target in targets]
+                    for source in self.source(edge).layouts
+                ]
+            )
+            found = pairs[:, :, 0], pairs[:, :, 1]
+            self._conversions[edge] = found
+        return found
+
+    def merged(self, edge: Edge) -> Merged:
+        """An edge's ends and conversions with equal rows and columns made one."""
+        found = self._merged.get(edge)
+        if found is None:
+            both = np.stack(self.conversions(edge))
+            _, columns = self.targets(edge)
+            alone = all(np.array_equal(column, columns[0]) for column in columns) and (
+                len({self.home(use.node)[1].name for use in edge.uses}) == 1
+            )
+            rows, targets, reduced = merge_classes(both, merge_columns=alone)
+            found = Merged(
+                rows[self.source(edge).of_choice],
+                tuple(targets[column] for column in columns),
+                reduced[0],
+                reduced[1],
+            )
+            self._merged[edge] = found
+        return found
+
+    def boundary_seconds(self, name: str, index: int, *, whole: bool = False) -> Floats:
+        """Per source layout, seconds (forward, backward) to bring a value to a boundary.
+
+        ``whole``: to I on every axis, as the loss ends.
+        """
+        key = (name, index, whole)
+        if key not in self._boundaries:
+            spec = self.structure.graph[name].outputs[index]
+            rows = []
+            for layout in self.made(name, index).layouts:
+                target = loss_layout(layout) if whole else boundary_layout(layout)
+                rows.append(self.prices.conversion(spec, layout, target))
+            self._boundaries[key] = np.array(rows)
+        return self._boundaries[key]
+
+    def receive_seconds(self, ref: Ref, first: Use) -> Floats:
+        """Per received layout, seconds (forward, backward) on the link."""
+        spec = self.structure.graph.spec(ref)
+        key = (spec, first)
+        if key not in self._boundaries:
+            layouts = self.received(first).layouts
+            rows = [self.prices.transfer(spec, each, self.link) for each in layouts]
+            self._boundaries[key] = np.array(rows)
+        return self._boundaries[key]
+
+    def block_sync(self, kind: str, zero: int) -> Seconds:
+        """What a block's collectives over the sharding axis cost besides their bytes."""
+        if not self.kind(kind).has_parameters:
+            return Seconds()
+        return self.prices.block_sync(zero)
+
+
+def loss_layout(layout: Layout) -> Layout:
+    """Whole on every axis."""
+    return (INVARIANT,) * len(layout)

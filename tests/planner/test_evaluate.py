@@ -1,0 +1,120 @@
+"""The node-by-node walk agrees with the solvers, whatever the plan."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from small_graphs import cluster, mlp, random_graph
+
+from autoparallel.planner import rules
+from autoparallel.planner.assembly import Assembly, Setting
+from autoparallel.planner.choices import Restriction
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.evaluate import Evaluation, evaluate
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.ilp import cost, memory_bytes
+from autoparallel.planner.inter_op import StageChoice
+from autoparallel.planner.intra_op import StageAnswer
+from autoparallel.planner.layout import Mesh
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.prices import Prices
+from autoparallel.planner.report_plan import Candidate, make_plan
+from autoparallel.planner.request import Forced, Request
+from autoparallel.planner.search import plan
+from autoparallel.planner.stage_cost import Figures
+from autoparallel.planner.stage_model import StageModel
+from autoparallel.planner.structure import Structure
+
+MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
+
+
+def random_stage(
+    graph: Graph, blocks: Blocks, mesh: Mesh, rng: random.Random
+) -> tuple[Plan, float, float]:
+    """A plan of random layouts, ZeRO and recomputation; its objective and bytes by the tables."""
+    on = cluster(4)
+    prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
+    structure = Structure(graph, blocks)
+    model = StageModel(structure, prices, Restriction(), on.hosts[0].link)
+    run = structure.run(0, len(blocks.blocks))
+    assembly = Assembly(model, run)
+    setting = Setting(
+        num_microbatches=rng.choice((1, 4)),
+        zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
+        level=rng.randint(0, len(blocks.blocks)),
+        limit_bytes=1e12,
+    )
+    problem = assembly.problem(setting)
+    choices = tuple(rng.randrange(len(own)) for own in problem.costs)
+    assert problem.memory is not None
+    figures = Figures(assembly, choices)
+    answer = StageAnswer(
+        run, figures, assembly.solution(choices), setting, cost(problem, choices), 0.0
+    )
+    count = setting.num_microbatches
+    whole = Candidate(
+        graph.batch_size, count, "1f1b", (StageChoice(0, len(blocks.blocks), 0, mesh.size),),
+        ((model, answer),), 1.0, 0.0, 0.0,
+    )  # fmt: skip
+    request = Request(graph.batch_size * count)
+    found = make_plan(structure, on, request, whole, [], (0, {}))
+    return found, answer.objective, memory_bytes(problem.memory, choices)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_plans_cost_what_the_tables_say(seed: int) -> None:
+    rng = random.Random(seed)
+    graph, blocks = mlp(3) if seed % 2 else random_graph(seed, 5, num_blocks=3)
+    found, objective, num_bytes = random_stage(graph, blocks, MESHES[seed % 3], rng)
+    again = evaluate(graph, blocks, found, found.cluster)
+    assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
+    assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
+
+
+def assert_agrees(found: Plan, again: Evaluation) -> None:
+    assert again.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
+    assert again.peak_memory_bytes == pytest.approx(found.prediction.peak_memory_bytes, abs=1.0)
+    for mine, stage in zip(again.stages, found.stages, strict=True):
+        for name, seconds in stage.prediction.seconds.items():
+            assert mine.seconds[name] == pytest.approx(seconds, rel=1e-9, abs=1e-15)
+        for name, num_bytes in stage.prediction.memory_bytes.items():
+            assert mine.memory_bytes[name] == pytest.approx(num_bytes, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    "forced",
+    [
+        Forced(),
+        Forced(dp=2, tp=2, zero=3),
+        Forced(tp=2, pp=2),
+        Forced(pp=4, num_microbatches=8, schedule="gpipe"),
+        Forced(pp=2, recompute="full"),
+    ],
+    ids=str,
+)
+def test_found_plans_are_priced_as_they_were_predicted(forced: Forced) -> None:
+    graph, blocks = mlp(4, rows=16, width=64, inner=256)
+    found = plan(graph, blocks, cluster(4), Request(16, forced=forced))
+    assert_agrees(found, evaluate(graph, blocks, found, found.cluster))
+
+
+def test_a_plan_that_hardly_fits_is_priced_as_it_was_predicted() -> None:
+    graph, blocks = mlp(6, rows=256, width=64, inner=256)
+    free = plan(graph, blocks, cluster(4), Request(256))
+    limit = int(0.5 * free.prediction.peak_memory_bytes)
+    tight = plan(graph, blocks, cluster(4), Request(256, memory_limit_bytes=limit))
+    assert tight.prediction.peak_memory_bytes <= limit
+    assert_agrees(tight, evaluate(graph, blocks, tight, tight.cluster))
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    graph, blocks = mlp(2)
+    found = plan(graph, blocks, cluster(2), Request(4))
+    other, other_blocks = mlp(3)
+    with pytest.raises(PlanError):
+        evaluate(other, other_blocks, found, found.cluster)
+    stripped = replace(found, stages=(replace(found.stages[0], layouts={}),))
+    with pytest.raises(PlanError, match="no layout"):
+        evaluate(graph, blocks, stripped, found.cluster)

@@ -1,0 +1,202 @@
+"""The integer program: against optima derived by hand and against every assignment."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+from small_graphs import cluster, mlp, random_graph
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner import rules
+from autoparallel.planner.assembly import Assembly, Setting
+from autoparallel.planner.choices import Restriction
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.ilp import (
+    Alternative,
+    Coupling,
+    Memory,
+    Problem,
+    SharedBytes,
+    Side,
+    cost,
+    memory_bytes,
+    merge_classes,
+    optimize,
+)
+from autoparallel.planner.layout import Mesh, format_layout
+from autoparallel.planner.prices import Prices
+from autoparallel.planner.stage_model import StageModel
+from autoparallel.planner.strategy import NodeLayout
+from autoparallel.planner.structure import Structure
+
+
+def assembly(
+    graph: Graph, blocks: Blocks, mesh: Mesh, on: Cluster, *, merge: bool = True
+) -> Assembly:
+    prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
+    model = StageModel(
+        Structure(graph, blocks), prices, Restriction(), on.hosts[0].link, merge=merge
+    )
+    return Assembly(model, model.structure.run(0, len(blocks.blocks)))
+
+
+def chosen(found: Assembly, choices: tuple[int, ...]) -> dict[str, NodeLayout]:
+    layouts: dict[str, NodeLayout] = {}
+    for decision, choice in zip(found.decisions, choices, strict=True):
+        layouts.update(decision.choices[choice].layouts)
+    return layouts
+
+
+def brute_force(problem: Problem) -> float:
+    return min(
+        cost(problem, choices)
+        for choices in product(*(range(len(own)) for own in problem.costs))
+        if problem.memory is None
+        or memory_bytes(problem.memory, choices) <= problem.memory.limit + 1e-6
+    )
+
+
+def test_megatron_is_found_for_an_mlp() -> None:
+    """Column then row: derived by hand.
+
+    One layer x + down(gelu(up(x))) of b = 64 rows, width w = 256, inner 4w, on two devices,
+    with compute that dwarfs everything. Running up split on its columns and down on its rows
+    halves both matmuls. Between them lies the 4w-wide value, split along its width, which gelu
+    takes as it is: no communication. What is left is one all-reduce of the b·w output forward
+    (P→I, Megatron's g) and one of the input's gradient backward (I→R, f), or the same bytes as
+    reduce-scatter and all-gather. Splitting the rows instead moves no activation, but sums the
+    gradients of 8w² weights: 16 times the bytes. Splitting columns both times gathers 4w-wide
+    values. So the weights are split S(0) for up and S(1) for down.
+    """
+    graph, blocks = mlp(1, rows=64, width=256, inner=1024)
+    found = assembly(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
+    answer = optimize(found.problem(Setting()))
+    layouts = chosen(found, answer.choices)
+    text = {
+        name: [format_layout(each) for each in layout.outputs] for name, layout in layouts.items()
+    }
+    assert text["layers.0.up.weight"] == ["S(0)"]
+    assert text["layers.0.down.weight"] == ["S(1)"]
+    assert text["layers.0.up"] == ["S(1)"]
+    assert text["gelu.0"] == ["S(1)"]
+    assert text["layers.0.down"] == ["P"]
+    assert answer.status == "optimal"
+    assert answer.gap <= 1e-9
+
+
+def test_rows_are_split_where_the_batch_is_large() -> None:
+    """With 16384 rows of width 16 the activations outweigh the weights: data parallel."""
+    graph, blocks = mlp(1, rows=16384, width=16, inner=64)
+    found = assembly(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
+    layouts = chosen(found, optimize(found.problem(Setting())).choices)
+    assert format_layout(layouts["layers.0.up"].outputs[0]) == "S(0)"
+    assert format_layout(layouts["layers.0.up.weight"].outputs[0]) == "R"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_equals_every_assignment_of_a_random_graph(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    is_plane = seed % 3 == 2
+    mesh = Mesh(("dp", "tp"), (2, 2)) if is_plane else Mesh((rng.choice(("dp", "tp")),), (2,))
+    on = cluster(4, bytes_per_second=rng.choice((1e6, 1e8, 1e10)), flops=rng.choice((1e7, 1e9)))
+    num_ops = 1 if is_plane else rng.choice((2, 3, 4))
+    while True:
+        graph, blocks = random_graph(seed, num_ops, num_blocks=rng.choice((1, 2)))
+        found = assembly(graph, blocks, mesh, on, merge=rng.random() < 0.5)
+        setting = Setting(rng.choice((1, 4)), rng.choice((0, 1, 3)) if "dp" in mesh.axes else 0)
+        problem = found.problem(setting)
+        if prod(len(own) for own in problem.costs) <= 20_000 or num_ops == 1:
+            break
+        num_ops -= 1
+    answer = optimize(problem)
+    assert answer.objective == pytest.approx(brute_force(problem), rel=1e-9)
+    assert answer.bound <= answer.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_equals_every_assignment_of_random_tables(seed: int) -> None:
+    """Dense random costs, conversions shared by up to three consumers, memory that binds."""
+    problem = _random_problem(random.Random(seed), with_memory=seed % 2 == 1)
+    assert optimize(problem).objective == pytest.approx(brute_force(problem), rel=1e-7, abs=1e-9)
+
+
+def _random_problem(rng: random.Random, *, with_memory: bool) -> Problem:
+    sizes = [rng.randint(2, 4) for _ in range(5)]
+    costs = tuple(np.array([rng.uniform(0, 5) for _ in range(size)]) for size in sizes)
+
+    def side(decision: int, num_classes: int) -> Side:
+        return Side(
+            decision, np.array([rng.randrange(num_classes) for _ in range(sizes[decision])])
+        )
+
+    couplings = []
+    for _ in range(5):
+        members = rng.sample(range(5), rng.randint(2, 4))
+        rows, columns = rng.randint(2, 3), rng.randint(2, 3)
+        matrix = np.array(
+            [[rng.choice((0.0, rng.uniform(0, 4))) for _ in range(columns)] for _ in range(rows)]
+        )
+        consumers = tuple(side(member, columns) for member in members[1:])
+        couplings.append(Coupling(side(members[0], rows), consumers, matrix))
+    memory = _random_memory(rng, sizes) if with_memory else None
+    return Problem(costs, tuple(couplings), memory)
+
+
+def _random_memory(rng: random.Random, sizes: list[int]) -> Memory:
+    linear = tuple(np.array([rng.uniform(0, 9e6) for _ in range(size)]) for size in sizes)
+    holders = tuple(
+        Side(d, np.array([rng.randrange(-1, 2) for _ in range(sizes[d])])) for d in (0, 1, 3)
+    )
+    shared = SharedBytes(holders, np.array([3e6, 8e6]))
+    peaks = tuple(Alternative(((d, linear[d] * 2),)) for d in range(len(sizes)))
+    memory = Memory(0.0, 1e6, linear, (shared,), (peaks,))
+    totals = sorted(
+        memory_bytes(memory, choices) for choices in product(*(range(size) for size in sizes))
+    )
+    limit = totals[len(totals) // 5]
+    return Memory(limit, memory.constant, linear, (shared,), (peaks,))
+
+
+def test_it_tells_by_how_much_nothing_fits() -> None:
+    costs = (np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    linear = (np.array([8e6, 5e6]), np.array([7e6, 6e6]))
+    answer = optimize(Problem(costs, (), Memory(4e6, 0.0, linear)))
+    assert answer.choices == (1, 1)
+    assert answer.excess_bytes == pytest.approx(7e6)
+
+
+def test_merged_nodes_are_fewer_and_cost_the_same_here() -> None:
+    """Taking a producer's layout as it comes restricts the choice; on these graphs it is free."""
+    fewer = 0
+    for seed in range(60):
+        graph, blocks = random_graph(seed, 5)
+        on = cluster(4, flops=1e8, bytes_per_second=1e8)
+        merged = assembly(graph, blocks, Mesh(("tp",), (2,)), on)
+        apart = assembly(graph, blocks, Mesh(("tp",), (2,)), on, merge=False)
+        objectives = [optimize(each.problem(Setting())).objective for each in (merged, apart)]
+        assert objectives[0] == pytest.approx(objectives[1], rel=1e-9)
+        fewer += len(merged.decisions) < len(apart.decisions)
+    assert fewer >= 5
+
+
+def test_the_same_arguments_give_the_same_choices() -> None:
+    graph, blocks = mlp(2)
+    answers = [
+        optimize(assembly(graph, blocks, Mesh(("tp",), (2,)), cluster()).problem(Setting()))
+        for _ in range(2)
+    ]
+    assert answers[0].choices == answers[1].choices
+
+
+def test_equal_rows_and_columns_become_classes() -> None:
+    costs = np.array([[[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [2.0, 0.0, 0.0]]])
+    rows, columns, reduced = merge_classes(costs, merge_columns=True)
+    assert rows.tolist() == [0, 0, 1]
+    assert columns.tolist() == [0, 1, 1]
+    assert reduced.tolist() == [[[0.0, 1.0], [2.0, 0.0]]]
+    _, apart, _ = merge_classes(costs, merge_columns=False)
+    assert apart.tolist() == [0, 1, 2]

@@ -1,0 +1,158 @@
+"""Plans of every kind on real processes, held to one device in float64.
+
+Each model is planned under each set of forced degrees, run for two AdamW steps, and
+compared: both losses, every gradient, every weight, to 1e-9 of its magnitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.options import parse_parallel
+from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
+from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.program import Program
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.runtime.compare import Verification
+from autoparallel.runtime.gradients import GradientReducer
+from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.verify import verify
+from autoparallel.targets import Target, load_target
+
+SEQ = 16
+GLOBAL_BATCH = 16
+TWO = ("dp=2", "tp=2", "pp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,recompute=full")
+FOUR = (
+    "dp=2,tp=2",
+    "dp=2,pp=2",
+    "tp=2,pp=2",
+    "pp=4,microbatches=8,schedule=gpipe",
+    "pp=4,microbatches=8,schedule=1f1b",
+    "dp=2,tp=2,zero=3",
+)
+TIED = ("pp=2", "pp=2,dp=2,zero=3,microbatches=4", "tp=2,pp=2")
+
+GPT = {"n_layer": 4, "d_model": 32, "n_head": 4, "seq": SEQ}
+
+
+@cache
+def target(model: str) -> Target:
+    """A small GPT (``gpt``, ``gpt-tied``) or Hugging Face Llama with grouped-query attention."""
+    if model.startswith("gpt"):
+        return load_target("examples/gpt.py", {**GPT, "tied": model == "gpt-tied"})
+    return load_target("hf:tests/models/llama", {})
+
+
+@cache
+def captured(model: str, precision: str) -> tuple[Deferred, Program]:
+    found = target(model)
+    deferred = record_build(found.build_model, seed=0)
+    batch = found.example_batch(2, SEQ)
+    return deferred, capture_model(deferred.model, batch, found.loss_fn, precision)
+
+
+def planned(model: str, parallel: str) -> str:
+    """The plan file of ``model`` under the forced degrees."""
+    forced = parse_parallel(parallel)
+    devices = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
+    _, program = captured(model, "fp32")
+    options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=forced)
+    plan = plan_program(program, target(model), parse_cluster(f"cpu:{devices}"), options)
+    assert len(plan.stages) == (forced.pp or 1)
+    return dumps(plan)
+
+
+def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@cache
+def reference(model: str) -> Reference:
+    """Two steps of the plain module on one device."""
+    found = target(model)
+    _, program = captured(model, "fp64")
+
+    def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
+        return find_loss(call_model(module, batch), batch, found.loss_fn)
+
+    module = plain_build(found.build_model, 0).double()
+    with promote_to_float64():
+        return run_reference(module, batches(model), loss=loss, build_optimizer=build_optimizer)
+
+
+def batches(model: str) -> list[dict[str, torch.Tensor]]:
+    graph = captured(model, "fp64")[1].graph.with_batch_size(GLOBAL_BATCH)
+    return [random_batch(graph, seed=step) for step in range(2)]
+
+
+def verify_all(cases: list[tuple[str, str]], break_gradients: bool = False) -> list[Verification]:
+    """On a rank: each (model, plan file) verified in turn."""
+    return [_verified(model, text, break_gradients) for model, text in cases]
+
+
+def _verified(model: str, text: str, break_gradients: bool) -> Verification:
+    plan = loads(text, "test")
+    plan = replace(plan, model=replace(plan.model, precision="fp64"))
+    deferred, program = captured(model, "fp64")
+    trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build_optimizer)
+    if break_gradients and trainer.executor is not None:
+        trainer.executor._reducer = GradientReducer((), trainer.executor.stage.device_mesh)
+    return verify(trainer, batches(model), lambda: reference(model))
+
+
+@cache
+def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
+    """Every case of that many ranks, run in one set of processes."""
+    forced = {2: TWO, 4: FOUR}[num_ranks]
+    cases = [(model, parallel) for model in ("gpt", "llama") for parallel in forced]
+    cases += [("gpt-tied", p) for p in TIED if num_ranks == (2 if p == "pp=2" else 4)]
+    plans = [(model, planned(model, parallel)) for model, parallel in cases]
+    found = run_processes(num_ranks, verify_all, plans, timeout_seconds=280)
+    return dict(zip(cases, found[0], strict=True))
+
+
+def check_verified(found: Verification) -> None:
+    assert found.passed, found.failures[:5]
+    assert found.tolerance == 1e-9
+    assert {d.quantity for d in found.differences} == {"loss", "gradient", "weight"}
+    assert len(found.differences) > 40
+    assert found.worst("weight") > 0.0
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("parallel", TWO)
+def test_a_plan_on_two_ranks_equals_one_device(model: str, parallel: str) -> None:
+    check_verified(results(2)[model, parallel])
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("parallel", FOUR)
+def test_a_plan_on_four_ranks_equals_one_device(model: str, parallel: str) -> None:
+    check_verified(results(4)[model, parallel])
+
+
+@pytest.mark.parametrize("parallel", TIED)
+def test_tied_embeddings_in_several_stages_equal_one_device(parallel: str) -> None:
+    check_verified(results(2 if parallel == "pp=2" else 4)["gpt-tied", parallel])
+
+
+def test_a_run_that_forgets_to_sum_gradients_fails_and_names_the_first_block() -> None:
+    plan = planned("gpt", "dp=2")
+    found = run_processes(2, verify_all, [("gpt", plan)], True)[0][0]
+    assert not found.passed
+    first = found.failures[0]
+    assert first.quantity == "gradient"
+    assert first.block == "embedding"
+    assert first.name == "tokens.weight"
