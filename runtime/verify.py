@@ -3,12 +3,12 @@
 In: a plan, the program and the deferred model captured in the dtype to verify in, and a
 function that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on
 every rank: the loss of each step, every gradient of the first step, every weight after the
-last. Collective over all ranks.
+last, in that order of time. Collective over all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..planner.graph import Graph
-from .compare import Difference, Piece, Quantity, Verification, compare
+from .compare import Difference, Piece, Verification, compare
 from .parameters import StageParameter
 from .reference import Reference
 from .trainer import Trainer
@@ -25,6 +25,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 """The largest relative difference that rounding explains, by dtype."""
 
 CHUNK_BYTES = 256_000_000
+TINY = torch.finfo(torch.float64).tiny
 
 
 def verify(
@@ -61,20 +62,22 @@ def _compared(
     weights: Mapping[str, Sequence[Piece]],
 ) -> Verification:
     blocks = _block_names(trainer)
-    differences: list[Difference] = []
-    for step, (expected, found) in enumerate(zip(truth.losses, losses, strict=True)):
-        relative = abs(found - expected) / max(abs(expected), torch.finfo(torch.float64).tiny)
-        differences.append(Difference("loss", f"step {step}", "", relative))
-    quantities: tuple[tuple[Quantity, Mapping[str, Tensor], Mapping[str, Sequence[Piece]]], ...] = (
-        ("gradient", truth.gradients, gradients),
-        ("weight", truth.weights, weights),
-    )
-    for quantity, expected_tensors, pieces in quantities:
-        planned = {n: t for n, t in expected_tensors.items() if n in blocks}
-        ordered = {n: planned[n] for n in blocks if n in planned}
-        differences.extend(compare(quantity, ordered, pieces, blocks))
+    step_losses = [
+        Difference("loss", f"step {step}", "", abs(found - expected) / max(abs(expected), TINY))
+        for step, (expected, found) in enumerate(zip(truth.losses, losses, strict=True))
+    ]
+    differences = [
+        *step_losses[:1],
+        *compare("gradient", _in_order(truth.gradients, blocks), gradients, blocks),
+        *step_losses[1:],
+        *compare("weight", _in_order(truth.weights, blocks), weights, blocks),
+    ]
     dtype = trainer.program.dtype
     return Verification(dtype, TOLERANCE[dtype], tuple(differences))
+
+
+def _in_order(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def _block_names(trainer: Trainer) -> dict[str, str]:
