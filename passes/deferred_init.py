@@ -25,9 +25,9 @@ OnTensor = Callable[[str, Tensor], None]
 class Deferred:
     """A model on ``meta`` and how to make its tensors.
 
-    ``seed`` is a seed or a state of the CPU generator. ``slots`` maps each parameter and buffer name (tied ones all) to its tensor in ``log``.
-    ``log`` is None where the build could not be recorded; ``materialize`` then builds the
-    whole model. ``reason`` says why.
+    ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each parameter and
+    buffer name (tied ones all) to its tensor in ``log``. ``log`` is None where the build
+    could not be recorded; ``materialize`` then builds the whole model. ``reason`` says why.
     """
 
     model: nn.Module
