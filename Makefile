@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test slow
+.PHONY: check lint types test slow zoo
 
 check: lint types test
 
@@ -22,3 +22,7 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+# Every architecture of tests/zoo, verified; writes docs/zoo.md.
+zoo:
+	$(PYTHON) benchmarks/zoo/run.py

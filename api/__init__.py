@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from autoparallel.planner.plan import Plan
     from autoparallel.python import Step, parallelize, plan
+    from autoparallel.register import register_op
     from autoparallel.report import describe
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ __all__ = [
     "load_plan",
     "parallelize",
     "plan",
+    "register_op",
     "save_plan",
 ]
 
@@ -71,6 +73,7 @@ _HOMES = {
     "load_plan": "autoparallel.plan_io",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",
+    "register_op": "autoparallel.register",
     "save_plan": "autoparallel.plan_io",
 }
 

@@ -32,6 +32,7 @@ import typer
 from autoparallel import __version__
 from autoparallel.commands.cluster import cluster
 from autoparallel.commands.inspect import inspect
+from autoparallel.commands.ops import ops
 from autoparallel.commands.plan import plan
 from autoparallel.commands.run import run
 from autoparallel.commands.verify import verify
@@ -46,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, inspect, run, verify, cluster):
+for command in (plan, inspect, run, verify, cluster, ops):
     app.command()(command)
 
 

@@ -2,31 +2,29 @@
 
 ``hf:PATH_OR_NAME`` is a folder with a ``config.json`` or a name in the local cache. The
 class is the first of the configuration's ``architectures``; inputs and labels are made up
-from its main input and task.
+from the names that its forward takes (``huggingface_inputs``).
 """
 
 from __future__ import annotations
 
-import inspect
-import re
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.huggingface_inputs import (
+    Wanted,
+    default_sequence,
+    joins_towers,
+    label_names,
+    make_batch,
+)
 from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.targets import Target, checked_batches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-DEFAULT_SEQUENCE = 1024
-
-TOKEN_TASKS = re.compile(
-    r"For(CausalLM|MaskedLM|ConditionalGeneration|PreTraining|TokenClassification)"
-    r"|LMHeadModel|WithLMHead|ForSpeechSeq2Seq"
-)
-"""Classes whose labels are one per token; every other task's labels are one per row."""
 
 
 def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
@@ -40,7 +38,7 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     model_class = _model_class(transformers, config, text)
-    if "labels" not in inspect.signature(model_class.forward).parameters:
+    if not label_names(model_class) and not joins_towers(model_class):
         raise UsageError(
             "AP109",
             f"{model_class.__name__} has no training loss: its forward takes no labels",
@@ -121,78 +119,20 @@ def _model_class(transformers: Any, config: Any, text: str) -> Any:
 
 
 def _build(model_class: Any, config: Any) -> nn.Module:
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # its kernels take any dtype
     model: nn.Module = model_class(config)
     model.train()
+    if joins_towers(model_class):
+        model.forward = functools.partial(model.forward, return_loss=True)
     return model
 
 
 def _example(
     model_class: Any, config: Any, text: str
 ) -> Callable[[int, int | None], dict[str, Tensor]]:
-    main: str = model_class.main_input_name
-
     def example_batch(global_batch: int, seq: int | None = None) -> dict[str, Tensor]:
-        length = seq or _default_sequence(config)
-        return {
-            main: _main_input(main, config, (global_batch, length), text),
-            "labels": _labels(model_class, config, (global_batch, length)),
-        }
+        length = seq or default_sequence(config)
+        return make_batch(Wanted(model_class, config, global_batch, length), text)
 
     return example_batch
-
-
-def field_of(config: Any, *names: str) -> Any:
-    """The first of ``names`` that the configuration or one of its parts has, or None."""
-    parts = ("text_config", "vision_config", "audio_config")
-    owners = [config, *(getattr(config, part) for part in parts if hasattr(config, part))]
-    for name in names:
-        for owner in owners:
-            if getattr(owner, name, None) is not None:
-                return getattr(owner, name)
-    return None
-
-
-def _default_sequence(config: Any) -> int:
-    limit = field_of(config, "max_target_positions", "max_position_embeddings", "n_positions")
-    return min(limit or DEFAULT_SEQUENCE, DEFAULT_SEQUENCE)
-
-
-def _main_input(main: str, config: Any, shape: tuple[int, int], text: str) -> Tensor:
-    """Random values of the main input; ``shape`` is (batch, sequence)."""
-    import torch
-
-    rows, length = shape
-    generator = torch.Generator().manual_seed(0)
-    if main == "input_ids":
-        return torch.randint(
-            field_of(config, "vocab_size"), shape, generator=generator, device="cpu"
-        )
-    if main == "pixel_values":
-        size = field_of(config, "image_size") or 224
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        channels = field_of(config, "num_channels") or 3
-        return torch.randn(rows, channels, height, width, generator=generator, device="cpu")
-    if main == "input_features":
-        bins = field_of(config, "num_mel_bins") or 80
-        frames = 2 * (field_of(config, "max_source_positions") or 1500)
-        return torch.randn(rows, bins, frames, generator=generator, device="cpu")
-    if main == "input_values":
-        return torch.randn(rows, length, generator=generator, device="cpu")
-    raise UsageError(
-        "AP109",
-        f"inputs cannot be made up for the main input {main!r}",
-        where=text,
-        fix="plan a file with build_model and example_batch around it",
-    )
-
-
-def _labels(model_class: Any, config: Any, shape: tuple[int, int]) -> Tensor:
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    per_token = TOKEN_TASKS.search(model_class.__name__) is not None
-    tokens = per_token and "TokenClassification" not in model_class.__name__
-    classes = field_of(config, "vocab_size") if tokens else config.num_labels
-    return torch.randint(
-        classes, shape if per_token else shape[:1], generator=generator, device="cpu"
-    )

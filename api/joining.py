@@ -15,8 +15,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import (
-    CAPTURE_BATCH,
-    capture_model,
+    capture_rows,
     captured_seq,
     find_cluster,
     plan_program,
@@ -32,7 +31,8 @@ def join_training(
     """The trainer of this rank for the job's model. Collective over all ranks.
 
     Without ``plan`` rank 0 makes one for the processes that torchrun started, and all use it.
-    Initial weights are rank 0's: its model's, or those that its generator's state makes.
+    Initial weights are rank 0's: its model's, or those that its generator's state makes. So
+    are the random numbers of the forward: they follow rank 0's ``torch.manual_seed``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,8 +52,8 @@ def join_training(
         }
     target, options = job.target, job.options
     precision = options.precision if plan is None else plan.model.precision
-    batch = target.example_batch(CAPTURE_BATCH, options.seq)
-    program = capture_model(model, batch, target.loss_fn, precision)
+    rows = options.global_batch if plan is None else plan.model.global_batch
+    program = capture_rows(target, model, global_batch=rows, seq=options.seq, precision=precision)
     if plan is None:
         is_local_cpu = job.cluster == "local" and kind == "cpu"
         text = None
@@ -62,7 +62,8 @@ def join_training(
             text = dumps(plan_program(program, target, cluster, options))
         plan = loads(share_text(text))
     _check_length(plan, captured_seq(program))
-    return Trainer(program, plan, weights, device=device, build=build_optimizer)
+    seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
+    return Trainer(program, plan, weights, device=device, build=build_optimizer, seed=seed)
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

@@ -84,6 +84,9 @@ class ParallelModule(nn.Module):
         self._job = None
         for name, parameter in self._trainer.parameters.items():
             _register(self, name, parameter.master)
+        stage = self._trainer.stage
+        for name, buffer in stage.changing_buffers().items() if stage is not None else ():
+            _register(self, name, buffer)
         return self._trainer
 
     @property
@@ -127,11 +130,14 @@ class ParallelModule(nn.Module):
         return trainer.executor.differentiable_loss(trainer.inputs(batch))
 
 
-def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Register under a dotted name, making the modules on the way."""
     *path, last = name.split(".")
     for part in path:
         if part not in module._modules:
             module.add_module(part, nn.Module())
         module = module._modules[part]  # type: ignore[assignment]
-    module.register_parameter(last, parameter)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(last, tensor)
+    else:
+        module.register_buffer(last, tensor)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from autoparallel.passes.program import Program
 
 CAPTURE_BATCH = 2
-"""Rows of the batch that models are captured at; the graph is rescaled to what is planned."""
+"""Rows of the batch that models are captured at; the graph is rescaled to what is planned.
+
+A model whose batch cannot be followed is captured again with all rows of the global batch.
+"""
 
 DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
     "fp32": "float32",
@@ -120,11 +123,43 @@ def stamped(plan: Plan) -> Plan:
 def capture_target(target: Target, options: PlanOptions, observe: Observe = ignore) -> Program:
     """The target's model and loss as a graph; no weights are allocated."""
     observe("capture", 0, 1)
-    deferred = record_target(target)
-    batch = target.example_batch(CAPTURE_BATCH, options.seq)
-    program = capture_model(deferred.model, batch, target.loss_fn, options.precision)
+    program = capture_program(
+        target,
+        record_target(target),
+        global_batch=options.global_batch,
+        seq=options.seq,
+        precision=options.precision,
+    )
     observe("capture", 1, 1)
     return program
+
+
+def capture_program(
+    target: Target, deferred: Deferred, *, global_batch: int, seq: int | None, precision: Precision
+) -> Program:
+    """A recorded target as a graph (``capture_rows``)."""
+    return capture_rows(
+        target, deferred.model, global_batch=global_batch, seq=seq, precision=precision
+    )
+
+
+def capture_rows(
+    target: Target, model: nn.Module, *, global_batch: int, seq: int | None, precision: Precision
+) -> Program:
+    """A target's model as a graph, of few rows where it can be rescaled to any number.
+
+    Where it cannot (rows meet before the loss, as in a contrastive loss), it is captured with
+    all rows of the global batch, which then is one micro-batch.
+    """
+
+    def captured(rows: int) -> Program:
+        batch = target.example_batch(rows, seq)
+        return capture_model(model, batch, target.loss_fn, precision)
+
+    program = captured(CAPTURE_BATCH)
+    if program.graph.batch_dims or global_batch == CAPTURE_BATCH:
+        return program
+    return captured(global_batch)
 
 
 def record_target(target: Target, seed: int = 0) -> Deferred:
@@ -143,8 +178,10 @@ def capture_model(
 ) -> Program:
     """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in."""
     from autoparallel.passes.capture import capture
+    from autoparallel.register import registered_rules
 
-    return capture(model, batch, loss_fn=loss_fn, dtype=DTYPES[precision])
+    rules = registered_rules()
+    return capture(model, batch, loss_fn=loss_fn, dtype=DTYPES[precision], rules=rules)
 
 
 def captured_seq(program: Program) -> int | None:

@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from autoparallel.passes.counter_random import batch_dims
 from autoparallel.passes.deferred_init import plain_build
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
@@ -26,7 +27,7 @@ from autoparallel.passes.modes import promote_to_float64
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planning import CAPTURE_BATCH, capture_model, record_target
+from autoparallel.planning import capture_program, record_target
 from autoparallel.report.words import bytes_text, count_text, seconds_text
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.process import Worker
@@ -36,7 +37,7 @@ from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.targets import Batch, Target, load_target
 
 VERIFIED_STEPS = 2
-QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight")
+QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
 
 WARMUP_STEPS = 2
 """Steps that the summary leaves out: allocators and caches fill."""
@@ -117,7 +118,11 @@ def one_device(
 
     build = target.build_optimizer or torch.optim.AdamW
     with promote_to_float64() if is_double else nullcontext():
-        return run_reference(model, batches, loss=loss, build_optimizer=build)
+        return run_reference(
+            model, batches, loss=loss, build_optimizer=build, seed=seed,
+            split=trainer.reference_split,
+            random_dims=batch_dims(trainer.program.graph),
+        )  # fmt: skip
 
 
 def load_job(plan_path: str) -> tuple[Plan, Target]:
@@ -142,14 +147,20 @@ def make_trainer(
     tell = worker.watchdog.progress
     tell("capturing the model")
     deferred = record_target(target, seed)
-    batch = target.example_batch(CAPTURE_BATCH, batch_seq(plan, target))
-    program = capture_model(deferred.model, batch, target.loss_fn, plan.model.precision)
+    program = capture_program(
+        target,
+        deferred,
+        global_batch=plan.model.global_batch,
+        seq=batch_seq(plan, target),
+        precision=plan.model.precision,
+    )
     tell("making the stage")
     gc.collect()
     memory = MemoryMeter(device)
     trainer = Trainer(
-        program, plan, deferred, device=device, build=target.build_optimizer, progress=tell
-    )
+        program, plan, deferred, device=device, build=target.build_optimizer, progress=tell,
+        seed=seed,
+    )  # fmt: skip
     return trainer, memory
 
 

@@ -266,7 +266,8 @@ def structure(graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | N
 
     ``parameters`` are those that the run owns (default: all that it uses). What comes from
     outside counts by its order of first use, its shape and whether it is an input, a
-    constant, a shared parameter or another block's value.
+    constant, a shared parameter or another block's value. Which random call of the forward
+    a node is (its ``number``) does not count.
     """
     inside = {node.name: f"n{i}" for i, node in enumerate(nodes)}
     own = parameters if parameters is not None else _parameters(graph, nodes, set())
@@ -284,7 +285,8 @@ def structure(graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | N
 
     lines = [f"{inside[name]}={_shape(graph, Ref(name))}" for name in own]
     for node in nodes:
-        arguments = map_refs((node.args, dict(node.kwargs)), named)
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "number"}
+        arguments = map_refs((node.args, kwargs), named)
         shapes = [_shape(graph, Ref(node.name, i)) for i in range(len(node.outputs))]
         lines.append(f"{node.op} {arguments} -> {shapes} {node.name in used_outside}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

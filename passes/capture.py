@@ -12,18 +12,22 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from ..planner.batch import find_batch
 from ..planner.errors import CaptureError
-from ..planner.graph import Graph
+from ..planner.graph import Graph, OpRule
 from .blocks import find_blocks
 from .export import PREFIX, Batch, LossFn, export_loss, tensor_keys
+from .fused import SplitFused
 from .hoist import Hoist
 from .lower import lower
 from .masks import SimplifyMasks
 from .program import Dtype, Program
+from .rows import AlignRows
 from .runner import Observe, Pass, check, run_passes
 from .tie import find_tied
+from .unfold import Unfold
 
-PASSES: tuple[Pass, ...] = (Hoist(), SimplifyMasks())
+PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
 """The graph passes of a capture, in order."""
 
 
@@ -35,6 +39,7 @@ def capture(
     dtype: Dtype = "float32",
     batch_size: int | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    rules: Mapping[str, OpRule] | None = None,
     observe: Observe | None = None,
 ) -> Program:
     """The program of ``loss_fn(model(batch), batch)``.
@@ -43,7 +48,8 @@ def capture(
     in. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of tensors,
     best with 2 rows: any row count then follows by ``Program.with_batch_size``.
     ``batch_size`` is that row count (default: the first dimension of the first tensor).
-    ``buffers`` are values of buffers that masks may be computed from.
+    ``buffers`` are values of buffers that masks may be computed from, ``rules``
+    those of the user's own ops by their path.
 
     Raises ``CaptureError`` naming the user's line.
     """
@@ -52,17 +58,18 @@ def capture(
     exported = export_loss(model, batch, loss_fn=loss_fn, dtype=dtype)
     graph, literals = lower(
         exported.program, prefix=PREFIX, inputs=list(exported.inputs), tied=find_tied(model),
-        batch_size=rows,
+        batch_size=rows, rules={**(rules or {}), **exported.rules},
     )  # fmt: skip
     check(graph, "lower")
     timed("export", graph)
     known = {**literals, **(buffers or {})}
     passes = tuple(
-        replace(one, buffers=known) if isinstance(one, SimplifyMasks) else one for one in PASSES
+        replace(one, buffers=known) if isinstance(one, AlignRows | SimplifyMasks) else one
+        for one in PASSES
     )
     graph = run_passes(graph, passes, observe)
     timed.restart()
-    graph = replace(graph, batch_dims=_batch_dims(graph))
+    graph = _with_batch(graph)
     timed("batch", graph)
     blocks = find_blocks(graph)
     timed("blocks", graph)
@@ -90,12 +97,13 @@ def _rows(batch: Batch) -> int:
     )
 
 
-def _batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]]:
-    try:
-        from ..planner.batch import find_batch_dims
-    except ImportError:
-        return {}
-    return find_batch_dims(graph) or {}
+def _with_batch(graph: Graph) -> Graph:
+    """The graph with its batch dimensions and what micro-batches need, where they are found."""
+    found = find_batch(graph)
+    if found is None:
+        return graph
+    batch_dims, accumulation = found
+    return replace(graph, batch_dims=batch_dims, accumulation=accumulation)
 
 
 class _Timer:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..planner.layout import Kind, Mesh, Placement, Step, parse_placement
+from .random_ops import Draws
 
 
 class Communicator(Protocol):
@@ -55,7 +56,7 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """Who runs: a position on a mesh, and how it talks to the others.
+    """Who runs: a position on a mesh, how it talks to the others, what it draws for.
 
     ``bound`` gives a function its first argument; generated code calls the result by the
     function's own name.
@@ -64,6 +65,7 @@ class Rank:
     mesh: Mesh
     coordinates: tuple[int, ...]
     communicator: Communicator
+    draws: Draws = field(default_factory=Draws, repr=False)
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:

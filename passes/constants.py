@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -53,10 +54,19 @@ def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
 
 
 def _at_batch(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A constant captured at one batch size, for another: equal rows are repeated."""
+    """A constant captured at one batch size, for another: its equal parts are repeated.
+
+    A dimension of ``k`` rows per row of the batch has parts of ``k``, or of a multiple of it.
+    """
     for dim, size in enumerate(shape):
         if value.shape[dim] != size:
-            row = value.narrow(dim, 0, 1)
-            assert bool((value == row).all()), "a constant differs between rows of the batch"
-            value = row.expand(*(size if d == dim else -1 for d in range(value.dim())))
+            part = value.narrow(dim, 0, gcd(value.shape[dim], size))
+            whole = _tiled(part, dim, value.shape[dim])
+            assert torch.equal(value, whole), "a constant differs between rows of the batch"
+            value = _tiled(part, dim, size)
     return value
+
+
+def _tiled(part: Tensor, dim: int, size: int) -> Tensor:
+    times = size // part.shape[dim]
+    return part.repeat(*(times if d == dim else 1 for d in range(part.dim())))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +21,14 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..planner.errors import CaptureError, UsageError
+from ..planner.graph import OpRule
+from .counter_random import counter_random
 from .functionalize import functionalize
+from .hf_experts import capturable_experts
+from .leaves import LeafError, widen
 from .locate import capture_error
 from .modes import explicit_casts, promote_to_float64
+from .opaque import annotated_modules, opaque_modules, whole_functions
 from .program import BatchKey, Dtype
 
 PREFIX = "captured"
@@ -34,10 +39,14 @@ Batch = Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True)
 class Exported:
-    """``inputs`` names the user inputs of ``program`` in order, with their keys in the batch."""
+    """``inputs`` names the user inputs of ``program`` in order, with their keys in the batch.
+
+    ``rules`` are those of submodules that the user registered, which are kept whole.
+    """
 
     program: ExportedProgram
     inputs: Mapping[str, BatchKey]
+    rules: Mapping[str, OpRule] = field(default_factory=dict)
 
 
 class _WithLoss(nn.Module):
@@ -55,7 +64,8 @@ class _WithLoss(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
         model = self.get_submodule(PREFIX)
-        return find_loss(call_model(model, batch), batch, self._loss_fn)
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else counter_random():
+            return find_loss(call_model(model, batch), batch, self._loss_fn)
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -103,33 +113,50 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
 def export_loss(
     model: nn.Module, batch: Batch, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
-    """Export ``loss(model(batch))``: non-strict first, then strict, then a ``CaptureError``."""
+    """Export ``loss(model(batch))``, by the first rung of the ladder that bears.
+
+    Non-strict; strict; with the submodules that cannot be exported as opaque leaves; else a
+    ``CaptureError`` of what the first rung said.
+    """
     keys = tensor_keys(batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
-    with fake_parameters(model, mode, dtype=target):
+    with fake_parameters(model, mode, dtype=target), capturable_experts():
         wrapped = _WithLoss(model, batch, keys, loss_fn).train(model.training)
         tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        leaves, rules = annotated_modules(model), dict[str, OpRule]()
         try:
-            program = _export(wrapped, tensors, strict=False, dtype=dtype)
+            with opaque_modules(leaves, rules):
+                program = _export(wrapped, tensors, strict=False, dtype=dtype)
         except CaptureError:
             raise
         except Exception as error:  # noqa: BLE001
-            program = _export_strict(wrapped, tensors, dtype, error)
-    return Exported(program, {input_name(key): key for key in keys})
+            program = _climb(wrapped, tensors, dtype, error, rules)
+    return Exported(program, {input_name(key): key for key in keys}, rules)
 
 
-def _export_strict(
-    wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype, first: Exception
-) -> ExportedProgram:
-    """The second rung of the ladder; the first rung's error is the one that is shown."""
+def _climb(
+    wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype, first: Exception,
+    rules: dict[str, OpRule],
+) -> ExportedProgram:  # fmt: skip
+    """The further rungs of the ladder; the first rung's error is the one that is shown."""
     located = capture_error(first, wrapped, PREFIX)
-    if located.code == "AP202":
-        raise located from first
-    try:
-        return _export(wrapped, tensors, strict=True, dtype=dtype)
-    except Exception as error:
-        raise located from error
+    model = wrapped.get_submodule(PREFIX)
+    leaves, error = annotated_modules(model), first
+    if located.code != "AP202" and not leaves:
+        try:
+            return _export(wrapped, tensors, strict=True, dtype=dtype)
+        except Exception:  # noqa: BLE001
+            pass
+    while True:
+        try:
+            leaves = widen(model, leaves, error)
+            with opaque_modules(leaves, rules):
+                return _export(wrapped, tensors, strict=False, dtype=dtype)
+        except LeafError:
+            raise located from first
+        except Exception as again:  # noqa: BLE001
+            error = again
 
 
 def _export(
@@ -138,6 +165,7 @@ def _export(
     with ExitStack() as modes:
         if not strict:
             modes.enter_context(explicit_casts())
+            modes.enter_context(whole_functions())
         if dtype == "float64":
             modes.enter_context(promote_to_float64())
         return functionalize(torch.export.export(wrapped, tensors, strict=strict))

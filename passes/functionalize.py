@@ -41,7 +41,19 @@ def _writes(node: fx.Node) -> bool:
     if path in _HARMLESS or mutated_argument(path) is None:
         return False
     target = node.args[0] if node.args else None
-    return not (isinstance(target, fx.Node) and target.op == "placeholder")
+    return not (isinstance(target, fx.Node) and _written(target).op == "placeholder")
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The tensor that a value is, looking through writes: ``x.mul_(a)`` is ``x``."""
+    while (
+        isinstance(node.target, OpOverload)
+        and mutated_argument(path_of(node.target)) is not None
+        and node.args
+        and isinstance(node.args[0], fx.Node)
+    ):
+        node = node.args[0]
+    return node
 
 
 def _replace(node: fx.Node) -> bool:
@@ -51,7 +63,7 @@ def _replace(node: fx.Node) -> bool:
     aliases = [target, *target.users]
     if any(_is_view_op(alias) for alias in aliases if alias is not node):
         return False
-    functional = _functional_path(path_of(node.target))  # type: ignore[arg-type]
+    functional = functional_path(path_of(node.target))  # type: ignore[arg-type]
     if functional is None:
         return False
     node.target = resolve(functional)
@@ -68,7 +80,12 @@ def _is_view_op(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and is_view(path_of(node.target))
 
 
-def _functional_path(path: str) -> str | None:
+def functional_path(path: str) -> str | None:
+    """The op that returns what an in-place op writes, or None.
+
+    >>> functional_path("aten.add_.Tensor"), functional_path("aten.add.Tensor")
+    ('aten.add.Tensor', None)
+    """
     namespace, name, overload = path.split(".")
     candidate = f"{namespace}.{name.removesuffix('_')}.{overload}"
     try:

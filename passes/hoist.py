@@ -24,7 +24,11 @@ class Hoist:
 
 def hoist_constants(graph: Graph) -> Graph:
     """The graph with every input-independent, parameter-free op node made a ``constant``."""
-    free = {node.name for node in graph.nodes if node.kind in ("buffer", "constant")}
+    free = {
+        node.name
+        for node in graph.nodes
+        if node.kind in ("buffer", "constant") and node.name not in graph.updates
+    }
     nodes = []
     for node in graph.nodes:
         if _is_constant(node, free):
@@ -49,7 +53,7 @@ def drop_dead(graph: Graph) -> Graph:
     >>> [node.name for node in drop_dead(Graph(nodes, Ref("x"), 1)).nodes]
     ['x']
     """
-    live = {graph.loss.name}
+    live = {graph.loss.name, *(ref.name for ref in graph.updates.values())}
     for node in reversed(graph.nodes):
         if node.name in live:
             live.update(ref.name for ref in node.inputs)

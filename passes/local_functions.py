@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .collectives import Rank
+from ..planner.layout import REPLICATE, Step, shard
+from .collectives import Rank, convert
 from .local_loss import part_of
 
 
@@ -41,3 +42,27 @@ def split_causal_attention(
     return functional.scaled_dot_product_attention(
         query, key, value, allowed, is_causal=False, **options
     )
+
+
+def exchanged_split(
+    rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
+) -> list[Tensor]:
+    """A matrix split along its other dimension, cut along ``dim`` into parts split along it.
+
+    ``wanted`` is the dimension that each mesh axis splits a part along, ``dim`` where it is
+    to move. If one axis splits the matrix, all parts travel in one all-to-all: their shares
+    are sorted by rank first. If several do, it is gathered, and each rank takes its shares.
+    """
+    held, axes = shard(1 - dim), [axis for axis, at in enumerate(wanted) if at is not None]
+    if len(axes) > 1:
+        steps = tuple(Step(axis, held, REPLICATE) for axis in reversed(axes))
+        parts = torch.split(convert(matrix, steps, rank.communicator), sizes, dim)
+        own = tuple(Step(axis, REPLICATE, shard(at)) for axis, at in enumerate(wanted)
+                    if at is not None)  # fmt: skip
+        return [convert(part, own, rank.communicator) for part in parts]
+    (axis,) = axes
+    count = rank.mesh.shape[axis]
+    shares = [part.chunk(count, dim) for part in torch.split(matrix, sizes, dim)]
+    by_rank = torch.cat([share[to] for to in range(count) for share in shares], dim)
+    own_rows = convert(by_rank, (Step(axis, held, shard(dim)),), rank.communicator)
+    return list(torch.split(own_rows, [size // count for size in sizes], dim))

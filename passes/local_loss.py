@@ -38,7 +38,7 @@ class _Classes:
     smoothing: float
 
 
-def cross_entropy(
+def cross_entropy(  # noqa: PLR0913
     rank: Rank,
     logits: Tensor,
     target: Tensor,
@@ -48,8 +48,11 @@ def cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     axes: tuple[tuple[int, ...], tuple[int, ...]],
+    count: Tensor | None = None,
 ) -> Tensor:
     """The cross entropy of local logits; dimension 1 (or the only one) counts classes.
+
+    ``count`` is what the mean divides by where it is not the number of these rows.
 
     ``axes`` are the mesh axes that split the rows, and those that split the classes. The
     result is I on the latter; on the former P when reduced, else split as the rows are.
@@ -60,7 +63,7 @@ def cross_entropy(
             rank, logits, target, _classes(rank, logits, class_axes, ignore_index, label_smoothing)
         )
         if reduction not in (MEAN, SUM):
-            return rows
+            return rows.to(logits.dtype)
         total = rows.sum().to(logits.dtype)
     else:
         how = "none" if reduction not in (MEAN, SUM) else "sum"
@@ -70,7 +73,8 @@ def cross_entropy(
         )  # fmt: skip
     if reduction != MEAN:
         return total
-    count = _denominator(rank, logits, target, weight, ignore_index, row_axes)
+    if count is None:
+        count = _denominator(rank, logits, target, weight, ignore_index, row_axes)
     return (total / count).to(logits.dtype)
 
 
@@ -82,10 +86,12 @@ def nll_loss(
     *,
     ignore_index: int,
     row_axes: tuple[int, ...],
+    count: Tensor | None = None,
 ) -> Tensor:
     """The mean negative log likelihood of rows split over ``row_axes``: this rank's share (P)."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
-    count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
+    if count is None:
+        count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
     return (total / count).to(scores.dtype)
 
 
@@ -105,14 +111,21 @@ def _denominator(
     if target.is_floating_point():
         classes = logits.shape[min(1, logits.dim() - 1)]
         count = torch.tensor(target.numel() // classes, dtype=dtype, device=logits.device)
-    elif weight is None:
-        count = (target != ignore_index).sum().to(dtype)
     else:
-        kept = target != ignore_index
-        count = (weight.detach()[torch.where(kept, target, 0)] * kept).sum(dtype=dtype)
+        count = count_targets(target, weight, ignore_index, dtype)
     for axis in row_axes:
         count = rank.communicator.all_reduce(count, axis)
     return count
+
+
+def count_targets(
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """The number of targets that are not ignored, each as much as its class weighs."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum().to(dtype)
+    return (weight.detach()[torch.where(kept, target, 0)] * kept).sum(dtype=dtype)
 
 
 def _classes(

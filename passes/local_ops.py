@@ -21,12 +21,16 @@ import torch
 
 from ..planner.errors import PlanError
 from ..planner.graph import Node, Ref, TensorSpec, map_refs
-from ..planner.layout import Layout, local_shape
+from ..planner.layout import Layout, local_region, local_shape
 from ..planner.strategy import NodeLayout
+from . import local_indexing
+from .batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from .collectives import Rank
-from .local_functions import split_causal_attention, split_embedding
+from .experts import split_experts
+from .local_functions import exchanged_split, split_causal_attention, split_embedding
 from .local_loss import MEAN, cross_entropy, nll_loss
 from .ops import resolve
+from .random_ops import DROPOUT, UNIFORM, dropout_part, uniform_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ class LocalOp:
 
     ``arguments`` maps the schema's names, defaults included, to literals and local tensors
     (as the graph being built names them); ``positions`` gives for each tensor argument its
-    place among the node's ``inputs``; ``specs`` are the inputs' global specs.
+    place among the node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim``
+    is the first output's dimension that counts the batch; ``count`` is what a mean over
+    classified rows divides by, where it is known beforehand.
     """
 
     node: Node
@@ -55,6 +61,8 @@ class LocalOp:
     overload: Any
     arguments: Mapping[str, Any]
     positions: Mapping[str, int]
+    batch_dim: int | None
+    count: Any = None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -84,6 +92,10 @@ class LocalOp:
         layout = self.input_layout(name)
         return tuple(a for a, held in enumerate(layout) if held.is_shard and held.dim == dim)
 
+    def by_rank(self, function: Callable[..., Any], *args: Any, **options: Any) -> Call:
+        """The call of a function that takes this rank first."""
+        return Call(self.rank.bound(function), args, options)
+
     def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:
         """The call with some arguments changed (or on another overload, by its own names)."""
         target = self.overload if overload is None else overload
@@ -109,12 +121,20 @@ Rule = Callable[[LocalOp], Call]
 
 
 def local_call(
-    node: Node, layout: NodeLayout, specs: tuple[TensorSpec, ...], *, rank: Rank, values: Any
+    node: Node,
+    layout: NodeLayout,
+    specs: tuple[TensorSpec, ...],
+    *,
+    rank: Rank,
+    values: Any,
+    batch_dim: int | None = None,
+    count: Any = None,
 ) -> Call:
     """The call that makes a rank's part of ``node``'s outputs.
 
     ``values`` are the local tensors of ``node.inputs``, in their order and in the layouts
-    of ``layout.inputs``; ``specs`` are the inputs' global specs.
+    of ``layout.inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first
+    output's dimension that counts the batch, ``count`` what a class loss divides by.
     """
     overload = resolve(node.op)
     feed = iter(values)
@@ -123,7 +143,10 @@ def local_call(
     arguments = {argument.name: argument.default_value for argument in schema.arguments} | dict(
         zip((argument.name for argument in schema.arguments), args, strict=False)
     )
-    op = LocalOp(node, layout, rank, specs, overload, arguments | kwargs, _positions(node, schema))
+    op = LocalOp(
+        node, layout, rank, specs, overload, arguments | kwargs, _positions(node, schema),
+        batch_dim, count,
+    )  # fmt: skip
     rule = RULES.get(node.op.rpartition(".")[0], _unchanged)
     return rule(op)
 
@@ -193,6 +216,11 @@ def _one_hot(op: LocalOp) -> Call:
 
 def _split(op: LocalOp) -> Call:
     dim = op.dim()
+    made = op.layout.outputs[0]
+    if any(held.is_shard and held.dim == dim for held in made):
+        wanted = tuple(held.dim if held.is_shard else None for held in made)
+        options = {"sizes": list(op["split_sizes"]), "dim": dim, "wanted": wanted}
+        return Call(op.rank.bound(exchanged_split), (op["self"],), options)
     sizes = [op.output_shape(index)[dim] for index in range(len(op.node.outputs))]
     name = "split_sizes" if "split_sizes" in op.arguments else "split_size"
     changes: dict[str, Any] = {name: sizes[0] if isinstance(op[name], int) else sizes}
@@ -237,14 +265,15 @@ def _cross_entropy(op: LocalOp) -> Call:
     classes = min(1, len(op.global_shape("self")) - 1)
     class_axes = op.axes("self", classes)
     row_axes = _row_axes(op, classes)
-    if not class_axes and not (row_axes and op["reduction"] == MEAN):
+    is_plain = op.count is None and not (row_axes and op["reduction"] == MEAN)
+    if not class_axes and is_plain:
         return op.call()
     of_probabilities = op.specs[op.positions["target"]].dtype.startswith(("float", "bfloat"))
     if class_axes and (op["weight"] is not None or of_probabilities):
         raise _refused(op, "a loss with class weights or class probabilities needs whole rows")
     options = {name: op[name] for name in ("reduction", "ignore_index", "label_smoothing")}
     args = (op["self"], op["target"], op["weight"])
-    options["axes"] = (row_axes, class_axes)
+    options |= {"axes": (row_axes, class_axes), "count": op.count}
     return Call(op.rank.bound(cross_entropy), args, options)
 
 
@@ -255,10 +284,10 @@ def _row_axes(op: LocalOp, classes: int) -> tuple[int, ...]:
 
 def _nll_loss(op: LocalOp) -> Call:
     row_axes = _row_axes(op, min(1, len(op.global_shape("self")) - 1))
-    if not row_axes or op["reduction"] != MEAN:
+    if op["reduction"] != MEAN or (not row_axes and op.count is None):
         return op.call()
     args = (op["self"], op["target"], op["weight"])
-    options = {"ignore_index": op["ignore_index"], "row_axes": row_axes}
+    options = {"ignore_index": op["ignore_index"], "row_axes": row_axes, "count": op.count}
     return Call(op.rank.bound(nll_loss), args, options)
 
 
@@ -271,16 +300,51 @@ def _attention(op: LocalOp) -> Call:
     return Call(op.rank.bound(split_causal_attention), args, options | {"axes": axes})
 
 
+def _experts(op: LocalOp) -> Call:
+    names = ("x", "ids", "scores", "up", "down", "up_bias", "down_bias")
+    options = {"activation": op["activation"], "transposed": op["transposed"]}
+    options["axes"] = op.axes("up", 0)
+    return Call(op.rank.bound(split_experts), tuple(op[name] for name in names), options)
+
+
+def _batch_norm(op: LocalOp) -> Call:
+    """In training, statistics of the whole batch where it is split."""
+    axes = op.axes("input", 0)
+    tensors = (op["input"], op["weight"], op["bias"])
+    options = {"eps": op["eps"], "axes": axes}
+    if op.node.op == BATCH_NORM_WITH_BUFFERS:
+        options["momentum"] = op["momentum"]
+        buffers = (op["running_mean"], op["running_var"])
+        return Call(op.rank.bound(batch_norm_with_buffers), (*tensors, *buffers), options)
+    if not axes or not op["training"]:
+        return op.call()
+    return Call(op.rank.bound(batch_norm), tensors, options)
+
+
 def _group_norm(op: LocalOp) -> Call:
     parts = op.global_shape("input")[1] // op.input_shape("input")[1]
     return op.call(num_groups=op["num_groups"] // parts)
 
 
 def _convolution(op: LocalOp) -> Call:
+    """With groups: those of this rank's channels."""
     if op["groups"] == 1:
         return op.call()
-    parts = op.global_shape("input")[1] // op.input_shape("input")[1]
+    channels = len(op.global_shape("input")) - len(op.global_shape("weight")) + 1
+    parts = op.global_shape("input")[channels] // op.input_shape("input")[channels]
     return op.call(groups=op["groups"] // parts)
+
+
+def _counted(op: LocalOp) -> Call:
+    """A random op draws the numbers of its part of the whole batch's tensor."""
+    shape = op.node.spec.shape
+    region = local_region(shape, op.layout.outputs[0], op.rank.mesh, op.rank.coordinates)
+    rows = None if op.batch_dim is None else (op.batch_dim, shape[op.batch_dim])
+    place = {"start": tuple(start for start, _ in region), "batch": rows}
+    options = {"number": op["number"], **place}
+    if op.node.op == DROPOUT:
+        return Call(op.rank.bound(dropout_part), (op["x"], op["p"]), options)
+    return Call(op.rank.bound(uniform_part), (op["like"],), options)
 
 
 def _refused(op: LocalOp, why: str) -> PlanError:
@@ -300,7 +364,10 @@ _SIZED = (
 )  # fmt: skip
 _VIEWS = ("view", "reshape", "_unsafe_view", "view_copy", "squeeze")
 _SPLITS = ("split", "split_with_sizes", "unsafe_split")
-_CONVOLUTIONS = tuple(f"conv{n}d" for n in (1, 2, 3))
+_CONVOLUTIONS = (
+    "convolution",
+    *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
+)
 
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": _mean for name in _MEANS},
@@ -321,4 +388,12 @@ RULES: Mapping[str, Rule] = {
     "aten.cross_entropy_loss": _cross_entropy,
     "aten.scaled_dot_product_attention": _attention,
     "aten.group_norm": _group_norm,
+    DROPOUT.rpartition(".")[0]: _counted,
+    UNIFORM.rpartition(".")[0]: _counted,
+    "aten.batch_norm": _batch_norm,
+    "aten._native_batch_norm_legit_functional": _batch_norm,
+    "autoparallel.experts": _experts,
+    "aten.index": local_indexing.index,
+    "aten.index_select": local_indexing.index_select,
+    "aten.gather": local_indexing.gather,
 }

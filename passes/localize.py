@@ -31,12 +31,14 @@ class BlockInterface:
 
     ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys;
     ``parameters`` (buffers too) are fully qualified names that the block's module holds.
+    ``counts`` are keys of what it takes besides, whole (``passes.accumulate``).
     """
 
     nodes: tuple[str, ...]
     inputs: Mapping[str, Layout]
     parameters: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
+    counts: tuple[str, ...] = ()
 
 
 def value_key(ref: Ref) -> str:
@@ -52,6 +54,16 @@ def parse_key(key: str) -> Ref:
     """The inverse of ``value_key``."""
     name, colon, index = key.rpartition(":")
     return Ref(name, int(index)) if colon and index.isdigit() else Ref(key)
+
+
+def count_key(loss: str) -> str:
+    """The key of what a class loss divides by."""
+    return f"count of {loss}"
+
+
+def total_key(ref: Ref) -> str:
+    """The key of a value's sum over all micro-batches."""
+    return f"total of {value_key(ref)}"
 
 
 def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
@@ -75,13 +87,22 @@ class _Values:
     """The values made so far, by ref, each in the layouts it exists in."""
 
     made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
+    counts: dict[str, fx.Node] = field(default_factory=dict)
     converted: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)
 
 
 def localize_block(
-    graph: Graph, interface: BlockInterface, *, layouts: Mapping[str, NodeLayout], rank: Rank
+    graph: Graph,
+    interface: BlockInterface,
+    *,
+    layouts: Mapping[str, NodeLayout],
+    rank: Rank,
+    num_microbatches: int = 1,
 ) -> fx.GraphModule:
-    """One rank's module of a block; raises ``PlanError`` where a layout does not fit."""
+    """One rank's module of a block; raises ``PlanError`` where a layout does not fit.
+
+    Sums over the rows are multiplied by ``num_microbatches`` (``Graph.accumulation``).
+    """
     body, values = fx.Graph(), _Values()
     for key, layout in interface.inputs.items():
         ref = parse_key(key)
@@ -90,8 +111,14 @@ def localize_block(
         held = body.get_attr(name)
         part = body.create_node("call_function", local_tensor, (held,), name=_identifier(name))
         values.made[Ref(name)] = (part, layout)
+    for key in interface.counts:
+        values.counts[key] = body.placeholder(_identifier(key))
     for name in interface.nodes:
         _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
+        if num_microbatches > 1 and name in graph.accumulation.sums:
+            summed, made = values.made[Ref(name)]
+            scaled = body.call_function(torch.ops.aten.mul.Scalar, (summed, num_microbatches))
+            values.made[Ref(name)] = (scaled, made)
     results = [
         _in_layout(body, values, graph, parse_key(key), wanted=layout, rank=rank)
         for key, layout in interface.outputs.items()
@@ -112,7 +139,11 @@ def _localize_node(
         for ref, wanted in zip(refs, layout.inputs, strict=True)
     ]
     specs = tuple(graph.spec(ref) for ref in refs)
-    call = local_call(node, layout, specs, rank=rank, values=inputs)
+    batch_dims = graph.batch_dims.get(node.name, ())
+    call = local_call(
+        node, layout, specs, rank=rank, values=inputs, batch_dim=next(iter(batch_dims), None),
+        count=values.counts.get(count_key(node.name)),
+    )  # fmt: skip
     result = body.create_node(
         "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
     )
@@ -131,6 +162,8 @@ def _in_layout(
 ) -> fx.Node:
     """A value in the wanted layout, converted if it is not."""
     value, layout = values.made[ref]
+    if total_key(ref) in values.counts:
+        value, layout = values.counts[total_key(ref)], (INVARIANT,) * len(layout)
     spec = graph.spec(ref)
     wanted = held_layout(wanted, spec)
     steps = conversion_steps(held_layout(layout, spec), wanted)

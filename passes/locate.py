@@ -65,6 +65,17 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
     )
 
 
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """The path of the innermost submodule in whose forward an error was raised, or ""."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    found = ""
+    for frame, _ in _frames(error):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            found = paths.get(id(owner), found)
+    return found
+
+
 def _first_lines(text: str, limit: int = 400) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:3])[:limit]

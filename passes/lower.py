@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,19 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ..planner.errors import CaptureError
-from ..planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ..planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
+from .batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
+from .functionalize import functional_path
 from .interpret import LITERAL
 from .locate import user_source
-from .ops import has_argument, path_of
+from .ops import has_argument, mutated_argument, path_of
 
 LITERAL_ELEMENTS = 4096
 """Up to this size a tensor that the model's code makes of numbers is written in the graph."""
 
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
+_BROADCAST = "aten.broadcast_tensors.default"
 _DETACHES = frozenset({"aten.detach.default", "aten.detach_.default"})
 _SIZED = {
     "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
@@ -49,23 +53,26 @@ class _Lowering:
     prefix: str
     inputs: list[str]
     tied: Mapping[str, str]
+    rules: Mapping[str, OpRule] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     literals: dict[str, Tensor] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     renamed: dict[str, Ref] = field(default_factory=dict)
+    updates: dict[str, Ref] = field(default_factory=dict)
     grad_enabled: bool = True
 
 
 def lower(
     exported: ExportedProgram, *, prefix: str, inputs: list[str], tied: Mapping[str, str],
-    batch_size: int,
+    batch_size: int, rules: Mapping[str, OpRule] | None = None,
 ) -> tuple[Graph, dict[str, Tensor]]:  # fmt: skip
     """The graph of an exported program, and the literal tensors that its code makes.
 
     ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of
-    the user inputs in order, ``tied`` maps further names of parameters to the first.
+    the user inputs in order, ``tied`` maps further names of parameters to the first,
+    ``rules`` are those of the user's ops by their path.
     """
-    state = _Lowering(exported, prefix, inputs, tied)
+    state = _Lowering(exported, prefix, inputs, tied, rules or {})
     remaining = list(inputs)
     kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     loss: Ref | None = None
@@ -74,11 +81,15 @@ def lower(
             state.values[node] = _placeholder(state, node, kinds[node.name], remaining)
         elif node.op == "output":
             loss = state.values[node.args[0][_loss_position(exported)]]
+            _take_updates(state, node.args[0])
         else:
             _lower_node(state, node, exported.graph_module)
     assert isinstance(loss, Ref)
     used_ties = {name: first for name, first in tied.items() if first in state.nodes}
-    return Graph(tuple(state.nodes.values()), loss, batch_size, tied=used_ties), state.literals
+    graph = Graph(
+        tuple(state.nodes.values()), loss, batch_size, tied=used_ties, updates=state.updates
+    )
+    return graph, state.literals
 
 
 def _placeholder(state: _Lowering, node: fx.Node, spec: Any, remaining: list[str]) -> Ref:
@@ -152,7 +163,7 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     if path.rsplit(".", 1)[0] in _DROPPED or path.startswith("aten.sym_"):
         return
     args = tuple(_arguments(state, arg) for arg in node.args)
-    if path in _ALIASES:
+    if path in _ALIASES or (path == _BROADCAST and _are_equal(state, args[0])):
         state.values[node] = args[0]
         return
     kwargs = {key: _arguments(state, arg) for key, arg in node.kwargs.items()}
@@ -173,13 +184,49 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     if not outputs:
         return
     path, args, kwargs = _canonical(path, args, kwargs, outputs[0])
+    if path in BATCH_NORMS:
+        path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
+    written = mutated_argument(path) and functional_path(path)
     state.values[node] = _add(
         state,
         Node(
-            node.name, "op", path, args, kwargs, outputs,
+            node.name, "op", written or path, args, kwargs, outputs,
             module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
+            rule=state.rules.get(path),
         ),
     )  # fmt: skip
+    if written:
+        _write(state, args[0], state.values[node])
+    elif path == BATCH_NORM_WITH_BUFFERS:
+        for index, held in ((3, args[3]), (4, args[4])):
+            _write(state, held, Ref(state.values[node].name, index))
+
+
+def _write(state: _Lowering, old: Any, new: Ref) -> None:
+    """From here on ``old`` has the value ``new``; if it is a buffer, the model keeps that."""
+    if not isinstance(old, Ref):
+        return
+    for holder, value in state.values.items():
+        if value == old:
+            state.values[holder] = new
+    for name, latest in state.updates.items():
+        if latest == old:
+            state.updates[name] = new
+    if state.nodes[old.name].kind == "buffer":
+        state.updates[old.name] = new
+
+
+def _take_updates(state: _Lowering, results: Any) -> None:
+    """The buffers whose new values the program returns, as ``torch.export`` functionalizes."""
+    for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            target = str(spec.target).removeprefix(state.prefix + ".")
+            state.updates[state.tied.get(target, target)] = _arguments(state, result)
+
+
+def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
+    """Whether values have one shape, so that broadcasting them together changes none."""
+    return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
@@ -218,9 +265,7 @@ def _add(state: _Lowering, node: Node) -> Ref:
     while name in state.nodes:
         name += "_"
     if name != node.name:
-        node = Node(
-            name, node.kind, node.op, node.args, node.kwargs, node.outputs, node.module, node.source
-        )
+        node = replace(node, name=name)
     state.nodes[name] = node
     return Ref(name)
 

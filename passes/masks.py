@@ -41,7 +41,7 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     candidates = [
         node
         for node in graph.nodes
-        if node.kind == "constant" and _can_evaluate(graph, node.name, buffers)
+        if node.kind == "constant" and can_evaluate(graph, node.name, buffers)
         and (_batch_sized(node, graph.batch_size) or _masks_attention(graph, node.name))
         and any(graph[user].kind == "op" for user in graph.users[node.name])
     ]  # fmt: skip
@@ -52,7 +52,8 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     return graph
 
 
-def _can_evaluate(graph: Graph, name: str, buffers: Mapping[str, Tensor]) -> bool:
+def can_evaluate(graph: Graph, name: str, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether a constant's value can be had here: it is small, and all it reads is known."""
     nodes = [graph[ancestor] for ancestor in ancestors(graph, [name])]
     return all(
         node.spec.numel <= LIMIT_ELEMENTS and (node.kind != "buffer" or node.name in buffers)

@@ -7,6 +7,9 @@ from functools import cache
 import torch
 from torch._ops import OpOverload
 
+from . import experts as experts
+from . import random_ops as random_ops  # these register the ops of the namespace autoparallel
+
 
 @cache
 def resolve(path: str) -> OpOverload:
@@ -55,7 +58,7 @@ def has_argument(path: str, name: str) -> bool:
 def is_random(path: str) -> bool:
     """Whether the op draws from the random generator (dropout counts, whatever its rate)."""
     op = resolve(path)
-    return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path
+    return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
 
 
 @cache
@@ -63,3 +66,9 @@ def is_pointwise(path: str) -> bool:
     """Whether the op computes each element of its broadcast inputs by itself."""
     op = resolve(path)
     return torch.Tag.pointwise in op.tags or path.startswith("aten.masked_fill.")
+
+
+def forget() -> None:
+    """Forget what was looked up: a user's op was registered anew."""
+    for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
+        cached.cache_clear()

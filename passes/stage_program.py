@@ -8,15 +8,18 @@ parameters, receives values, runs the blocks in order, and sends values.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
 from ..planner.graph import Block, Blocks, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT, REPLICATE, Layout, Mesh
 from ..planner.plan import Plan, Recompute, StagePlan
+from .accumulate import Counting, build_counting, counts_used
 from .collectives import Communicator, Rank
 from .localize import BlockInterface, localize_block, parse_key, value_key
+from .random_ops import Draws
 from .stage_cut import (
     Boundary,
     boundaries,
@@ -75,6 +78,10 @@ class StageProgram:
     ``inputs`` (of the batch), ``constants`` and shared ``buffers`` are what the stage's
     blocks take besides each other's outputs and what it receives. ``layouts`` tells how the
     values that blocks hand on are held. ``loss`` is its key in the stage that makes it; it is I.
+    ``draws`` says what the blocks' random ops draw for; the executor keeps it up to date.
+    ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
+    as the buffer is held; such buffers are shared. ``counting`` gives what blocks take that
+    depends on all micro-batches.
     """
 
     index: int
@@ -89,6 +96,9 @@ class StageProgram:
     sends: tuple[Boundary, ...]
     layouts: Mapping[str, Layout]
     loss: str | None
+    draws: Draws = field(default_factory=Draws)
+    updates: Mapping[str, str] = field(default_factory=dict)
+    counting: Counting | None = None
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,16 @@ class _Stage:
     blocks: Blocks
     plan: StagePlan
     rank: Rank
+    num_microbatches: int
     uses: Mapping[Ref, tuple[int, ...]]
     leaves: Mapping[str, Held | ParameterProgram]
     received: Mapping[str, Layout]
     sent: frozenset[str]
+
+    @cached_property
+    def updated(self) -> dict[Ref, str]:
+        """The buffer that each new value of one is for."""
+        return {ref: name for name, ref in self.graph.updates.items() if name in self.leaves}
 
 
 def build_stage(
@@ -126,7 +142,8 @@ def build_stage(
     receives = tuple(b for b in crossing if b.target_stage == stage_index)
     sends = tuple(b for b in crossing if b.source_stage == stage_index)
     stage = _Stage(
-        graph, blocks, own, Rank(own.mesh, coordinates, communicator), uses, leaves,
+        graph, blocks, own, Rank(own.mesh, coordinates, communicator), plan.num_microbatches, uses,
+        leaves,
         {b.key: b.target_layout for b in receives}, frozenset(b.key for b in sends),
     )  # fmt: skip
     made: dict[str, Layout] = {}
@@ -145,7 +162,18 @@ def build_stage(
         constants={n: h for n, h in leaves.items()
                    if isinstance(h, Held) and of_kind[n] == "constant"},
         receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
+        draws=stage.rank.draws,
+        counting=build_counting(graph, _counts(graph, blocks, plan, positions),
+                                plan.num_microbatches),
+        updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
     )  # fmt: skip
+
+
+def _counts(graph: Graph, blocks: Blocks, plan: Plan, positions: range) -> tuple[str, ...]:
+    """The keys of what a stage's blocks take that depends on all micro-batches."""
+    if plan.num_microbatches == 1:
+        return ()
+    return counts_used(graph, (n for at in positions for n in blocks.blocks[at].nodes))
 
 
 def _leaves(
@@ -168,7 +196,8 @@ def _leaves(
             leaves[name] = ParameterProgram(node.spec, held, len(positions) > 1)
         elif node.kind == "buffer":
             held = _agreed_layout(wanted[ref])
-            leaves[name] = ParameterProgram(node.spec, held, len(positions) > 1)
+            is_shared = len(positions) > 1 or name in graph.updates
+            leaves[name] = ParameterProgram(node.spec, held, is_shared)
         elif node.kind == "input":
             leaves[name] = Held(node.spec, boundary_layout(layout))
         elif node.kind == "constant":
@@ -205,12 +234,15 @@ def _build_block(
         key: _output_layout(stage, key, layouts[parse_key(key).name].outputs[parse_key(key).index])
         for key in _outputs(stage, block, position)
     }
-    interface = BlockInterface(block.nodes, inputs, held, outputs)
-    module = localize_block(stage.graph, interface, layouts=layouts, rank=stage.rank)
+    counts = counts_used(stage.graph, block.nodes) if stage.num_microbatches > 1 else ()
+    module = localize_block(
+        stage.graph, BlockInterface(block.nodes, inputs, held, outputs, counts),
+        layouts=layouts, rank=stage.rank, num_microbatches=stage.num_microbatches,
+    )  # fmt: skip
     made.update(outputs)
     return BlockProgram(
         name=block.name, kind=block.kind, module=module,
-        inputs=tuple(inputs), outputs=tuple(outputs),
+        inputs=(*inputs, *counts), outputs=tuple(outputs),
         parameters=tuple(n for n in held if stage.graph[n].kind == "parameter"),
         buffers=tuple(n for n in held if stage.graph[n].kind == "buffer"),
         recompute=recompute,
@@ -241,7 +273,8 @@ def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
         for index in range(len(stage.graph[name].outputs)):
             ref = Ref(name, index)
             used_later = stage.uses.get(ref, (position,))[-1] > position
-            if used_later or value_key(ref) in stage.sent or ref == stage.graph.loss:
+            is_kept = ref == stage.graph.loss or ref in stage.updated
+            if used_later or value_key(ref) in stage.sent or is_kept:
                 keys.append(value_key(ref))
     return tuple(keys)
 
@@ -249,4 +282,6 @@ def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
 def _output_layout(stage: _Stage, key: str, layout: Layout) -> Layout:
     if parse_key(key) == stage.graph.loss:
         return (INVARIANT,) * len(layout)
+    if parse_key(key) in stage.updated:
+        return stage.leaves[stage.updated[parse_key(key)]].layout
     return boundary_layout(layout) if key in stage.sent else layout

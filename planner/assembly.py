@@ -62,9 +62,10 @@ class Assembly:
 
     def position(self, name: str) -> int:
         """Where the decision of a member is in the list."""
-        owner, _ = self.model.home(name)
-        if owner == name:
+        structure = self.model.structure
+        if structure.graph[name].kind == "parameter" and structure.is_shared(name):
             return self.start[name]
+        owner, _ = self.model.home(name)
         return self.start[owner] + self.model.kind(owner).where[name]
 
     def problem(self, setting: Setting) -> Problem:

@@ -12,14 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .graph import Graph, Node, Ref
+from .graph import Accumulation, Graph, Node, Ref
 from .layout import PARTIAL, Placement, shard
+from .rules.annotation import FLOATS
+from .rules.case import argument
 from .rules.strategies import op_strategies
-from .rules.table import packet
+from .rules.table import LOSSES, packet
 from .strategy import AxisStrategy
 
 BatchDims = dict[str, tuple[int | None, ...]]
 _Labels = dict[Ref, Placement]
+
+CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
+_MEAN = 1
+_RANDOM = frozenset(("rand", "randn", "randint", "bernoulli", "rand_like", "randn_like", "dropout"))
 
 _FILLS = frozenset(
     ("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like",
@@ -35,12 +42,25 @@ def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None
     batch size can be had by repeating one. Returns None when the batch cannot be followed:
     a row meets another one before the loss, or ``batch_size`` is below 2.
     """
+    found = find_batch(graph)
+    return None if found is None else found[0]
+
+
+def find_batch(
+    graph: Graph,
+) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
+    """The batch dimensions, and how the losses of micro-batches add up; None as above.
+
+    A sum over rows that depends on no parameter may be used as if it were whole: it is one
+    of ``Accumulation.totals``.
+    """
     if graph.batch_size < 2:
         return None
-    labels = _Propagation(graph).run()
+    propagation = _Propagation(graph)
+    labels = propagation.run()
     if labels is None or labels.get(graph.loss) != PARTIAL:
         return None
-    return {
+    dims = {
         node.name: tuple(
             placement.dim if (placement := labels.get(Ref(node.name, index))) and placement.is_shard
             else None
@@ -48,6 +68,57 @@ def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None
         )
         for node in graph
     }  # fmt: skip
+    return dims, _accumulation(graph, labels, tuple(propagation.totals))
+
+
+def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Accumulation:
+    sums: list[str] = []
+    counted: list[str] = []
+    mixing = [ref.name for ref in graph.updates.values()]
+    for node in graph:
+        if node.kind != "op":
+            continue
+        held = [label for ref in node.inputs if (label := labels.get(ref)) and label.is_shard]
+        is_reduced = labels.get(Ref(node.name)) == PARTIAL
+        name = packet(node.op)
+        if held and is_reduced and not is_mean(node):
+            sums.append(node.name)
+        elif held and is_reduced and name in CLASS_LOSSES and _has_classes(graph, node):
+            group = counted if all(is_data(graph, ref) for ref in node.inputs[1:]) else mixing
+            group.append(node.name)
+        elif held and name in BATCH_NORMS and argument(node, 5, "training"):
+            mixing.append(node.name)
+    return Accumulation(tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)))
+
+
+def is_mean(node: Node) -> bool:
+    """Whether a reduction divides by the number of what it reduces."""
+    name = packet(node.op)
+    if name in CLASS_LOSSES:
+        return bool(argument(node, 3, "reduction", _MEAN) == _MEAN)
+    if name in LOSSES:
+        return bool(argument(node, LOSSES[name], "reduction", _MEAN) == _MEAN)
+    return name == "mean"
+
+
+def _has_classes(graph: Graph, node: Node) -> bool:
+    """Whether a class loss has class numbers as targets, of which some may be ignored."""
+    return graph.spec(node.inputs[1]).dtype not in FLOATS
+
+
+def is_data(graph: Graph, ref: Ref) -> bool:
+    """Whether a value depends on the batch and on constants alone, and has no gradient."""
+    pending, seen = [ref.name], set[str]()
+    while pending:
+        node = graph[pending.pop()]
+        if node.name in seen:
+            continue
+        seen.add(node.name)
+        is_changing = node.kind == "parameter" or node.name in graph.updates
+        if is_changing or packet(node.op) in _RANDOM or any(s.requires_grad for s in node.outputs):
+            return False
+        pending.extend(source.name for source in node.inputs)
+    return True
 
 
 class _Propagation:
@@ -56,17 +127,42 @@ class _Propagation:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.labels: _Labels = {}
+        self.totals: dict[Ref, None] = {}
         self._strategies: dict[str, tuple[AxisStrategy, ...]] = {}
         self._equal_rows: dict[tuple[Ref, int], bool] = {}
 
     def run(self) -> _Labels | None:
-        for node in self.graph.inputs:
-            if node.spec.shape[:1] == (self.graph.batch_size,):
-                self.labels[Ref(node.name)] = shard(0)
         operations = [node for node in self.graph if node.kind == "op"]
-        if not all(self._advance(node) for node in operations):
-            return None
+        self._start()
+        position = 0
+        while position < len(operations):
+            if self._advance(operations[position]):
+                position += 1
+            elif self._add_total(operations[position]):
+                self._start()
+                position = 0
+            else:
+                return None
         return self.labels if all(self._holds(node) for node in operations) else None
+
+    def _start(self) -> None:
+        self.labels = {
+            Ref(node.name): shard(0)
+            for node in self.graph.inputs
+            if node.spec.shape[:1] == (self.graph.batch_size,)
+        }
+
+    def _used(self, ref: Ref) -> Placement | None:
+        """The label that a value has for those who use it."""
+        return None if ref in self.totals else self.labels.get(ref)
+
+    def _add_total(self, node: Node) -> bool:
+        """Make a sum over the batch's data that a node uses a total; False if there is none."""
+        for ref in node.inputs:
+            if self._used(ref) == PARTIAL and is_data(self.graph, ref):
+                self.totals[ref] = None
+                return True
+        return False
 
     def strategies(self, node: Node) -> tuple[AxisStrategy, ...]:
         if node.name not in self._strategies:
@@ -77,7 +173,7 @@ class _Propagation:
     def _advance(self, node: Node) -> bool:
         """Label a node's outputs from its inputs; False when no strategy continues them."""
         refs = node.inputs
-        held = [self.labels.get(ref) for ref in refs]
+        held = [self._used(ref) for ref in refs]
         if not any(held) or (node.outputs and Ref(node.name) in self.labels):
             return True
         candidates = [strategy for strategy in self.strategies(node) if _continues(strategy, held)]
@@ -104,13 +200,12 @@ class _Propagation:
 
     def _demand(self, ref: Ref, placement: Placement, found: _Labels) -> bool:
         """Split a value that no input of the batch reaches; new labels go to ``found``."""
-        held = self.labels.get(ref, found.get(ref))
+        held = None if ref in self.totals else self.labels.get(ref, found.get(ref))
         if held is not None:
             return held == placement
         node = self.graph[ref.name]
         if node.kind == "constant":
-            is_row = node.outputs[ref.index].shape[placement.dim] == self.graph.batch_size
-            if is_row and self.has_equal_rows(ref, placement.dim):
+            if self.has_equal_rows(ref, placement.dim):
                 found[ref] = placement
                 return True
             return False
@@ -128,7 +223,7 @@ class _Propagation:
 
     def _holds(self, node: Node) -> bool:
         """Whether some strategy agrees with all the labels around a node."""
-        held = [self.labels.get(ref) for ref in node.inputs]
+        held = [self._used(ref) for ref in node.inputs]
         made = [self.labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
         if not any(held) and not any(made):
             return True
@@ -150,7 +245,7 @@ class _Propagation:
         node = self.graph[ref.name]
         if node.kind != "constant" or not node.op:
             return False
-        if packet(node.op) in _FILLS:
+        if packet(node.op) in _FILLS or self._repeats(node, dim):
             return True
         return any(
             strategy.outputs[ref.index] == shard(dim)
@@ -163,6 +258,14 @@ class _Propagation:
             )
             for strategy in self.strategies(node)
         )
+
+    def _repeats(self, node: Node, dim: int) -> bool:
+        """Whether an op lays copies of all it reads along ``dim``, some for each row."""
+        if packet(node.op) not in ("repeat", "tile"):
+            return False
+        missing = len(node.spec.shape) - len(node.args[1])
+        times = node.args[1][dim - missing] if dim >= missing else 1
+        return isinstance(times, int) and times % self.graph.batch_size == 0
 
     def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
         """Whether an input is an index into equal rows: whatever it says, they are equal."""

@@ -14,7 +14,7 @@ from itertools import product
 from .graph import Graph, Node, TensorSpec
 from .layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
 from .prices import Prices
-from .strategy import AxisStrategy, InnerCollective, NodeLayout, combine
+from .strategy import AxisStrategy, InnerCollective, NodeLayout, combine, keeps_groups
 
 Inner = tuple[tuple[int, InnerCollective], ...]
 
@@ -50,6 +50,8 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
     ]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Way] = {}
     for strategies in product(*per_axis):
+        if not keeps_groups(strategies, prices.mesh.shape):
+            continue
         layout = combine(strategies)
         if not specs:
             layout = NodeLayout((), layout.outputs, layout.labels)
@@ -151,7 +153,7 @@ def _parameters_split(
     wide = [
         position
         for position, ref in enumerate(node.inputs)
-        if graph[ref.name].kind == "parameter" and len(graph.spec(ref).shape) >= 2
+        if _is_weight(graph[ref.name], graph) and len(graph.spec(ref).shape) >= 2
     ]
     fitting = tuple(
         strategy
@@ -159,6 +161,12 @@ def _parameters_split(
         if all(strategy.inputs[position].is_shard for position in wide)
     )
     return fitting or strategies
+
+
+def _is_weight(node: Node, graph: Graph) -> bool:
+    """Whether a node is a parameter, or the parts of one (a fused weight's)."""
+    is_cut = node.kind == "op" and node.op.startswith("aten.split_with_sizes.")
+    return node.kind == "parameter" or (is_cut and _is_weight(graph[node.inputs[0].name], graph))
 
 
 def _fits_batch(dim: int | None, placement: Placement) -> bool:

@@ -51,6 +51,18 @@ class Ref:
     index: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """How an op that the user registered can be split; it travels with the op's nodes.
+
+    ``annotation`` is in the grammar of ``planner.rules.annotation``. ``flops`` gives the
+    forward's from the (local) shapes of the input tensors.
+    """
+
+    annotation: str
+    flops: Callable[..., float] | None = None
+
+
 NodeKind = Literal["input", "parameter", "buffer", "constant", "op"]
 
 
@@ -69,7 +81,7 @@ class Node:
     ``op`` is a ``torch.ops`` path such as ``"aten.linear.default"`` (empty for leaves).
     ``args``/``kwargs`` hold literals, ``Ref``s and lists of them, as the op is called.
     ``outputs`` has one spec per output. ``module`` is the module path that made the node,
-    ``source`` the user's ``file:line``.
+    ``source`` the user's ``file:line``. ``rule`` is that of an op which the user registered.
     """
 
     name: str
@@ -80,6 +92,7 @@ class Node:
     outputs: tuple[TensorSpec, ...] = ()
     module: str = ""
     source: str = ""
+    rule: OpRule | None = None
 
     @property
     def spec(self) -> TensorSpec:
@@ -105,6 +118,26 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How the losses of micro-batches make up the loss of the batch.
+
+    The batch's loss, and its gradient, is the mean over the micro-batches if in each of them
+      - what the nodes ``sums`` make (sums over the rows) is multiplied by their number;
+      - the class losses ``counted`` divide by the mean of all micro-batches' counts of
+        targets, where each would divide by its own;
+      - a value in ``totals`` (sums over rows that no parameter enters: counts of a mask) is
+        replaced, for those who use it, by its sum over all micro-batches.
+    ``mixing`` are nodes in which rows see each other (``batch_norm``): with several
+    micro-batches rows see those of their micro-batch only, as in gradient accumulation.
+    """
+
+    sums: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
+    totals: tuple[Ref, ...] = ()
+    mixing: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Graph:
     """The nodes in topological order and the loss they lead to.
@@ -112,7 +145,8 @@ class Graph:
     ``loss`` is a scalar. ``batch_size`` is the batch that the shapes are for.
     ``batch_dims[name][i]`` is the dimension of output ``i`` that counts the batch, or None;
     a graph without ``batch_dims`` cannot be split into micro-batches.
-    ``tied`` maps each further name of a tied parameter to the name of its node.
+    ``tied`` maps each further name of a tied parameter to the name of its node. ``updates``
+    maps each buffer that a forward changes to its new value; the nodes read the old one.
     """
 
     nodes: tuple[Node, ...]
@@ -120,6 +154,8 @@ class Graph:
     batch_size: int
     batch_dims: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
+    updates: Mapping[str, Ref] = field(default_factory=dict)
+    accumulation: Accumulation = field(default_factory=Accumulation)
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -177,7 +213,9 @@ class Graph:
              [self._shape_without_batch(node, index) for index in range(len(node.outputs))]]
             for node in self.nodes
         ]  # fmt: skip
-        text = json.dumps([lines, self.loss.name, self.loss.index, sorted(self.tied.items())])
+        written = [[name, ref.name, ref.index] for name, ref in sorted(self.updates.items())]
+        ends = [self.loss.name, self.loss.index, sorted(self.tied.items())]
+        text = json.dumps([lines, *ends, *([written] if written else [])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _shape_without_batch(self, node: Node, index: int) -> list[int]:

@@ -47,7 +47,11 @@ def _host_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[int, ...]:
-    """The rows a micro-batch may have, the likeliest first. Raises ``UsageError`` if none."""
+    """The rows a micro-batch may have, the likeliest first. Raises ``UsageError`` if none.
+
+    Where rows see each other (``batch_norm``) the batch is one micro-batch, which alone is
+    exact, unless the request says otherwise.
+    """
     batch, forced = request.global_batch, request.forced
     if forced.num_microbatches is not None and batch % forced.num_microbatches:
         raise UsageError(
@@ -58,7 +62,9 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
         )
     if not graph.batch_dims:
         return _captured_rows(graph, request)
-    rows = divisors(batch)
+    rows = (batch,) if graph.accumulation.mixing else divisors(batch)
+    if graph.accumulation.mixing and forced.num_microbatches is not None:
+        rows = divisors(batch)
     if request.microbatch_size is not None:
         rows = (request.microbatch_size,)
     if forced.num_microbatches is not None:

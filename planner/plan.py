@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
@@ -107,7 +107,12 @@ class SolverInfo:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a training run needs; ``run`` uses exactly it."""
+    """Everything that a training run needs; ``run`` uses exactly it.
+
+    ``replicated_ops`` have no rule; ``replicated_seconds`` are those of a step that every
+    rank spends on the whole of each. ``undivided`` says which ops run whole because an axis
+    does not divide them.
+    """
 
     model: ModelInfo
     cluster: Cluster
@@ -118,6 +123,8 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     solver: SolverInfo
     replicated_ops: tuple[str, ...] = ()
+    replicated_seconds: Mapping[str, float] = field(default_factory=dict)
+    undivided: tuple[str, ...] = ()
     version: str = ""
     torch_version: str = ""
     schema: int = SCHEMA

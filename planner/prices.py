@@ -259,7 +259,7 @@ class Prices:
         sync = forward = backward = 0.0
         shards = 1 if held[0].is_shard else self.shards
         if not spec.requires_grad:
-            return Seconds(), StateBytes(parameters=parameter_bytes)
+            return self._frozen(numel, zero if shards > 1 else 0, shards)
         if shards > 1:
             gather = self._streamed("all_gather", parameter_bytes)
             scatter = self._streamed("reduce_scatter", gradient_bytes)
@@ -288,6 +288,21 @@ class Prices:
         )
         gathered = parameter_bytes if zero == 3 and shards > 1 else 0
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
+
+    def _frozen(self, numel: int, zero: int, shards: int) -> tuple[Seconds, StateBytes]:
+        """A parameter that is not trained: sharded and gathered like others, and no more."""
+        gathered_bytes = numel * self.policy.gathered_bytes
+        held = state_bytes(numel, self.policy, zero, shards, wrapped=shards > 1 and zero > 0)
+        states = StateBytes(parameters=held.parameters)
+        if zero == 0:
+            return Seconds(), states
+        gather = self._streamed("all_gather", gathered_bytes)
+        if zero < 3:
+            return Seconds(gradient_sync=gather), states
+        return (
+            Seconds(forward_states=gather, backward_states=gather),
+            StateBytes(parameters=held.parameters, gathered=gathered_bytes),
+        )
 
     @property
     def _step_bytes(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..cost_model.cluster import Cluster
 from ..cost_model.compute import peak_flops
 from .choices import input_specs
-from .graph import Graph
+from .graph import Graph, Node
 from .inter_op import StageChoice
 from .intra_op import StageAnswer
 from .layout import INVARIANT, Layout, conversion_steps
@@ -33,6 +33,7 @@ from .stage_cost import StageCost
 from .stage_model import StageModel
 from .strategy import NodeLayout
 from .structure import Structure
+from .undivided import undivided
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ def make_plan(
     gap = max(answer.gap for _, answer in best.answers)
     rules = best.answers[0][0].prices.rules
     has_rule = getattr(rules, "has_rule", lambda op: True)
+    without = [n for n in graph if n.kind == "op" and n.rule is None and not has_rule(n.op)]
+    replicated = _replicated_seconds(without, structure, best, request)
     return Plan(
         model=ModelInfo(
             target=request.target,
@@ -112,10 +115,39 @@ def make_plan(
         prediction=_prediction(best, cluster, request),
         alternatives=alternatives(best, losers),
         solver=SolverInfo(gap, num_problems, dict(seconds)),
-        replicated_ops=tuple(
-            sorted({node.op for node in graph if node.kind == "op" and not has_rule(node.op)})
-        ),
+        replicated_ops=tuple(replicated),
+        replicated_seconds=replicated,
+        undivided=_undivided(structure, best),
     )
+
+
+def _undivided(structure: Structure, best: Candidate) -> tuple[str, ...]:
+    """What the stages' axes do not divide, each kind of block told once."""
+    found: dict[str, None] = {}
+    for (model, answer), choice in zip(best.answers, best.stages, strict=True):
+        run = structure.blocks.blocks[choice.start : choice.stop]
+        kinds = {block.kind: structure.blocks.kinds[block.kind] for block in run}
+        names = [name for block in kinds.values() for name in block.nodes]
+        lines = undivided(model.structure.graph, names, _layouts(model, answer), model.prices)
+        found.update(dict.fromkeys(lines))
+    return tuple(found)
+
+
+def _replicated_seconds(
+    nodes: Iterable[Node], structure: Structure, best: Candidate, request: Request
+) -> dict[str, float]:
+    """For each op without a rule the seconds of a step that every rank spends on all of it."""
+    graph = structure.graph.with_batch_size(request.global_batch // best.num_microbatches)
+    prices = best.answers[0][0].prices
+    whole = (INVARIANT,) * len(prices.mesh.shape)
+    found: dict[str, float] = {}
+    for name in (node.name for node in nodes):
+        node = graph[name]
+        specs = input_specs(node, graph)
+        layout = NodeLayout((whole,) * len(specs), (whole,) * len(node.outputs))
+        seconds = sum(prices.compute(node, specs, layout)) * best.num_microbatches
+        found[node.op] = found.get(node.op, 0.0) + seconds
+    return dict(sorted(found.items()))
 
 
 def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternative, ...]:

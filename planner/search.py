@@ -2,9 +2,10 @@
 
 In: the graph, its blocks, a cluster, a request. Out: the plan, with the candidates that
 lost. Micro-batch sizes are the outer loop; for each, stage costs come from the integer
-programs (``intra_op``), pipelines from the dynamic program (``inter_op``). The best
-``top`` candidates are solved again with every ZeRO stage and recompute level for themselves
-and simulated under every schedule that is allowed; the fastest simulated one wins.
+programs (``intra_op``), pipelines from the dynamic program (``inter_op``). Of the best
+``4 top`` of those, the ``top`` that simulate fastest are solved again with every ZeRO stage
+and recompute level for themselves and simulated under every schedule that is allowed; the
+fastest simulated one wins.
 """
 
 from __future__ import annotations
@@ -74,11 +75,13 @@ def plan(
     drafts.sort(key=lambda draft: draft.seconds)
     if observe is not None:
         observe("refining the best", len(rows), len(rows))
-    candidates = [c for draft in drafts[: request.top] for c in search.refined(draft)]
+    drawn = [(search.candidate(draft), draft) for draft in drafts[: 4 * request.top]]
+    drawn.sort(key=lambda pair: pair[0].step_seconds)
+    candidates = [c for _, draft in drawn[: request.top] for c in search.refined(draft)]
     candidates.sort(key=lambda each: (float(f"{each.step_seconds:.6g}"), each.peak_bytes))
     best = search.freed(candidates[0])
     losers = [c for c in candidates if c is not candidates[0]]
-    losers += [search.candidate(d) for d in drafts[request.top : 4 * request.top]]
+    losers += [candidate for candidate, _ in drawn[request.top :]]
     return make_plan(search.structure, cluster, request, best, losers, search.spent())
 
 

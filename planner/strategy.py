@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .layout import Collective, Layout, Placement
@@ -27,13 +28,15 @@ class AxisStrategy:
     ``inputs`` has a placement for each of the node's ``inputs`` (in call order, a tensor
     used twice listed twice), ``outputs`` one for each output. ``label`` is the letter of
     the dimension annotation that is split (``"b"``), or ``"R"``/``"I"``/``"P"`` when the
-    op runs on whole or partial tensors.
+    op runs on whole or partial tensors. ``groups``, unless 0, is how many groups the
+    dimension has that must stay whole.
     """
 
     label: str
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     collectives: tuple[InnerCollective, ...] = ()
+    groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,12 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
         outputs=tuple(zip(*(axis.outputs for axis in axes), strict=True)),
         labels=tuple(axis.label for axis in axes),
     )
+
+
+def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
+    """Whether axes of these sizes, together, cut grouped dimensions between groups only."""
+    parts: dict[str, int] = {}
+    for axis, size in zip(axes, sizes, strict=True):
+        if axis.groups:
+            parts[axis.label] = parts.get(axis.label, 1) * size
+    return all(not axis.groups or axis.groups % parts[axis.label] == 0 for axis in axes)

@@ -35,6 +35,8 @@ def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]:
     """The meshes of a submesh that the forced degrees allow, data-parallel first.
 
+    Unless forced, "tp" stays within a host, if hosts have several devices.
+
     >>> [mesh.shape for mesh in meshes(4, 4, Forced())]
     [(4,), (2, 2), (4,)]
     """
@@ -43,7 +45,7 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
         dp = num_devices // tp
         if forced.dp not in (None, dp) or forced.tp not in (None, tp):
             continue
-        if tp > host_size and forced.tp is None and forced.dp is None:
+        if 1 < host_size < tp and forced.tp is None and forced.dp is None:
             continue
         found.append(mesh_of(dp, tp))
     return tuple(found)

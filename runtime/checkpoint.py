@@ -35,8 +35,9 @@ def save_checkpoint(
     step: int,
     elsewhere: frozenset[str] = NO_NAMES,
     tied: Mapping[str, str] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write parameters and optimizer state. Collective over all ranks.
+    """Write parameters, optimizer state and ``buffers``. Collective over all ranks.
 
     ``elsewhere`` are names that an earlier stage writes. ``tied`` maps further names of tied
     parameters to the name they are held under; they are written under all their names, so
@@ -53,27 +54,34 @@ def save_checkpoint(
             state[f"model.{name}"] = parameter.master.detach()
         for key, value in optimizer.state.get(parameter.master, {}).items():
             state[f"optimizer.{parameter.name}.{key}"] = torch.as_tensor(value)
+    state |= {f"model.{name}": buffer for name, buffer in (buffers or {}).items()}
     save(state, checkpoint_id=path)
 
 
 def load_checkpoint(
-    path: str | Path, parameters: Iterable[StageParameter], optimizer: Optimizer | None = None
+    path: str | Path,
+    parameters: Iterable[StageParameter],
+    optimizer: Optimizer | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Fill parameters and optimizer state from ``path``; returns the step it was written at.
+    """Fill parameters, optimizer state and ``buffers`` from ``path``; returns the step it was
+    written at.
 
     Collective over all ranks. Raises UsageError (AP132) where the folder is no checkpoint or
     lacks a parameter.
     """
     found = _stored_tensors(path)
     held = list(parameters)
-    missing = [p.name for p in held if f"model.{p.name}" not in found]
+    wanted = [*(p.name for p in held), *(buffers or {})]
+    missing = [name for name in wanted if f"model.{name}" not in found]
     if missing:
         raise UsageError(
-            "AP132", f"the checkpoint has no parameter {missing[0]!r}", where=str(path)
+            "AP132", f"the checkpoint has no parameter or buffer {missing[0]!r}", where=str(path)
         )
     state: dict[str, Any] = {"step": torch.zeros_like(torch.tensor(0))}
     for parameter in held:
         state[f"model.{parameter.name}"] = parameter.master.detach()
+    state |= {f"model.{name}": buffer for name, buffer in (buffers or {}).items()}
     optimizer_keys = {} if optimizer is None else _optimizer_keys(held, found)
     for key, (parameter, name) in optimizer_keys.items():
         assert optimizer is not None

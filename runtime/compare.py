@@ -19,7 +19,7 @@ from ..planner.layout import Region
 NOISE = 1e-6
 """Tensors below this share of the largest magnitude are measured against that share."""
 
-Quantity = Literal["loss", "gradient", "weight"]
+Quantity = Literal["loss", "gradient", "weight", "buffer"]
 
 
 @dataclass(frozen=True, slots=True)

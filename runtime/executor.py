@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..passes.random_ops import step_key
+from ..planner.graph import Node
 from ..planner.layout import local_region
 from .backward import around_backward
-from .data import local_inputs, local_part
+from .data import local_inputs, local_part, microbatch_rows
 from .gradients import GradientReducer
 from .stage import StageModule
 from .tied import TiedParameters
@@ -45,14 +47,24 @@ class StageExecutor:
         num_microbatches: int,
         constants: Mapping[str, Tensor] | None = None,
         tied: TiedParameters | None = None,
+        seed: int = 0,
     ) -> None:
-        """``constants`` are the whole values of the stage's constants, by name."""
+        """``constants`` are the whole values, by name, of the stage's constants and of the
+        leaves of its counting.
+
+        ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
+        another one sets ``steps_begun`` to that one's.
+        """
         self.stage = stage
         self.program = stage.program
         self.num_microbatches = num_microbatches
         self.tied = tied
+        self.seed = seed
+        self.steps_begun = 0
         self.parameters = stage.by_name
         self._constants = self._local_constants(constants or {})
+        self._whole = constants or {}
+        self._counts: Mapping[str, Tensor] = {}
         self._requires_grad = {
             boundary.key: boundary.spec.requires_grad for boundary in self.program.receives
         }
@@ -77,18 +89,33 @@ class StageExecutor:
     def begin_step(self, batch: Mapping[str, Tensor]) -> None:
         """Start a step on the global ``batch``; forget the gradients of the one before."""
         self._batch = batch
+        self.program.draws.key = step_key(self.seed, self.steps_begun)
+        self.steps_begun += torch.is_grad_enabled()
         self._in_flight.clear()
         self._losses.clear()
+        self.stage.keep_buffers()
+        if self.program.counting is not None:
+            self._counts = self.program.counting.evaluate(self._counted_input)
         self.zero_grad()
         begin_step(self.stage)
         for parameter in self.parameters.values():
             parameter.refresh()
+
+    def _counted_input(self, node: Node, microbatch: int) -> Tensor:
+        """One micro-batch's whole value of what the stage's counting reads."""
+        if node.kind != "input":
+            return self._whole[node.name].to(self.stage.device)
+        tensor = self._batch[node.name]
+        rows = microbatch_rows(node.name, tensor, node.spec, microbatch, self.num_microbatches)
+        whole = tuple((0, size) for size in node.spec.shape)
+        return local_part(rows, whole, node.spec.dtype, self.stage.device)
 
     def forward(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a micro-batch forward; returns the values that other stages get, by key.
 
         ``received`` has this rank's part of every value from other stages, by key.
         """
+        self.program.draws.microbatch = microbatch
         leaves = {
             key: value.detach().requires_grad_(self._requires_grad[key])
             for key, value in received.items()
@@ -96,7 +123,7 @@ class StageExecutor:
         inputs = local_inputs(
             self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
         )
-        outputs = self.stage({**self._constants, **inputs, **leaves})
+        outputs = self.stage({**self._constants, **self._counts, **inputs, **leaves})
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = _InFlight(leaves, outputs)
         loss = self.program.loss
@@ -175,6 +202,7 @@ class StageExecutor:
         self._reducer.finish()
         if self.tied is not None:
             self.tied.sum(self.parameters)
+        self.stage.keep_buffers()
         for parameter in self.parameters.values():
             parameter.publish()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from .parameters import StageParameter
 
@@ -30,10 +30,13 @@ def build_optimizer(
     """The optimizer of this rank's masters: the user's ``build(params)``, or AdamW.
 
     Multi-tensor kernels take tensors of one mesh at a time, so AdamW gets one group per
-    mesh and layout, and a user's group that mixes them is run tensor by tensor.
+    mesh and layout, and a user's group that mixes them is run tensor by tensor. A rank that
+    trains nothing gets an optimizer of nothing, without a call of ``build``.
     """
     masters = [p.master for p in parameters if p.spec.requires_grad]
     if build is not None:
+        if not masters:
+            return SGD([{"params": []}], lr=0.0)
         optimizer = build(masters)
         for group in optimizer.param_groups:
             if len(_by_layout(group["params"])) > 1:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from ..passes.counter_random import counter_random
+from ..passes.random_ops import step_key
 
 Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The loss of each step, the first step's gradients, and the weights after the last."""
+    """The loss of each step, the first step's gradients, weights and buffers after the last."""
 
     losses: tuple[float, ...]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def run_reference(
@@ -26,11 +30,17 @@ def run_reference(
     *,
     loss: Callable[[nn.Module, Batch], torch.Tensor],
     build_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+    seed: int = 0,
+    split: Callable[[Batch], Sequence[Batch]] = lambda batch: (batch,),
+    random_dims: Mapping[int, int] | None = None,
 ) -> Reference:
     """Train ``model`` for one step per batch, whole batches at once, on its own device.
 
     ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name.
-    A parameter that gets no gradient has none in ``gradients``.
+    A parameter that gets no gradient has none in ``gradients``. Random calls (dropout) draw
+    what a ``Trainer`` of the same ``seed`` draws. ``split`` cuts a batch into micro-batches
+    whose gradients are averaged, where a plan accumulates over rows that see each other;
+    ``random_dims`` then are the batch dimensions of the random calls.
     """
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer([p for p in parameters.values() if p.requires_grad])
@@ -38,9 +48,14 @@ def run_reference(
     gradients: dict[str, torch.Tensor] = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
-        value = loss(model, batch)
-        value.backward()  # type: ignore[no-untyped-call]
-        losses.append(float(value.detach()))
+        parts, total = split(batch), 0.0
+        for index, part in enumerate(parts):
+            key = step_key(seed, step)
+            with counter_random(key, microbatch=index, batch_dims=random_dims):
+                value = loss(model, part) / len(parts)
+            value.backward()  # type: ignore[no-untyped-call]
+            total += float(value.detach())
+        losses.append(total)
         if step == 0:
             gradients = {
                 name: p.grad.detach().clone()
@@ -49,4 +64,5 @@ def run_reference(
             }
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in parameters.items()}
-    return Reference(tuple(losses), gradients, weights)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return Reference(tuple(losses), gradients, weights, buffers)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -25,9 +26,11 @@ from torch.utils.checkpoint import (
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
+from .shards import placements
 from .zero import apply_zero
 
 if TYPE_CHECKING:
+    from ..passes.random_ops import Draws
     from ..passes.stage_program import BlockProgram, StageProgram
 
 aten = torch.ops.aten
@@ -52,13 +55,14 @@ KEPT_BY_SELECTIVE = frozenset(
 class StageBlock(nn.Module):
     """One block: its graph, recomputed in the backward if the plan says so."""
 
-    def __init__(self, program: BlockProgram) -> None:
+    def __init__(self, program: BlockProgram, draws: Draws) -> None:
         super().__init__()
         self.name = program.name
         self.inputs = program.inputs
         self.outputs = program.outputs
         self.recompute: Recompute = program.recompute
         self.graph = program.module
+        self.draws = draws
         self.is_random = _is_random(program.module)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -74,8 +78,14 @@ class StageBlock(nn.Module):
         contexts: dict[str, Any] = {}
         if self.recompute == "selective":
             contexts["context_fn"] = _selective_contexts
+        key, microbatch = self.draws.key, self.draws.microbatch
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            with self.draws.repeated(key, microbatch):
+                return tuple(self.graph(*inputs))
+
         outputs: tuple[Tensor, ...] = checkpoint(
-            self.graph,
+            run,
             *inputs,
             use_reentrant=False,
             preserve_rng_state=self.is_random,
@@ -147,7 +157,7 @@ class StageModule(nn.Module):
         self.device_mesh = device_mesh
         self.zero = zero
         self.device = device if device is not None else torch.device(device_mesh.device_type)
-        self.blocks = nn.ModuleList(StageBlock(block) for block in program.blocks)
+        self.blocks = nn.ModuleList(StageBlock(block, program.draws) for block in program.blocks)
         self.by_name: dict[str, StageParameter] = {}
         self._shared: dict[str, str] = {}
         make = partial(
@@ -167,7 +177,8 @@ class StageModule(nn.Module):
                 + ([program.loss] if program.loss is not None else [])
             )
         )
-        self._last_use = _last_uses(program, self._leaving)
+        self._changed: dict[str, Tensor] = {}
+        self._last_use = _last_uses(program, (*self._leaving, *program.updates.values()))
 
     def _register_parameters(self, make: Callable[..., StageParameter]) -> None:
         for position, block in enumerate(self.program.blocks):
@@ -213,6 +224,23 @@ class StageModule(nn.Module):
         owner = next(block for block in self.program.blocks if name in block.buffers)
         return owner.module.get_buffer(name)
 
+    def keep_buffers(self) -> None:
+        """Write the buffers' new values, when no backward needs the old ones any more."""
+        with torch.no_grad():
+            for name, value in self._changed.items():
+                self.buffer(name).copy_(value)
+        self._changed.clear()
+
+    def changing_buffers(self) -> dict[str, DTensor]:
+        """The buffers that training changes, over the memory that this rank holds."""
+        held = self.program.buffers
+        return {
+            name: DTensor.from_local(
+                self.buffer(name), self.device_mesh, placements(held[name].layout), run_check=False
+            )
+            for name in self.program.updates
+        }
+
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """The module and attribute that parameter ``name`` is registered as."""
         parameter = self.by_name[name]
@@ -221,15 +249,18 @@ class StageModule(nn.Module):
         return get_by_path(self.program.blocks[parameter.block].module, name)
 
     def forward(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values that leave the stage, by key."""
+        """The values that leave the stage, by key; buffers get their new values."""
         known = dict(values)
         for name, attribute in self._shared.items():
             known[name] = _local(getattr(self, attribute))
+        known.update(self._changed)
         for position, block in enumerate(self.blocks):
             outputs = block(*(known[key] for key in self.program.blocks[position].inputs))
             known.update(zip(self.program.blocks[position].outputs, outputs, strict=True))
             for key in self._last_use.get(position, ()):
                 known.pop(key, None)
+        for name, key in self.program.updates.items():
+            self._changed[name] = known[key].detach()
         return {key: known[key] for key in self._leaving}
 
 
@@ -242,8 +273,8 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter if to_local is None else to_local()
 
 
-def _last_uses(program: StageProgram, leaving: tuple[str, ...]) -> dict[int, list[str]]:
-    """For each block position the keys that nobody needs after it."""
+def _last_uses(program: StageProgram, kept: tuple[str, ...]) -> dict[int, list[str]]:
+    """For each block position the keys that nobody needs after it, but those to be kept."""
     last = {
         key: position
         for position, block in enumerate(program.blocks)
@@ -251,6 +282,6 @@ def _last_uses(program: StageProgram, leaving: tuple[str, ...]) -> dict[int, lis
     }
     uses: dict[int, list[str]] = {}
     for key, position in last.items():
-        if key not in leaving:
+        if key not in kept:
             uses.setdefault(position, []).append(key)
     return uses

@@ -24,6 +24,7 @@ from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.schedules import build_schedule
 from .communicator import ProcessCommunicator
+from .data import microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
 from .materialize import materialize, materialize_deferred
@@ -57,8 +58,11 @@ class Trainer:
         device: torch.device,
         build: BuildOptimizer | None = None,
         progress: Callable[[str], None] | None = None,
+        seed: int = 0,
     ) -> None:
         """``weights`` are the initial ones, made or given by name. Collective over all ranks.
+
+        ``seed`` is of dropout and other random numbers, the same on every rank.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
         where there are fewer processes than the plan has devices.
@@ -76,7 +80,7 @@ class Trainer:
             fill_stage(self.stage, weights, self.program)
         self.parameters = {} if self.stage is None else self.stage.by_name
         self.tied = find_tied(self.stage_index, self.parameters)
-        self.executor = self._make_executor(weights)
+        self.executor = self._make_executor(weights, seed)
         self.optimizer: Optimizer = build_optimizer(self.parameters.values(), build)
         crossing = boundaries(self.program.graph, self.program.blocks, plan)
         self.runner = PipelineRunner(
@@ -106,7 +110,7 @@ class Trainer:
             device=self.device,
         )
 
-    def _make_executor(self, weights: Weights) -> StageExecutor | None:
+    def _make_executor(self, weights: Weights, seed: int) -> StageExecutor | None:
         if self.stage is None:
             return None
         return StageExecutor(
@@ -114,6 +118,7 @@ class Trainer:
             num_microbatches=self.plan.num_microbatches,
             constants=constants_of(self.program, self.stage, weights, str(self.device)),
             tied=self.tied,
+            seed=seed,
         )
 
     def inputs(self, batch: object) -> dict[str, Tensor]:
@@ -132,6 +137,23 @@ class Trainer:
     def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The loss; every parameter's gradient is complete afterwards."""
         return self.runner.step(inputs)
+
+    def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
+        """The parts of a global batch that one device has to run apart to do the same.
+
+        The whole batch, unless the plan has micro-batches and rows see each other.
+        """
+        count = self.plan.num_microbatches
+        graph = self.program.graph
+        if count == 1 or not graph.accumulation.mixing:
+            return (batch,)
+        return tuple(
+            {
+                name: microbatch_rows(name, tensor, graph[name].spec, part, count)
+                for name, tensor in batch.items()
+            }
+            for part in range(count)
+        )
 
     def use_optimizer(self, build: BuildOptimizer) -> None:
         """Replace the optimizer by ``build(parameters)``."""
@@ -195,8 +217,12 @@ def fill_stage(stage: StageModule, weights: Weights, program: Program) -> None:
 def constants_of(
     program: Program, stage: StageModule, weights: Weights, device: str
 ) -> dict[str, Tensor]:
-    """The whole values of the constants that ``stage`` uses, at the program's batch size."""
-    names = tuple(stage.program.constants)
+    """The whole values of the constants that ``stage`` uses, at the program's batch size.
+
+    With them the constants and buffers that its counting reads.
+    """
+    counting = stage.program.counting
+    names = tuple({*stage.program.constants, *(counting.leaves if counting else ())})
     needed = sorted(ancestors(program.graph, names) & set(program.buffers))
     dtype = torch.float64 if program.dtype == "float64" else None
     buffers: dict[str, Tensor] = {}

@@ -2,8 +2,8 @@
 
 In: a plan, the program and the deferred model captured in the dtype to verify in, and a
 function that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on
-every rank: the loss of each step, every gradient of the first step, every weight after the
-last, in that order of time. Collective over all ranks.
+every rank: the loss of each step, every gradient of the first step, every weight, and every
+buffer that training changes, after the last, in that order of time. Collective over all ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def verify(
         if step == 0:
             gradients = collect(trainer.parameters, graph, _gradient)
     weights = collect(trainer.parameters, graph, lambda parameter: parameter.local)
+    buffers = collect_buffers(trainer)
     result: list[Verification | None] = [None]
     if dist.get_rank() == 0:
         truth = reference()
-        result = [_compared(trainer, truth, losses, gradients, weights)]
+        result = [_compared(trainer, truth, losses, gradients, weights, buffers)]
     dist.broadcast_object_list(result, src=0)
     assert result[0] is not None
     return result[0]
@@ -60,8 +61,9 @@ def _compared(
     losses: Sequence[float],
     gradients: Mapping[str, Sequence[Piece]],
     weights: Mapping[str, Sequence[Piece]],
+    buffers: Mapping[str, Sequence[Piece]],
 ) -> Verification:
-    blocks = _block_names(trainer)
+    blocks, updates = _block_names(trainer), trainer.program.graph.updates
     step_losses = [
         Difference("loss", f"step {step}", "", abs(found - expected) / max(abs(expected), TINY))
         for step, (expected, found) in enumerate(zip(truth.losses, losses, strict=True))
@@ -71,6 +73,7 @@ def _compared(
         *compare("gradient", _in_order(truth.gradients, blocks), gradients, blocks),
         *step_losses[1:],
         *compare("weight", _in_order(truth.weights, blocks), weights, blocks),
+        *compare("buffer", _in_order(truth.buffers, updates), buffers, blocks),
     ]
     dtype = trainer.program.dtype
     return Verification(dtype, TOLERANCE[dtype], tuple(differences))
@@ -109,6 +112,24 @@ def collect(
         for pieces in gathered or ():
             for name, piece in pieces.items():
                 collected.setdefault(name, []).append(piece)
+    return collected
+
+
+def collect_buffers(trainer: Trainer) -> dict[str, list[Piece]]:
+    """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
+    stage = trainer.stage
+    own: dict[str, Piece] = {}
+    if stage is not None:
+        for name in stage.program.updates:
+            own[name] = (stage.buffer_regions[name], stage.buffer(name).detach().cpu().clone())
+    gathered: list[Any] | None = [None] * dist.get_world_size()
+    if dist.get_rank() != 0:
+        gathered = None
+    dist.gather_object(own, gathered, dst=0)
+    collected: dict[str, list[Piece]] = {}
+    for pieces in gathered or ():
+        for name, piece in pieces.items():
+            collected.setdefault(name, []).append(piece)
     return collected
 
 

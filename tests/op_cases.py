@@ -85,6 +85,11 @@ def f(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).requires_grad_()
 
 
+def single(*shape: int) -> Tensor:
+    """A differentiable tensor in float32, for ops that take no float64."""
+    return torch.randn(shape).requires_grad_()
+
+
 def positive(*shape: int) -> Tensor:
     return (torch.rand(shape, dtype=torch.float64) + 0.5).requires_grad_()
 
@@ -104,6 +109,12 @@ def below(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape)
 
 
+def distinct(high: int, *shape: int, dim: int) -> Tensor:
+    """Integers in [0, high), no two the same along ``dim``."""
+    order = torch.rand([high if at == dim else size for at, size in enumerate(shape)]).argsort(dim)
+    return order.narrow(dim, 0, shape[dim])
+
+
 def mask(*shape: int) -> Tensor:
     return torch.rand(shape) > 0.4
 
@@ -113,13 +124,44 @@ def labels(high: int, *shape: int) -> Tensor:
     return torch.where(torch.rand(shape) > 0.3, below(high, *shape), -100)
 
 
+_GATE = (
+    '[["method.chunk", [{"at": 0}, 2], {"dim": -1}], ["operator.getitem", [{"at": 1}, 0], {}], '
+    '["operator.getitem", [{"at": 1}, 1], {}], ["functional.silu", [{"at": 2}], {}], '
+    '["operator.mul", [{"at": 4}, {"at": 3}], {}]]'
+)
+
+
+def _experts() -> list[OpCase]:
+    """Experts of 12 tokens, each to 2 of 6, with and without biases."""
+    options = {"activation": _GATE, "num_experts": 6}
+    routing = (distinct(6, 12, 2, dim=1), unit(12, 2))
+    plain = (f(12, 4), *routing, f(6, 10, 4), f(6, 4, 5))
+    biased = (f(12, 4), *routing, f(6, 4, 10), f(6, 5, 4), f(6, 10), f(6, 4))
+    return [
+        OpCase("autoparallel.experts.default", plain, options),
+        OpCase("autoparallel.experts.default", biased, {**options, "transposed": True}),
+    ]
+
+
 def cases(seed: int = 0) -> list[OpCase]:
     """The whole table, with random values and sizes that axes of 2, 3 and 4 ranks divide."""
     torch.manual_seed(seed)
     made = [*_elementwise(), *_products(), *_shapes(), *_reductions(), *_losses(), *_networks()]
     return [
-        OpCase(f"aten.{op}", args, kwargs)
-        for op, args, kwargs in (_normal(entry) for entry in made)
+        *(OpCase(f"aten.{op}", args, kwargs) for op, args, kwargs in map(_normal, made)),
+        *_experts(),
+        *_random(),
+    ]
+
+
+def _random() -> list[OpCase]:
+    """Counted random ops; their numbers are those of the first step."""
+    dropout, uniform = (f"autoparallel.counter_{name}.default" for name in ("dropout", "uniform"))
+    return [
+        OpCase(dropout, (f(4, 6, 12), 0.3), {"number": 2}),
+        OpCase(dropout, (f(12), 0.5), {"number": 0}),
+        OpCase(dropout, (f(), 0.5), {"number": 0}),
+        OpCase(uniform, (fixed(4, 12),), {"number": 5}),
     ]
 
 
@@ -191,6 +233,13 @@ def _products() -> list[tuple[Any, ...]]:
         ("einsum.default", "bij,bjk->bik", [f(4, 6, 8), f(4, 8, 12)]),
         ("einsum.default", "bthd,hde->bte", [f(2, 6, 4, 8), f(4, 8, 12)]),
         ("einsum.default", "i,j->ij", [f(4), f(6)]),
+        ("einsum.default", "...ij,jk", [f(4, 2, 6, 8), f(8, 12)]),
+        ("einsum.default", "...i,b...i->...b", [f(6, 8), f(4, 1, 8)]),
+        ("einsum.default", "gsec,gsm->egcm", [f(2, 6, 4, 3), f(2, 6, 8)]),
+        ("einsum.default", "egcm,emh->egch", [f(4, 2, 3, 6), f(4, 6, 8)]),
+        ("_grouped_mm.default", single(12, 48, 48), single(12, 48, 48)),
+        ("_grouped_mm.default", single(12, 48), single(4, 48, 48),
+         torch.tensor([3, 3, 8, 12]).int()),
     ]  # fmt: skip
 
 
@@ -221,6 +270,8 @@ def _shapes() -> list[tuple[Any, ...]]:
         ("narrow.default", x, 2, 0, 8),
         ("split.Tensor", x, 4, 2), ("split.Tensor", x, 4, 1),
         ("split_with_sizes.default", x, [2, 4], 1),
+        ("split_with_sizes.default", f(36, 12), [12, 24]),
+        ("split_with_sizes.default", f(12, 36), [12, 12, 12], 1),
         ("split.sizes", x, [2, 4], 1), ("chunk.default", x, 2, -1),
         ("unsafe_split.Tensor", x, 4, 2),
         ("select.int", x, 1, 0), ("select.int", x, 0, -1), ("unbind.int", f(4, 2, 8), 1),
@@ -239,6 +290,28 @@ def _shapes() -> list[tuple[Any, ...]]:
         ("index.Tensor", x, [below(4, 8), below(6, 8)]),
         ("index.Tensor", x, [below(4, 4, 1), below(6, 6)]),
         ("index.Tensor", x, [None, below(6, 4), below(8, 4)]),
+        ("index.Tensor", x, [None, below(12, 4) - 6]), ("index.Tensor", x, [below(4, 3, 4)]),
+        ("index.Tensor", below(9, 6, 8), [below(6, 4)]),
+        ("index_select.default", x, 2, below(8, 6)), ("index_select.default", f(12), 0, below(12)),
+        ("scatter.src", x, 1, distinct(6, 4, 2, 8, dim=1), f(4, 2, 8)),
+        ("scatter.value", x, 1, below(6, 4, 4, 8), 0),
+        ("scatter.value", x, 2, below(8, 4, 6, 1), 3),
+        ("scatter.src", x, 2, distinct(8, 2, 6, 3, dim=2), fixed(4, 6, 8)),
+        ("scatter_add.default", x, 1, below(6, 4, 6, 8), f(4, 6, 8)),
+        ("scatter_add.default", x, 1, below(6, 4, 12, 8), f(4, 12, 8)),
+        ("scatter_add.default", f(12), 0, below(12, 6), fixed(8)),
+        ("scatter_reduce.two", x, 1, below(6, 4, 3, 8), f(4, 3, 8), "amax"),
+        ("index_add.default", x, 1, below(6, 12), f(4, 12, 8)),
+        ("index_add.default", x, 0, below(4, 4), f(4, 6, 8), {"alpha": 2.0}),
+        ("index_copy.default", x, 1, torch.randperm(6)[:4], f(4, 4, 8)),
+        ("index_fill.int_Scalar", x, 1, below(6, 2), 0.0),
+        ("index_fill.int_Scalar", x, 1, below(6, 2), 2.0),
+        ("index_put.default", x, [None, torch.randperm(6)[:4]], f(4, 4, 8)),
+        ("index_put.default", x, [None, below(6, 12)], f(4, 12, 8), True),
+        ("index_put.default", x, [below(4, 12), below(6, 12)], f(12, 8), True),
+        ("index_put.default", x, [below(4, 12), None, below(8, 12)], f(12, 6), True),
+        ("index_put.default", x, [None, below(6, 4)], f(8), True),
+        ("histc.default", fixed(12), 4, -2, 2),
         ("index_select.default", x, 1, below(6, 4)), ("gather.default", x, 2, below(8, 4, 6, 4)),
         ("gather.default", x, 1, below(6, 4, 2, 8)), ("gather.default", x, 1, below(6, 2, 6, 8)),
     ]  # fmt: skip
@@ -321,7 +394,42 @@ def _networks() -> list[tuple[Any, ...]]:
         ("conv2d.padding", image, kernel, f(12), [1, 1], "same"),
         ("conv2d.default", image, f(6, 1, 3, 3), f(6), [1, 1], [1, 1], [1, 1], 6),
         ("conv2d.default", image, f(12, 3, 3, 3), None, [2, 2], [0, 0], [1, 1], 2),
+        ("conv2d.default", image, f(12, 2, 3, 3), f(12), [1, 1], [1, 1], [1, 1], 3),
+        ("conv2d.default", image, f(12, 1, 3, 3), f(12), [1, 1], [1, 1], [1, 1], 6),
         ("conv1d.default", f(4, 6, 8), f(12, 6, 3), f(12)),
+        ("conv1d.default", f(4, 12, 8), f(12, 3, 3), None, [1], [0], [1], 4),
+        ("conv_transpose1d.default", f(4, 6, 8), f(6, 12, 3), f(12)),
+        ("conv_transpose2d.input", image, f(6, 12, 2, 2), f(12), [2, 2]),
+        ("conv_transpose2d.input", image, f(6, 2, 2, 2), f(12), [2, 2], [0, 0], [0, 0], 6),
+        ("conv_transpose2d.input", image, f(6, 4, 2, 2), None, [2, 2], [0, 0], [0, 0], 3),
+        ("conv_transpose3d.input", f(2, 6, 4, 4, 2), f(6, 4, 2, 2, 2)),
+        ("convolution.default", image, kernel, f(12), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        ("convolution.default", image, f(6, 4, 2, 2), None, [2, 2], [0, 0], [1, 1], True, [0, 0],
+         2),
+        ("instance_norm.default", image, f(6), f(6), None, None, True, 0.1, 1e-5, False),
+        ("group_norm.default", image, 6, f(6), f(6)), ("group_norm.default", image, 3),
+        ("batch_norm.default", f(12, 6), f(6), f(6), None, None, True, 0.1, 1e-5, False),
+        ("batch_norm.default", f(4, 6, 8), None, None, None, None, True, 0.1, 1e-5, False),
+        ("_native_batch_norm_legit_functional.default", image, f(6), f(6), fixed(6),
+         positive(6).detach(), True, 0.1, 1e-5),
+        ("avg_pool1d.default", f(4, 6, 8), [2]), ("max_pool1d.default", f(4, 6, 8), [2]),
+        ("avg_pool3d.default", f(2, 6, 4, 4, 4), [2, 2, 2]),
+        ("max_pool3d.default", f(2, 6, 4, 4, 4), [2, 2, 2]),
+        ("adaptive_avg_pool1d.default", f(4, 6, 8), [2]),
+        ("adaptive_avg_pool3d.default", f(2, 6, 4, 4, 4), [2, 2, 2]),
+        ("adaptive_max_pool2d.default", image, [4, 4]),
+        ("upsample_bicubic2d.vec", image, [16, 16], False, None),
+        ("_upsample_bilinear2d_aa.vec", image, [4, 4], False, None),
+        ("_upsample_nearest_exact2d.vec", image, [16, 16], None),
+        ("upsample_linear1d.vec", f(4, 6, 8), [16], False, None),
+        ("upsample_trilinear3d.vec", f(2, 6, 4, 4, 4), [8, 8, 8], False, None),
+        ("upsample_nearest3d.vec", f(2, 6, 4, 4, 4), None, [2.0, 2.0, 2.0]),
+        ("reflection_pad2d.default", image, [1, 1, 2, 2]),
+        ("replication_pad2d.default", image, [1, 1, 2, 2]),
+        ("pixel_unshuffle.default", image, 2),
+        ("grid_sampler.default", image, unit(4, 5, 5, 2).detach(), 0, 0, False),
+        ("im2col.default", image, [3, 3], [1, 1], [0, 0], [1, 1]),
+        ("col2im.default", f(4, 54, 36), [8, 8], [3, 3], [1, 1], [0, 0], [1, 1]),
         ("conv3d.default", f(4, 2, 4, 4, 4), f(6, 2, 2, 2, 2)),
         ("max_pool2d.default", image, [2, 2]), ("avg_pool2d.default", image, [2, 2]),
         ("adaptive_avg_pool2d.default", image, [1, 1]),

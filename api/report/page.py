@@ -330,9 +330,17 @@ def certainty(plan: Plan) -> RenderableType:
     )
     lines.append(Text(f"layouts: {gap} for these times ({solver.num_problems} problems solved)"))
     if plan.replicated_ops:
+        costs = [
+            f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"
+            for op in plan.replicated_ops
+        ]
         lines.append(
-            Text(f"ops without a rule, run whole: {', '.join(plan.replicated_ops)}", style="yellow")
+            Text(
+                f"ops without a rule, whole on every rank, per step: {', '.join(costs)}",
+                style="yellow",
+            )
         )
+    lines += [Text(line, style="yellow") for line in plan.undivided]
     total, phases = planning_seconds(plan)
     spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())
     lines.append(

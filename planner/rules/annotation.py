@@ -44,6 +44,7 @@ class Signature:
     ``sums``: letters missing in an output are summed over though the op is not linear.
     ``inner``: the collectives that the op needs when a letter is split. ``invariant``: the
     letters that those reduce entirely, so that outputs without them are whole, not partial.
+    ``groups``: letters that can be cut between groups only, with the number of groups.
     """
 
     inputs: tuple[Letters, ...]
@@ -52,6 +53,7 @@ class Signature:
     sums: bool = False
     inner: Mapping[str, tuple[InnerCollective, ...]] = field(default_factory=dict)
     invariant: str = ""
+    groups: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,37 @@ def bind(annotation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> 
         terms=_present(pattern.terms, len(inputs)),
         sums=pattern.sums,
     )
+
+
+def output_shapes(annotation: str, inputs: Sequence[Shape]) -> tuple[Shape, ...] | None:
+    """The shapes of the outputs, or None where a dimension of theirs is in no input.
+
+    >>> output_shapes("*b i, o i -> *b o", [(4, 8), (6, 8)])
+    ((4, 6),)
+    """
+    pattern = parse(annotation)
+    bound = bind(annotation, inputs, ())
+    if bound is None:
+        return None
+    sizes: dict[str, int] = {}
+    for names, shape in zip(bound.inputs, inputs, strict=True):
+        sizes |= {name: size for name, size in zip(names, shape, strict=True) if name}
+    group = [len(s) - len(t) + 1 for t, s in zip(pattern.inputs, inputs, strict=False) if _group(t)]
+    found = []
+    for names in pattern.outputs:
+        letters = _letters(
+            names,
+            max(group, default=0) * _group(names) + len(names) - _group(names),
+            max(group, default=0),
+        )
+        if letters is None or any(letter not in sizes for letter in letters):
+            return None
+        found.append(tuple(sizes[letter] for letter in letters if letter is not None))
+    return tuple(found)
+
+
+def _group(names: tuple[str, ...]) -> bool:
+    return bool(names) and names[0].startswith("*")
 
 
 def _present(terms: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int, ...], ...]:

@@ -62,9 +62,7 @@ def _splits(
     for letter in _divisible(signature, [*inputs, *outputs], axis_size):
         reduced = letter in signature.invariant
         placements = [
-            shard(letters.index(letter))
-            if letter in letters
-            else (INVARIANT if reduced else whole[position])
+            shard(letters.index(letter)) if letter in letters else whole[position]
             for position, letters in enumerate(signature.inputs)
         ]
         missing = INVARIANT if reduced else PARTIAL
@@ -75,7 +73,9 @@ def _splits(
         if PARTIAL in results and not _contract(signature, letter, inputs, placements):
             continue
         inner = signature.inner.get(letter, ())
-        yield AxisStrategy(letter, tuple(placements), results, inner)
+        groups = signature.groups.get(letter, 0)
+        if groups % axis_size == 0:
+            yield AxisStrategy(letter, tuple(placements), results, inner, groups)
 
 
 def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int) -> list[str]:

@@ -16,6 +16,8 @@ from .table import packet
 
 _STATISTIC_BYTES = 4
 _INDEX_BYTES = 8
+_EXPERT_WIDTHS = 3
+"""Rows as wide as the first product that an expert keeps: its result and the activation's."""
 
 OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
     "others", "input", "inputs", "rest", "output", "both", "indices", "nothing"
@@ -23,8 +25,8 @@ OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
 
 _KEPT = {
     OTHERS: (
-        "linear matmul mm bmm mv dot outer einsum addmm baddbmm mul multiply addcmul "
-        "conv1d conv2d conv3d"
+        "linear matmul mm bmm mv dot outer einsum addmm baddbmm mul multiply addcmul _grouped_mm "
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"
     ),
     OUTPUT: (
         "elu exp exp2 expm1 reciprocal relu rsqrt sigmoid softmax _softmax log_softmax "
@@ -35,15 +37,17 @@ _KEPT = {
         "prod std"
     ),
     INPUTS: (
-        "maximum minimum fmax fmin atan2 batch_norm group_norm layer_norm rms_norm mse_loss "
+        "maximum minimum fmax fmin atan2 batch_norm "
+        "_native_batch_norm_legit_functional instance_norm group_norm layer_norm rms_norm mse_loss "
         "l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
-        "binary_cross_entropy_with_logits nll_loss nll_loss_nd gather "
-        "soft_margin_loss clamp clip"
+        "binary_cross_entropy_with_logits nll_loss nll_loss_nd gather scatter_reduce "
+        "soft_margin_loss clamp clip experts"
     ),
     REST: "embedding index index_select cross_entropy_loss masked_fill kl_div addcdiv",
     INDICES: "sort topk cummax median",
     NOTHING: (
         "add sub subtract rsub neg positive alias clone contiguous detach to _to_copy dropout "
+        "counter_dropout counter_uniform "
         "lift_fresh lift_fresh_copy copy fill "
         "type_as expand_as view_as reshape_as slice_scatter select_scatter "
         "tril triu cumsum flip roll diff sum mean view reshape "
@@ -57,6 +61,7 @@ _KEPT = {
         "ones_like zeros_like full_like empty_like new_zeros new_ones new_full new_empty"
     ),
 }
+_WRITES = frozenset("scatter scatter_add index_add index_copy index_fill index_put".split())
 _RULE = {op: rule for rule, ops in _KEPT.items() for op in ops.split()}
 
 
@@ -79,7 +84,7 @@ def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int)
     """The positions among ``node.inputs`` that the backward reads."""
     wants = [True] * count if inputs is None else [spec.requires_grad for spec in inputs]
     name = packet(node.op)
-    rule = _RULE.get(name, INPUT)
+    rule = _RULE.get(name, INPUT) if name else INPUTS
     everything = tuple(range(count))
     if name in ("max", "min"):
         return everything if count > 1 else (0,)[: len(node.outputs) == 1]
@@ -87,6 +92,8 @@ def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int)
         return (*((0,) if wants[-1] and count > 1 else ()), *((1,) if count > 1 else ()))
     if name == "where":
         return (0,)
+    if name in _WRITES:
+        return everything[1:-1] if count > 2 else everything[1:]
     if name in ("pow", "lerp"):
         return everything if name == "pow" or count > 2 else ()
     if rule == OTHERS:
@@ -124,6 +131,11 @@ def saved_extra_bytes(
         return 0
     name, out = packet(node.op), outputs[0]
     statistic = max(_STATISTIC_BYTES, out.itemsize)
+    if name == "experts":
+        gathered = 2 * inputs[0].shape[-1] + _EXPERT_WIDTHS * inputs[3].numel // (
+            inputs[3].shape[0] * inputs[0].shape[-1]
+        )
+        return expert_pairs(node, inputs) * gathered * out.itemsize
     if name == "scaled_dot_product_attention":
         return prod(out.shape[:-1]) * statistic
     if name in ("layer_norm", "rms_norm"):
@@ -132,7 +144,7 @@ def saved_extra_bytes(
     if name == "group_norm":
         groups: int = argument(node, 1, "num_groups")
         return 2 * out.shape[0] * groups * statistic
-    if name == "batch_norm":
+    if name in ("batch_norm", "instance_norm", "_native_batch_norm_legit_functional"):
         return 2 * out.shape[1] * statistic
     if name == "cross_entropy_loss":
         return inputs[0].num_bytes
@@ -141,6 +153,12 @@ def saved_extra_bytes(
     if name in ("dropout", "feature_dropout") and not is_identity(node, inputs, outputs):
         return out.numel
     return 0
+
+
+def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:
+    """The (token, expert) pairs that ``experts`` computes at these shapes, if routing is even."""
+    held = inputs[3].shape[0]
+    return int(inputs[1].numel * held // max(int(argument(node, 8, "num_experts", held)), 1))
 
 
 def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:

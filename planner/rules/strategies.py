@@ -7,6 +7,7 @@ from ..layout import INVARIANT, REPLICATE, Placement, shard
 from ..strategy import AxisStrategy
 from .case import Case
 from .derive import derive
+from .exchange import exchanged_parts
 from .table import RULES, packet, signature
 
 _NAMES = frozenset(name for name, _ in RULES)
@@ -39,13 +40,14 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
     producers = [nodes[ref.name] for ref in refs]
     specs = (each.outputs[ref.index] for each, ref in zip(producers, refs, strict=True))
     case = Case(node, tuple(specs), node.outputs)
-    return derive(
+    derived = derive(
         signature(case),
         case.inputs,
         case.outputs,
         axis_size=axis_size,
         leaves=[producer.kind != "op" for producer in producers],
     )
+    return (*exchanged_parts(case, axis_size), *derived)
 
 
 def _held(node: Node, axis_size: int) -> tuple[AxisStrategy, ...]:

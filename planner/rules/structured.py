@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..strategy import InnerCollective
 from .annotation import FLOATS, Letters, Signature, bind
 from .case import Case, is_ref, letters_of, linear
+from .equation import parse_equation
 
 _COUNT_BYTES = 8
 _REDUCTION_MEAN = 1
@@ -75,12 +78,10 @@ def matmul(case: Case) -> Signature | None:
 
 def einsum(case: Case) -> Signature | None:
     """The equation is the annotation."""
-    equation = str(case.argument(0, "equation")).replace(" ", "")
-    if "->" not in equation or "." in equation:
-        return None
-    left, right = equation.split("->")
-    operands = ", ".join(" ".join(operand) for operand in left.split(","))
-    return annotate(case, f"{operands} -> {' '.join(right)}")
+    ranks = [len(spec.shape) for spec in case.inputs]
+    operands, output = parse_equation(str(case.argument(0, "equation")), ranks)
+    left = ", ".join(" ".join(names) for names in operands)
+    return annotate(case, f"{left} -> {' '.join(output)}")
 
 
 def attention(case: Case) -> Signature | None:
@@ -105,31 +106,51 @@ def normalized_last(case: Case) -> Signature:
     return Signature((letters, *weights), (letters,))
 
 
-def rows_only(case: Case) -> Signature:
-    """``group_norm``: the batch; every parameter whole."""
-    letters = letters_of(case.rank, tuple(range(1, case.rank)))
-    weights = tuple((None,) * len(spec.shape) for spec in case.inputs[1:])
+def grouped_norm(case: Case) -> Signature:
+    """``group_norm``: the batch, and the channels between groups."""
+    letters: Letters = ("n", "c", *(None,) * (case.rank - 2))
+    weights: tuple[Letters, ...] = (("c",),) * (len(case.inputs) - 1)
+    groups = {"c": int(case.argument(1, "num_groups"))}
+    return Signature((letters, *weights), (letters,), groups=groups)
+
+
+def instance_norm(case: Case) -> Signature | None:
+    """The batch and the channels, where no running statistics are kept."""
+    if is_ref(case.argument(3, "running_mean")):
+        return None
+    letters: Letters = ("n", "c", *(None,) * (case.rank - 2))
+    weights: tuple[Letters, ...] = (("c",),) * (len(case.inputs) - 1)
     return Signature((letters, *weights), (letters,))
 
 
 def batch_norm(case: Case) -> Signature:
-    """The channels; the batch too when the statistics are given, not computed."""
-    batch = None if case.argument(5, "training") else "n"
-    letters: Letters = (batch, "c", *(None,) * (case.rank - 2))
+    """The channels, and the batch: in training the ranks then share their statistics.
+
+    They gather means and variances by channel forward, and reduce two sums backward.
+    """
+    letters: Letters = ("n", "c", *(None,) * (case.rank - 2))
     channels: tuple[Letters, ...] = (("c",),) * (len(case.inputs) - 1)
-    return Signature((letters, *channels), (letters,))
+    statistics: tuple[Letters, ...] = (("c",),) * (len(case.outputs) - 1)
+    inner: dict[str, tuple[InnerCollective, ...]] = {}
+    if case.argument(5, "training"):
+        num_bytes = 2 * case.shape[1] * max(case.inputs[0].itemsize, 4)
+        gathered = InnerCollective("all_gather", num_bytes)
+        reduced = InnerCollective("all_reduce", num_bytes, backward=True)
+        inner["n"] = (gathered, reduced)
+    return Signature((letters, *channels), (letters, *statistics), inner=inner, invariant="n")
 
 
 def convolution(case: Case) -> Signature | None:
-    """Batch, output channels, and input channels summed; channels together when depthwise."""
-    groups = case.argument(6, "groups", 1)
+    """Batch, output channels, and input channels summed; with groups, both between groups."""
+    is_general = case.node.op.startswith("aten.convolution")
+    groups = int(case.argument(8 if is_general else 6, "groups", 1))
+    is_transposed = "transpose" in case.node.op or (is_general and case.argument(6, "transposed"))
     spatial = " _" * (len(case.inputs[1].shape) - 2)
     if groups == 1:
-        return annotate(case, f"n i{spatial}, o i{spatial} + o -> n o{spatial}")
-    channel = "c" if groups == case.shape[-1 - spatial.count("_")] else "_"
-    return annotate(
-        case, f"n {channel}{spatial}, {channel} _{spatial} + {channel} -> n {channel}{spatial}"
-    )
+        kernel = f"i o{spatial}" if is_transposed else f"o i{spatial}"
+        return annotate(case, f"n i{spatial}, {kernel} + o -> n o{spatial}")
+    found = annotate(case, f"n c{spatial}, c _{spatial} + c -> n c{spatial}")
+    return None if found is None else replace(found, groups={"c": groups})
 
 
 def along(case: Case, position: int, default: int | None, *, is_linear: bool) -> Signature:

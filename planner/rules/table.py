@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import structured, views
+from . import indexing, structured, views
 from .annotation import Signature
 from .case import Case
 
@@ -44,7 +44,16 @@ def _spatial() -> dict[str, str]:
         found[f"avg_pool{count}d"] = f"{dims} -> {dims}"
         found[f"adaptive_avg_pool{count}d"] = f"{dims} -> {dims}"
         found[f"upsample_nearest{count}d"] = f"{dims} -> {dims}"
-    found["upsample_bilinear2d"] = "n c _ _ -> n c _ _"
+        found[f"_upsample_nearest_exact{count}d"] = f"{dims} -> {dims}"
+        found[f"reflection_pad{count}d"] = f"{dims} -> {dims}"
+        found[f"replication_pad{count}d"] = f"{dims} -> {dims}"
+    for name in ("bilinear2d", "bicubic2d"):
+        found[f"upsample_{name}"] = found[f"_upsample_{name}_aa"] = "n c _ _ -> n c _ _"
+    found["upsample_linear1d"] = "n c _ -> n c _"
+    found["upsample_trilinear3d"] = "n c _ _ _ -> n c _ _ _"
+    found["grid_sampler"] = "n c _ _, n _ _ _ => n c _ _"
+    found["im2col"] = "n _ _ _ -> n _ _"
+    found["col2im"] = "n _ _ -> n _ _ _"
     found["pixel_shuffle"] = "*b _ _ _ -> *b _ _ _"
     found["pixel_unshuffle"] = "*b _ _ _ -> *b _ _ _"
     return found
@@ -55,6 +64,8 @@ ANNOTATED: dict[str, str] = {
     **dict.fromkeys(_LINEAR_UNARY.split(), "* -> *"),
     **dict.fromkeys(_BINARY.split(), "*, * => *"),
     "contiguous": "* -> *",
+    "counter_dropout": "* -> *",
+    "counter_uniform": "* => *",
     "copy": "[*], * -> *",
     "fill": "*, * => *",
     "mul": "*, * -> *",
@@ -64,6 +75,9 @@ ANNOTATED: dict[str, str] = {
     "lerp": "*, *, * => *",
     **dict.fromkeys(("clamp", "clip", "clamp_min", "clamp_max"), "*, *, * => *"),
     "linear": "*b i, o i + o -> *b o",
+    "view_as_complex": "*b _ => *b",
+    "view_as_real": "*b => *b _",
+    "experts": "t _, t _, t _, e _ _, e _ _, e _, e _ =>+ t _",
     "mm": "i k, k j -> i j",
     "bmm": "b i k, b k j -> b i j",
     "mv": "i k, k -> i",
@@ -151,17 +165,30 @@ STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
     "embedding": structured.embedding,
     "layer_norm": structured.normalized_last,
     "rms_norm": structured.normalized_last,
-    "group_norm": structured.rows_only,
+    "group_norm": structured.grouped_norm,
+    "instance_norm": structured.instance_norm,
     "batch_norm": structured.batch_norm,
-    "conv1d": structured.convolution,
-    "conv2d": structured.convolution,
-    "conv3d": structured.convolution,
+    "_native_batch_norm_legit_functional": structured.batch_norm,
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+         "convolution"),
+        structured.convolution,
+    ),
     "cross_entropy_loss": structured.class_loss,
     "nll_loss": structured.class_loss,
     "nll_loss_nd": structured.class_loss,
-    "index": structured.index,
-    "index_select": structured.index_select,
-    "gather": structured.gather,
+    "index": indexing.index,
+    "index_select": indexing.index_select,
+    "gather": indexing.gather,
+    "scatter": indexing.scatter,
+    "scatter_add": indexing.scatter_add,
+    "scatter_reduce": indexing.scatter_reduce,
+    "index_add": indexing.index_add,
+    "index_copy": indexing.index_copy,
+    "index_fill": indexing.index_fill,
+    "index_put": indexing.index_put,
+    "histc": indexing.histogram,
+    "_grouped_mm": indexing.grouped_mm,
     "one_hot": structured.one_hot,
     **dict.fromkeys(
         ("view", "reshape", "_unsafe_view", "view_copy", "flatten", "unflatten", "squeeze",
@@ -209,7 +236,7 @@ def packet(op: str) -> str:
     ('add', '__and__')
     """
     parts = op.split(".")
-    if len(parts) < 2 or parts[0] != "aten":
+    if len(parts) < 2 or parts[0] not in ("aten", "autoparallel"):
         return ""
     name = parts[1]
     return name[:-1] if name.endswith("_") and not name.startswith("_") else name
@@ -220,6 +247,8 @@ def signature(case: Case) -> Signature | None:
     name = packet(case.node.op)
     if not case.inputs or not case.outputs:
         return None
+    if case.node.rule is not None:
+        return structured.annotate(case, case.node.rule.annotation)
     if name in STRUCTURED:
         return STRUCTURED[name](case)
     if name in ("max", "min") and case.node.op.endswith(".other"):

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from ..graph import Node, TensorSpec
+from ..graph import Node, OpRule, TensorSpec
+from .annotation import bind
 from .case import argument
-from .saved import is_identity, saved_inputs, saved_outputs
+from .equation import parse_equation
+from .saved import expert_pairs, is_identity, saved_inputs, saved_outputs
 from .table import packet
 
 Family = Literal[
@@ -38,10 +40,13 @@ class Work:
 _FREE: Work = Work("view", 0, 0, 0, 0)
 
 _FAMILIES: dict[Family, str] = {
-    "matmul": "linear matmul mm bmm mv dot outer einsum addmm baddbmm",
+    "matmul": "linear matmul mm bmm mv dot outer einsum addmm baddbmm experts _grouped_mm",
     "attention": "scaled_dot_product_attention",
-    "conv": "conv1d conv2d conv3d",
-    "norm": ("layer_norm rms_norm group_norm batch_norm softmax _softmax log_softmax _log_softmax"),
+    "conv": ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"),
+    "norm": (
+        "layer_norm rms_norm group_norm batch_norm instance_norm softmax _softmax log_softmax "
+        "_log_softmax _native_batch_norm_legit_functional"
+    ),
     "reduction": (
         "sum mean amax amin all any argmax argmin logsumexp max min median prod std std_mean var "
         "var_mean norm linalg_vector_norm sort argsort topk cumsum cumprod logcumsumexp cummax "
@@ -54,7 +59,8 @@ _FAMILIES: dict[Family, str] = {
     "copy": (
         "clone contiguous to _to_copy type_as copy fill slice_scatter "
         "select_scatter cat concat concatenate stack pad constant_pad_nd repeat tile "
-        "repeat_interleave flip roll index index_select gather one_hot lift_fresh_copy new_zeros "
+        "repeat_interleave flip roll index index_select gather one_hot scatter scatter_add "
+        "scatter_reduce index_add index_copy index_fill index_put histc lift_fresh_copy new_zeros "
         "new_ones new_full new_empty zeros_like ones_like full_like empty_like pixel_shuffle "
         "pixel_unshuffle upsample_nearest1d upsample_nearest2d upsample_nearest3d"
     ),
@@ -75,6 +81,8 @@ _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
     "norm": (8, 14), "elementwise": (1, 2), "reduction": (1, 1)
 }  # fmt: skip
 _ATTENTION_BACKWARD = 2.5
+_DRAWN_BYTES = 64
+"""What drawing one 32-bit number moves: a few passes over int32, forward and backward alike."""
 
 
 def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
@@ -85,11 +93,35 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
     family = _FAMILY.get(packet(node.op), "elementwise")
     if node.kind != "op" or not outputs or is_identity(node, inputs, outputs):
         return _FREE
+    if node.rule is not None:
+        return _registered(node.rule, inputs, outputs)
     if family == "view":
         return _view(node, inputs, outputs)
     forward, backward = _bytes(node, inputs, outputs, family)
     flops_forward, flops_backward = _flops(node, inputs, outputs, family)
     return Work(family, flops_forward, flops_backward, forward, backward)
+
+
+def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
+    """An op of the user's: its own estimate, or that of the product its annotation says.
+
+    The backward counts twice, as a product's of two factors does.
+    """
+    signature = bind(rule.annotation, [s.shape for s in inputs], [s.shape for s in outputs])
+    kept = {letter for letters in signature.outputs for letter in letters} if signature else set()
+    sizes: dict[str, int] = {}
+    for letters, spec in zip(signature.inputs if signature else (), inputs, strict=False):
+        sizes |= {letter: size for letter, size in zip(letters, spec.shape, strict=True) if letter}
+    is_product = bool(signature and signature.terms and set(sizes) - kept and len(inputs) > 1)
+    if rule.flops is not None:
+        flops = int(rule.flops(*(spec.shape for spec in inputs)))
+    else:
+        made = sum(spec.numel for spec in outputs)
+        flops = 2 * prod(sizes.values()) if is_product else max(made, inputs[0].numel)
+    wanted = bool(_wanted(inputs, outputs))
+    num_bytes = sum(spec.num_bytes for spec in [*inputs, *outputs])
+    family: Family = "matmul" if is_product else "elementwise"
+    return Work(family, flops, 2 * flops * wanted, num_bytes, 2 * num_bytes * wanted)
 
 
 def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
@@ -123,6 +155,8 @@ def _bytes(
         read = made + sum(spec.num_bytes for spec in inputs[1:])
     if name == "cross_entropy_loss":
         read += inputs[0].num_bytes
+    drawn = outputs[0].numel * _DRAWN_BYTES if name.startswith("counter_") else 0
+    read += drawn
     if not wanted:
         return read + made, 0
     gradients = sum(inputs[position].num_bytes for position in wanted)
@@ -134,7 +168,7 @@ def _bytes(
     kept += sum(outputs[index].num_bytes for index in saved_outputs(node))
     if name == "cross_entropy_loss":
         kept += inputs[0].num_bytes
-    return read + made, made + gradients + kept
+    return read + made, made + gradients + kept + drawn
 
 
 def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: list[int]) -> int:
@@ -150,6 +184,8 @@ def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: 
 def _factors(node: Node, count: int) -> tuple[int, ...]:
     """The positions of a product's factors; the others are added to it."""
     name = packet(node.op)
+    if name == "experts":
+        return (0, 3, 4)
     if name == "einsum":
         return tuple(range(count))
     return (1, 2) if name in ("addmm", "baddbmm") else tuple(range(min(count, 2)))
@@ -159,6 +195,11 @@ def _flops(
     node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], family: Family
 ) -> tuple[int, int]:
     wanted = _wanted(inputs, outputs)
+    if packet(node.op) == "experts":
+        product = expert_pairs(node, inputs) * sum(
+            2 * weight.numel // weight.shape[0] for weight in inputs[3:5]
+        )
+        return product, product * sum(position in (0, 3) for position in wanted)
     if family in ("matmul", "conv"):
         factors = _factors(node, len(inputs))
         product = _product_flops(node, inputs, outputs[0], factors)
@@ -176,15 +217,18 @@ def _product_flops(
 ) -> int:
     name = packet(node.op)
     first, second = inputs[factors[0]], inputs[factors[-1]]
+    if name.startswith("conv_transpose"):
+        return 2 * first.numel * (second.numel // second.shape[0])
     if name.startswith("conv"):
         return 2 * out.numel * (second.numel // second.shape[0])
     if name == "einsum":
-        left, _ = str(argument(node, 0, "equation")).replace(" ", "").split("->")
-        sizes = {
-            letter: size
-            for operand, spec in zip(left.split(","), inputs, strict=True)
-            for letter, size in zip(operand, spec.shape, strict=False)
-        }
+        operands, _ = parse_equation(
+            str(argument(node, 0, "equation")), [len(spec.shape) for spec in inputs]
+        )
+        sizes: dict[str, int] = {}
+        for names, spec in zip(operands, inputs, strict=True):
+            for name, size in zip(names, spec.shape, strict=True):
+                sizes[name] = max(size, sizes.get(name, 1))
         return 2 * prod(sizes.values())
     return 2 * out.numel * (1 if name == "outer" else first.shape[-1])
 

@@ -15,21 +15,20 @@ from autoparallel.planner.graph import Node
 class Attention(nn.Module):
     """Attention over (batch, 2, 6, 4) under a mask that ``make_mask(batch, seq)`` makes."""
 
-    def __init__(self, make_mask, dropout: float = 0.0) -> None:
+    def __init__(self, make_mask) -> None:
         super().__init__()
         self.project = nn.Linear(4, 4)
         self.make_mask = make_mask
-        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.project(x)
         mask = self.make_mask(x.shape[0], x.shape[2])
-        y = functional.scaled_dot_product_attention(q, q, q, mask, dropout_p=self.dropout)
+        y = functional.scaled_dot_product_attention(q, q, q, mask)
         return (y * y).sum()
 
 
-def attention(make_mask, rows: int = 2, **kwargs) -> tuple[Node, object]:
-    model = record_build(lambda: Attention(make_mask, **kwargs)).model
+def attention(make_mask, rows: int = 2) -> tuple[Node, object]:
+    model = record_build(lambda: Attention(make_mask)).model
     program = capture(model, (torch.randn(rows, 2, 6, 4),))
     return next(node for node in program.graph if node.op == SDPA), program
 
@@ -51,8 +50,8 @@ def causal_added(low: float):
     [causal_bool, causal_added(float("-inf")), causal_added(torch.finfo(torch.float32).min)],
 )
 def test_a_causal_mask_becomes_the_causal_flag_and_leaves_no_constant(make_mask):
-    node, program = attention(make_mask, dropout=0.25)
-    assert node.args[3:] == (None, 0.25, True)
+    node, program = attention(make_mask)
+    assert node.args[3:] == (None, 0.0, True)
     assert not [n for n in program.graph if n.kind == "constant"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.rules import RULES, axis_strategies, has_rule
 from autoparallel.planner.rules.annotation import bind, parse
+from autoparallel.planner.rules.saved import saved
 from autoparallel.planner.rules.views import match_dims
 from autoparallel.planner.strategy import AxisStrategy
 
@@ -210,6 +212,15 @@ def test_random_dropout_is_whole_and_no_dropout_is_the_identity() -> None:
     assert offered("dropout.default", (X, 0.1, True), [spec(4)], spec(4)) == {"R -> R", "I -> I"}
     assert "S(0) -> S(0)" in offered("dropout.default", (X, 0.0, True), [spec(4)], spec(4))
     assert "P -> P" in offered("dropout.default", (X, 0.1, False), [spec(4)], spec(4))
+
+
+def test_counted_dropout_is_split_anywhere_and_linear_and_saves_nothing() -> None:
+    graph = single("clone.default", (X,), [spec(4, 6)], spec(4, 6))
+    op = "autoparallel.counter_dropout.default"
+    node = replace(graph["op"], op=op, args=(X, 0.1), kwargs={"number": 0})
+    found = {text(strategy) for strategy in axis_strategies(node, graph, 2)}
+    assert found == {"S(0) -> S(0)", "S(1) -> S(1)", "P -> P", "R -> R", "I -> I"}
+    assert saved(node, graph) == ()
 
 
 def test_cross_entropy_of_split_rows_is_partial_and_of_a_split_vocabulary_whole() -> None:

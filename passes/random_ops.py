@@ -1,0 +1,192 @@
+"""Random numbers that do not depend on who draws them: counted, not taken from a generator.
+
+Every element's number is a hash of four things: the step's key (seed and step), the number
+of the call in the forward, and the element's coordinates in the global tensor, the whole
+batch included. Any rank can so draw its own part of any tensor, for any layout and
+micro-batch and again in a recomputed forward, and all of them together are what one device
+draws. Nothing is saved for the backward: it draws the mask again.
+
+The hash: the coordinates but the last are mixed one after the other into 64 bits per row
+(splitmix64, Steele, Lea and Flood 2014); the last coordinate gives 32 bits per column; a row
+and a column are combined by two rounds of xor, multiply and shift in 32 bits. The idea of
+counters is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .collectives import Rank
+
+DROPOUT = "autoparallel.counter_dropout.default"
+UNIFORM = "autoparallel.counter_uniform.default"
+
+_WORD = 1 << 64
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ROW_FACTOR, _LAST_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
+_UNIFORM_BITS = 24
+
+
+@dataclass(slots=True)
+class Draws:
+    """What a rank is drawing for: the step's key and the micro-batch that is running."""
+
+    key: int = 0
+    microbatch: int = 0
+
+    @contextmanager
+    def repeated(self, key: int, microbatch: int) -> Iterator[None]:
+        """While inside, draw as in an earlier forward."""
+        before = self.key, self.microbatch
+        self.key, self.microbatch = key, microbatch
+        try:
+            yield
+        finally:
+            self.key, self.microbatch = before
+
+
+def step_key(seed: int, step: int) -> int:
+    """The key of a training step, as a signed 64-bit number.
+
+    >>> step_key(0, 1) == step_key(0, 2), step_key(0, 1) == step_key(1, 1)
+    (False, False)
+    """
+    return _signed(_mix(_mix(seed) + step))
+
+
+def _mix(value: int) -> int:
+    """splitmix64 of a number, unsigned."""
+    value = (value + _GAMMA) % _WORD
+    value = (value ^ value >> 30) * _FIRST % _WORD
+    value = (value ^ value >> 27) * _SECOND % _WORD
+    return value ^ value >> 31
+
+
+def _signed(value: int) -> int:
+    return value - _WORD if value >= _WORD >> 1 else value
+
+
+def _shifted(value: Tensor, bits: int, width: int) -> Tensor:
+    """A logical shift to the right."""
+    return (value >> bits).bitwise_and_((1 << width - bits) - 1)
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """splitmix64 of each element of a fresh int64 tensor, in place."""
+    value += _signed(_GAMMA)
+    value.bitwise_xor_(_shifted(value, 30, 64)).mul_(_signed(_FIRST))
+    value.bitwise_xor_(_shifted(value, 27, 64)).mul_(_signed(_SECOND))
+    return value.bitwise_xor_(_shifted(value, 31, 64))
+
+
+def random_bits(
+    shape: Sequence[int],
+    start: Sequence[int] | None,
+    *,
+    number: int,
+    key: int,
+    device: torch.device,
+) -> Tensor:
+    """The 32 random bits (int32) of each element of a box of a global tensor.
+
+    ``shape`` is the box's, ``start`` its first element's coordinates (default: zeros).
+    """
+    sizes, first = list(shape) or [1], list(start or ()) or [0] * max(len(shape), 1)
+    seed = _mix(key % _WORD ^ _mix(number))
+
+    def coordinates(dim: int) -> Tensor:
+        return torch.arange(first[dim], first[dim] + sizes[dim], device=device)
+
+    rows = torch.full((1,) * (len(sizes) - 1), _signed(seed), dtype=torch.int64, device=device)
+    for dim in range(len(sizes) - 1):
+        along = coordinates(dim).view(-1, *(1,) * (len(sizes) - 2 - dim))
+        rows = _mixed(rows ^ along * _signed(_GAMMA))
+    columns = _mixed(coordinates(len(sizes) - 1) + _signed(_mix(seed)))
+    low, high = rows.to(torch.int32), (rows >> 32).to(torch.int32)
+    bits = low.unsqueeze(-1) ^ columns.to(torch.int32)
+    bits.mul_(_ROW_FACTOR).bitwise_xor_(_shifted(bits, 15, 32))
+    return bits.add_(high.unsqueeze(-1)).mul_(_LAST_FACTOR).view(tuple(shape))
+
+
+@torch.library.custom_op("autoparallel::counter_dropout", mutates_args=())
+def counter_dropout(
+    x: Tensor, p: float, *, number: int, key: int = 0, start: Sequence[int] | None = None
+) -> Tensor:
+    """Dropout of a box of a global tensor: a share ``p`` of it zero, the rest scaled up."""
+    bits = random_bits(x.shape, start, number=number, key=key, device=x.device)
+    kept = bits < min(round((1 - p) * (1 << 32)) - (1 << 31), (1 << 31) - 1)
+    return (x * kept).mul_(1 / (1 - p) if p < 1 else 0.0)
+
+
+@counter_dropout.register_fake
+def _(
+    x: Tensor, p: float, *, number: int, key: int = 0, start: Sequence[int] | None = None
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    ctx.p, ctx.options = inputs[1], dict(keyword_only_inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.autoparallel.counter_dropout(gradient, ctx.p, **ctx.options), None
+
+
+counter_dropout.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("autoparallel::counter_uniform", mutates_args=())
+def counter_uniform(
+    like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None
+) -> Tensor:
+    """Numbers in [0, 1) of the shape and dtype of a box of a global tensor."""
+    bits = random_bits(like.shape, start, number=number, key=key, device=like.device)
+    short = _shifted(bits, 32 - _UNIFORM_BITS, 32)
+    return short.to(like.dtype).mul_(1 / (1 << _UNIFORM_BITS))
+
+
+@counter_uniform.register_fake
+def _(like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None) -> Tensor:
+    return torch.empty_like(like)
+
+
+def dropout_part(
+    rank: Rank, x: Tensor, p: float, *, number: int, start: tuple[int, ...],
+    batch: tuple[int, int] | None,
+) -> Tensor:  # fmt: skip
+    """A rank's part of a dropout; arguments as ``_place`` takes them."""
+    options = _place(rank, start, batch)
+    result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, number=number, **options)
+    return result
+
+
+def uniform_part(
+    rank: Rank, like: Tensor, *, number: int, start: tuple[int, ...],
+    batch: tuple[int, int] | None,
+) -> Tensor:  # fmt: skip
+    """A rank's part of a uniform tensor."""
+    options = _place(rank, start, batch)
+    result: Tensor = torch.ops.autoparallel.counter_uniform(like, number=number, **options)
+    return result
+
+
+def _place(rank: Rank, start: tuple[int, ...], batch: tuple[int, int] | None) -> dict[str, Any]:
+    """The step's key, and where a part lies in the whole batch's tensor.
+
+    ``start`` is where it lies in the micro-batch's, ``batch`` the dimension that counts the
+    batch and its size in a micro-batch.
+    """
+    place = list(start)
+    if batch is not None:
+        dim, rows = batch
+        place[dim] += rank.draws.microbatch * rows
+    return {"key": rank.draws.key, "start": place}

@@ -1,0 +1,32 @@
+"""Cutting a matrix along one dimension while its split moves to that dimension.
+
+A matrix of several parts (a fused weight) that is held split along its other dimension
+becomes its parts, each split along the dimension that was cut: one all-to-all for all of
+them, and one back for the gradient.
+"""
+
+from __future__ import annotations
+
+from ..layout import shard
+from ..strategy import AxisStrategy, InnerCollective
+from .case import Case
+
+EXCHANGED = "aten.split_with_sizes.default"
+"""The op that the pass ``split-fused`` cuts weights with."""
+
+
+def exchanged_parts(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """From split along the dimension that stays whole to parts that are split along the cut."""
+    if case.node.op != EXCHANGED or case.rank != 2:
+        return ()
+    cut = case.dims(2, "dim", 0)[0]
+    sizes = [case.shape[1 - cut], *(spec.shape[cut] for spec in case.outputs)]
+    if any(not size or size % axis_size for size in sizes):
+        return ()
+    num_bytes = case.inputs[0].num_bytes // axis_size
+    both = [InnerCollective("all_to_all", num_bytes)]
+    if case.inputs[0].requires_grad:
+        both.append(InnerCollective("all_to_all", num_bytes, backward=True))
+    return (
+        AxisStrategy("exchange", (shard(1 - cut),), (shard(cut),) * len(case.outputs), tuple(both)),
+    )

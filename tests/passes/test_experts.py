@@ -1,0 +1,98 @@
+"""Experts as one op: what it computes, how transformers' experts become it, how it is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from capture_models import hf_batch
+from torch import Tensor, nn
+
+from autoparallel.passes.activation import activate, describe
+from autoparallel.passes.capture import capture
+from autoparallel.passes.experts import run_experts
+from autoparallel.passes.program import Program
+from autoparallel.planner.rules import axis_strategies
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 32, "intermediate_size": 24,
+    "num_experts_per_tok": 2, "use_cache": False,
+}  # fmt: skip
+
+
+def gated(rows: Tensor) -> Tensor:
+    gate, up = rows[..., ::2], rows[..., 1::2]
+    return (up.clamp(min=-1.0, max=1.0) + 1) * gate * torch.sigmoid(1.7 * gate)
+
+
+def test_a_function_survives_being_written_down() -> None:
+    text = describe(nn.Module(), gated)
+    assert text is not None
+    rows = torch.randn(5, 8, dtype=torch.float64)
+    assert torch.equal(activate(text, rows), gated(rows))
+
+
+def test_a_function_that_looks_at_values_or_calls_others_code_has_no_text() -> None:
+    assert describe(nn.Module(), lambda x: x if x.sum() > 0 else -x) is None
+    linear = nn.Linear(4, 4)
+    assert describe(linear, linear.forward) is None
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_experts_from_some_one_on_add_their_share(first: int) -> None:
+    """Against the formula, token by token; parts of the experts add up to all."""
+    torch.manual_seed(0)
+    x, scores = torch.randn(7, 4).double(), torch.rand(7, 2).double()
+    ids = torch.rand(7, 4).argsort(-1)[:, :2]
+    up, down = torch.randn(4, 6, 4).double(), torch.randn(4, 4, 6).double()
+    up_bias, down_bias = torch.randn(4, 6).double(), torch.randn(4, 4).double()
+    text = describe(nn.Module(), torch.relu)
+    assert text is not None
+    expected = torch.zeros(7, 4).double()
+    for token in range(7):
+        for place in range(2):
+            expert = int(ids[token, place])
+            if first <= expert < first + 2:
+                hidden = torch.relu(up[expert] @ x[token] + up_bias[expert])
+                result = down[expert] @ hidden + down_bias[expert]
+                expected[token] += scores[token, place] * result
+    part = slice(first, first + 2)
+    weights = (up[part], down[part], up_bias[part], down_bias[part])
+    found = run_experts(x, ids, scores, *weights, activation=text, transposed=False, first=first)
+    torch.testing.assert_close(found, expected)
+
+
+def program_of(name: str, **settings: Any) -> Program:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **settings})
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    return capture(model, hf_batch(2, 8), dtype="float64")
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("Mixtral", {"num_local_experts": 4}),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}),
+    ("GptOss", {"num_local_experts": 4, "head_dim": 8}),
+])  # fmt: skip
+def test_experts_of_transformers_are_captured_as_one_op(
+    name: str, settings: dict[str, Any]
+) -> None:
+    graph = program_of(name, **settings).graph
+    layers = [node for node in graph if node.op == "autoparallel.experts.default"]
+    assert len(layers) == 2
+    for node in layers:
+        assert graph.batch_dims[node.name] == (0,)
+        offered = {s.label: s for s in axis_strategies(node, graph, 2)}
+        assert set(offered) == {"t", "e", "R", "I"}
+        assert str(offered["e"].inputs[3]) == "S(0)"
+        assert str(offered["e"].outputs[0]) == "P"
+
+
+def test_capture_leaves_transformers_as_it_was() -> None:
+    moe = pytest.importorskip("transformers.integrations.moe")
+    before = moe.ExpertsInterface.get_interface
+    program_of("Mixtral", num_local_experts=4)
+    assert moe.ExpertsInterface.get_interface is before

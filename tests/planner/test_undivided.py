@@ -1,0 +1,39 @@
+"""Sizes that an axis does not divide: the plan splits what it can and says what it cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.options import parse_parallel
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planning import PlanOptions, capture_target, plan_program
+from autoparallel.targets import load_target
+
+
+def planned(n_head: int, vocab: int, seq: int = 15, d_model: int = 48) -> Plan:
+    target = load_target(
+        "examples/gpt.py",
+        {"n_layer": 2, "d_model": d_model, "n_head": n_head, "seq": seq, "vocab": vocab},
+    )
+    options = PlanOptions(global_batch=4, seq=seq, forced=parse_parallel("tp=2"))
+    program = capture_target(target, options)
+    return plan_program(program, target, parse_cluster("cpu:2"), options)
+
+
+def test_what_divides_is_split_and_the_rest_is_named() -> None:
+    plan = planned(n_head=3, vocab=257)
+    layouts = plan.stages[0].layouts
+    for name in ("layers.0.mlp.up.weight", "layers.0.attention.qkv.weight", "head.weight"):
+        assert layouts[name].outputs[0][0].is_shard
+    assert plan.undivided == (
+        "scaled_dot_product_attention of layers.0.attention is whole on tp=2, which does not "
+        "divide 4×3×15×16, 4×3×15×16, 4×3×15×16",
+    )
+    assert loads(dumps(plan), "test").undivided == plan.undivided
+
+
+@pytest.mark.parametrize("n_head", [4, 8])
+def test_nothing_is_named_where_everything_divides(n_head: int) -> None:
+    assert planned(n_head=n_head, vocab=256, seq=16, d_model=64).undivided == ()

@@ -1,0 +1,178 @@
+"""What depends on the whole batch equals one device: losses by their labels, batch norm, buffers.
+
+As ``test_verification``: float64, two AdamW steps, losses, gradients, weights and buffers to
+1e-9, with labels of which each row ignores another share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.options import parse_parallel
+from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
+from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.program import Program
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.runtime.compare import Verification
+from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.verify import verify
+from autoparallel.targets import Target, load_target
+
+ROOT = Path(__file__).parent.parent
+ROWS = 8
+IGNORED = -100
+
+MASKED = "tests/models/masked_lm.py"
+LOSSES = {
+    "mean": {"loss": "mean"},
+    "smoothed": {"loss": "mean", "smoothing": 0.1},
+    "weighted": {"loss": "weighted", "smoothing": 0.1},
+    "sum": {"loss": "sum"},
+    "masked": {"loss": "masked"},
+    "normalized": {"loss": "normalized"},
+    "nll": {"loss": "nll"},
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (MASKED, settings) for name, settings in LOSSES.items()},
+    "average": ("tests/models/moving_average.py", {}),
+    "wide_resnet": ("examples/wide_resnet.py", {"width": 1}),
+    "unet": ("examples/unet.py", {"channels": 8, "depth": 1}),
+    "mlp_mixer": ("examples/mlp_mixer.py", {"channels": 16, "n_layer": 2}),
+}
+CASES = {
+    2: [(model, "tp=2,microbatches=2,recompute=full") for model in LOSSES]
+    + [(model, p) for model in ("average", "wide_resnet") for p in ("dp=2", "tp=2")]
+    + [("wide_resnet", "pp=2"), ("wide_resnet", "dp=2,recompute=full")]
+    + [("wide_resnet", "dp=2,microbatches=2"), ("average", "dp=2,microbatches=2")]
+    + [(model, p) for model in ("unet", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")],
+    4: [(model, "dp=2,pp=2,microbatches=4") for model in LOSSES]
+    + [("wide_resnet", "dp=2,tp=2"), ("unet", "dp=2,pp=2,microbatches=2")],
+}
+
+
+def target(model: str) -> Target:
+    path, settings = MODELS[model]
+    return load_target(str(ROOT / path), settings)
+
+
+@cache
+def captured(model: str, precision: str) -> tuple[Deferred, Program]:
+    found = target(model)
+    deferred = record_build(found.build_model, seed=0)
+    batch = found.example_batch(2, None)
+    program = capture_model(deferred.model, batch, found.loss_fn, precision)  # type: ignore[arg-type]
+    return deferred, program
+
+
+@cache
+def planned(model: str, parallel: str) -> Plan:
+    forced = parse_parallel(parallel)
+    devices = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
+    options = PlanOptions(global_batch=ROWS, forced=forced)
+    return plan_program(
+        captured(model, "fp32")[1], target(model), parse_cluster(f"cpu:{devices}"), options
+    )
+
+
+def batches(model: str) -> list[dict[str, torch.Tensor]]:
+    """Two random batches; row r of the labels ignores about 10 r percent."""
+    graph = captured(model, "fp64")[1].graph.with_batch_size(ROWS)
+    found = [random_batch(graph, seed=step) for step in range(2)]
+    for step, batch in enumerate(found):
+        name = {"labels", "classes"} & set(batch)
+        if name and batch[min(name)].dim() > 1:
+            labels = batch[min(name)]
+            generator = torch.Generator().manual_seed(step)
+            percent = 10 * torch.arange(ROWS).view(-1, *[1] * (labels.dim() - 1))
+            labels[torch.randint(100, labels.shape, generator=generator) < percent] = IGNORED
+    return found
+
+
+def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def reference(model: str, trainer: Trainer) -> Reference:
+    found, (_, program) = target(model), captured(model, "fp64")
+
+    def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
+        return find_loss(call_model(module, batch), batch, found.loss_fn)
+
+    module = plain_build(found.build_model, 0).double()
+    with promote_to_float64():
+        return run_reference(
+            module, batches(model), loss=loss, build_optimizer=build_optimizer,
+            split=trainer.reference_split,
+        )  # fmt: skip
+
+
+def verify_all(cases: list[tuple[str, str]]) -> list[Verification]:
+    """On a rank: each (model, plan file) verified in turn."""
+    return [_verified(model, text) for model, text in cases]
+
+
+def _verified(model: str, text: str) -> Verification:
+    plan = loads(text, "test")
+    plan = replace(plan, model=replace(plan.model, precision="fp64"))
+    deferred, program = captured(model, "fp64")
+    trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build_optimizer)
+    return verify(trainer, batches(model), lambda: reference(model, trainer))
+
+
+@cache
+def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
+    """Every case of that many ranks, run in one set of processes."""
+    cases = CASES[num_ranks]
+    plans = [(model, dumps(planned(model, parallel))) for model, parallel in cases]
+    found = run_processes(num_ranks, verify_all, plans, timeout_seconds=280)
+    return dict(zip(cases, found[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "model", "parallel"),
+    [(ranks, model, parallel) for ranks, cases in CASES.items() for model, parallel in cases],
+)
+def test_a_plan_equals_one_device_on_the_whole_batch(
+    num_ranks: int, model: str, parallel: str
+) -> None:
+    found = results(num_ranks)[model, parallel]
+    assert found.passed, found.failures[:5]
+    assert found.worst("weight") >= 0.0
+
+
+def test_every_buffer_that_training_changes_is_compared() -> None:
+    found = results(2)["average", "dp=2"]
+    names = {d.name for d in found.differences if d.quantity == "buffer"}
+    assert names == {
+        "average", "count", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    }  # fmt: skip
+
+
+def test_rows_that_see_each_other_stay_in_one_micro_batch_unless_asked() -> None:
+    assert planned("wide_resnet", "pp=2").num_microbatches == 1
+    assert planned("wide_resnet", "dp=2,microbatches=2").num_microbatches == 2
+
+
+def test_the_share_of_each_micro_batch_follows_from_the_graph() -> None:
+    found = {name: captured(name, "fp32")[1].graph.accumulation for name in MODELS}
+    assert found["mean"].counted == ("cross_entropy_loss",)
+    assert not found["mean"].sums
+    assert found["sum"].sums == ("cross_entropy_loss",)
+    assert len(found["masked"].totals) == 1
+    assert not found["masked"].mixing
+    assert found["wide_resnet"].mixing
+    assert not found["unet"].mixing

@@ -1,0 +1,133 @@
+"""Models with adapters, several inputs, two towers, own ops: each plan equals one device.
+
+As ``test_verification``: float64, two AdamW steps, losses, gradients and weights to 1e-9.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from trained_models import target
+
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.options import parse_parallel
+from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
+from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.program import Program
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planning import PlanOptions, capture_rows, make_plan, plan_program
+from autoparallel.runtime.compare import Verification
+from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.verify import verify
+from autoparallel.targets import load_target
+
+GLOBAL_BATCH = 8
+PARALLEL = ("dp=2", "tp=2", "pp=2")
+ZERO = ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3")
+MODELS = ("lora", "several", "seq2seq", "towers", "own", "opaque", "rowwise")
+CASES = [(m, p) for m in MODELS for p in PARALLEL] + [("lora", p) for p in ZERO]
+
+
+@cache
+def captured(model: str, precision: str) -> tuple[Deferred, Program]:
+    found = target(model)
+    deferred = record_build(found.build_model, seed=0)
+    program = capture_rows(
+        found, deferred.model, global_batch=GLOBAL_BATCH, seq=None, precision=precision
+    )  # type: ignore[arg-type]
+    return deferred, program
+
+
+@cache
+def planned(model: str, parallel: str) -> Plan:
+    _, program = captured(model, "fp32")
+    options = PlanOptions(global_batch=GLOBAL_BATCH, forced=parse_parallel(parallel))
+    return plan_program(program, target(model), parse_cluster("cpu:2"), options)
+
+
+def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def reference(model: str, batches: Any) -> Reference:
+    found, (_, program) = target(model), captured(model, "fp64")
+
+    def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
+        return find_loss(call_model(module, batch), batch, found.loss_fn)
+
+    module = plain_build(found.build_model, 0).double()
+    with promote_to_float64():
+        return run_reference(module, batches, loss=loss, build_optimizer=build_optimizer)
+
+
+def verify_all(cases: list[tuple[str, str]]) -> list[Verification]:
+    """On a rank: each (model, plan file) verified in turn."""
+    found = []
+    for model, text in cases:
+        plan = loads(text, "test")
+        plan = replace(plan, model=replace(plan.model, precision="fp64"))
+        deferred, program = captured(model, "fp64")
+        trainer = Trainer(
+            program, plan, deferred, device=torch.device("cpu"), build=build_optimizer
+        )
+        graph = program.graph.with_batch_size(GLOBAL_BATCH)
+        batches = [random_batch(graph, seed=step, dtype="float64") for step in range(2)]
+        found.append(verify(trainer, batches, lambda: reference(model, batches)))  # noqa: B023
+    return found
+
+
+@cache
+def results() -> dict[tuple[str, str], Verification]:
+    plans = [(model, dumps(planned(model, parallel))) for model, parallel in CASES]
+    found = run_processes(2, verify_all, plans, timeout_seconds=280)
+    return dict(zip(CASES, found[0], strict=True))
+
+
+@pytest.mark.parametrize(("model", "parallel"), CASES)
+def test_a_plan_of_a_model_that_people_train_equals_one_device(model: str, parallel: str) -> None:
+    found = results()[model, parallel]
+    assert found.passed, found.failures[:5]
+    assert found.tolerance == 1e-9
+    assert {d.quantity for d in found.differences} == {"loss", "gradient", "weight"}
+    assert found.worst("weight") > 0.0
+    if model == "lora":
+        trained = {d.name for d in found.differences if d.quantity == "gradient"}
+        assert len(trained) == 12
+
+
+def test_data_parallel_towers_split_their_batch_and_meet_in_the_loss() -> None:
+    found = load_target("examples/two_towers.py", {"num_layers": 1})
+    options = PlanOptions(global_batch=16, forced=parse_parallel("dp=2"))
+    plan = make_plan(found, "cpu:2", options)
+    layouts = plan.stages[0].layouts
+    assert str(layouts["pixels"].outputs[0][0]) == "S(0)"
+    assert str(layouts["matmul"].outputs[0][0]) in "IR"
+    assert plan.num_microbatches == 1
+
+
+@pytest.mark.parametrize("parallel", ["dp=2", "dp=2,zero=3"])
+def test_frozen_parameters_count_neither_gradients_nor_optimizer_states(parallel: str) -> None:
+    graph = captured("lora", "fp32")[1].graph
+    trained = sum(p.spec.num_bytes for p in graph.parameters if p.spec.requires_grad)
+    held = sum(p.spec.num_bytes for p in graph.parameters)
+    memory = planned("lora", parallel).stages[0].prediction.memory_bytes
+    shards = 2 if "zero=3" in parallel else 1
+    assert memory["gradients"] * shards == trained
+    assert memory["optimizer"] * shards == pytest.approx(2 * trained, rel=0.01)
+    assert memory["parameters"] * shards == pytest.approx(held, rel=0.3)
+
+
+def test_a_users_op_is_split_by_its_annotation() -> None:
+    layouts = planned("own", "tp=2").stages[0].layouts
+    split = {name: held.labels[0] for name, held in layouts.items() if "project" in name}
+    assert set(split.values()) & {"i", "o", "b0", "b1"}

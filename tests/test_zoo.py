@@ -1,0 +1,57 @@
+"""Real architectures from small configurations: each plan's run equals one device in float64.
+
+``benchmarks/zoo/one.py`` captures, plans and runs; here a sample by default, all in ``slow``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ONE = ROOT / "benchmarks" / "zoo" / "one.py"
+PLANS = ("dp=2", "tp=2", "pp=2", "own")
+SAMPLE = ("gpt2", "opt", "gemma2", "bert", "t5", "vit", "convnext", "clip")
+ALL = sorted(path.parent.name for path in (ROOT / "tests" / "zoo").glob("*/config.json"))
+
+
+def run(names: tuple[str, ...]) -> dict[str, Any]:
+    """The result of each name, from one process."""
+    found = subprocess.run(
+        [sys.executable, str(ONE), *names], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300 * len(names), check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-2000:]
+    results = [json.loads(line) for line in found.stdout.splitlines()]
+    return {result["name"]: result for result in results}
+
+
+@cache
+def sample() -> dict[str, Any]:
+    return run(SAMPLE)
+
+
+def check(result: dict[str, Any]) -> None:
+    assert not result["error"]
+    for plan in PLANS:
+        outcome = result["plans"][plan]
+        assert outcome.get("passed"), (plan, outcome)
+        assert outcome["num_compared"] > 20
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_plans_of_an_architecture_equal_one_device(name: str) -> None:
+    check(sample()[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ALL if name not in SAMPLE])
+def test_the_plans_of_every_architecture_equal_one_device(name: str) -> None:
+    check(run((name,))[name])
