@@ -9,8 +9,9 @@ takes in training.
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,8 @@ def _export(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], *, strict: bool, dtype: Dtype
 ) -> ExportedProgram:
     with ExitStack() as modes:
+        # torch.export prints its half-made graph to stderr before it raises.
+        modes.enter_context(redirect_stderr(io.StringIO()))
         if not strict:
             modes.enter_context(explicit_casts())
         if dtype == "float64":
