@@ -17,12 +17,25 @@ from autoparallel.runtime.launch import launch
 VERIFY_DTYPES = ("fp64", "fp32")
 
 
-def start_training(path: Path, *, steps: int, seed: int) -> dict[str, Any]:
+def start_training(
+    path: Path,
+    *,
+    steps: int,
+    seed: int,
+    save: str | None = None,
+    save_every: int | None = None,
+    resume: str | None = None,
+) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
+    ``save`` and ``resume`` are folders of checkpoints (see ``worker.train``).
     Returns measured and predicted figures (see ``worker.outcome``).
     """
-    return _start("train", path, steps=steps, seed=seed)
+    folders = {
+        name: None if folder is None else str(Path(folder).resolve())
+        for name, folder in (("save", save), ("resume", resume))
+    }
+    return _start("train", path, steps=steps, seed=seed, save_every=save_every, **folders)
 
 
 def start_verification(path: Path, *, dtype: str, json_output: bool, seed: int = 0) -> None:

@@ -54,17 +54,29 @@ class StepRecord:
     seconds: float
 
 
-def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> dict[str, Any]:
+def train(
+    worker: Worker,
+    *,
+    plan_path: str,
+    steps: int,
+    seed: int,
+    save: str | None = None,
+    save_every: int | None = None,
+    resume: str | None = None,
+) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
 
-    Returns the measured and predicted seconds and bytes, and the losses.
+    ``save`` is the folder of checkpoints, written every ``save_every`` steps and at the end;
+    ``resume`` a checkpoint, or such a folder, whose newest is taken. Data goes on where the
+    checkpoint stopped. Returns the measured and predicted seconds and bytes, and the losses.
     """
     plan, target = load_job(plan_path)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
     trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
     records: list[StepRecord] = []
-    batches = global_batches(trainer, target, seed)
-    for step in range(1, steps + 1):
+    done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
+    batches = itertools.islice(global_batches(trainer, target, seed), done, None)
+    for step in range(done + 1, done + steps + 1):
         inputs = next(batches)
         started = time.perf_counter()
         result = trainer.step(inputs)
@@ -73,9 +85,24 @@ def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> dict[str,
         records.append(StepRecord(step, loss, norm, memory.peak_bytes(), seconds))
         if worker.rank == 0:
             print(step_line(records[-1], plan), flush=True)
+        is_due = step == done + steps or (save_every is not None and step % save_every == 0)
+        if save is not None and is_due:
+            worker.watchdog.progress(f"writing the checkpoint of step {step}")
+            trainer.save(checkpoint_path(save, step), step=step)
     if worker.rank == 0:
         print(summary(records, plan), flush=True)
     return outcome(records, plan)
+
+
+def checkpoint_path(folder: str, step: int) -> Path:
+    """Where the checkpoint of a step goes; names sort by step."""
+    return Path(folder) / f"step-{step:08d}"
+
+
+def newest_checkpoint(path: str) -> Path:
+    """``path`` itself, or the newest of the checkpoints in it."""
+    found = sorted(Path(path).glob("step-*/.metadata"))
+    return found[-1].parent if found else Path(path)
 
 
 def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str, Any]:

@@ -9,8 +9,9 @@ takes in training.
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,6 +164,8 @@ def _export(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], *, strict: bool, dtype: Dtype
 ) -> ExportedProgram:
     with ExitStack() as modes:
+        # torch.export prints its half-made graph to stderr before it raises.
+        modes.enter_context(redirect_stderr(io.StringIO()))
         if not strict:
             modes.enter_context(explicit_casts())
             modes.enter_context(whole_functions())

@@ -78,7 +78,7 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
 
 def _first_lines(text: str, limit: int = 400) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:3])[:limit]
+    return " ".join(lines[:3]).partition(" Caused by:")[0][:limit]
 
 
 def _where(error: BaseException, model: nn.Module, prefix: str) -> str:

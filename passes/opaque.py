@@ -7,7 +7,8 @@ no rule and runs whole on every rank, by calling the function itself.
 Two things are captured so. An ``autograd.Function``: its forward would be traced, but its
 backward would be lost without a word. And a submodule that cannot be exported (control flow
 or shapes inside it depend on values): its parameters are inputs of the op, so they are
-placed and trained like any others; shapes come from an example run.
+placed and trained like any others; shapes come from an example run. A parameter that a
+step's values do not reach gets a gradient of zeros.
 """
 
 from __future__ import annotations

@@ -50,6 +50,22 @@ class Candidate:
     peak_bytes: float
 
     @property
+    def spent_seconds(self) -> dict[str, float]:
+        """Seconds of a step by what they go to, on the busiest stage, and the bubble."""
+        costs = [answer.cost for _, answer in self.answers]
+        busiest = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
+        own, count = busiest.seconds, self.num_microbatches
+        communication = own.forward_communication + own.backward_communication
+        states = own.forward_states + own.backward_states
+        return {
+            "compute": count * (own.forward_compute + own.backward_compute),
+            "communication": count * (communication + states),
+            "gradient sync": own.gradient_sync,
+            "optimizer": own.optimizer,
+            "bubble": self.bubble_fraction * self.step_seconds,
+        }
+
+    @property
     def summary(self) -> str:
         """One line: mesh, ZeRO and recompute of each stage, micro-batches, schedule."""
         parts = []
@@ -154,16 +170,29 @@ def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternat
     """The losers, fastest first, each once, with the reason."""
     found: dict[str, Alternative] = {}
     for loser in sorted(losers, key=lambda candidate: candidate.step_seconds):
-        slower = loser.step_seconds / best.step_seconds - 1
-        reason = f"{slower:.1%} slower"
-        if loser.bubble_fraction > best.bubble_fraction + 0.01:
-            reason += f", bubble {loser.bubble_fraction:.0%} against {best.bubble_fraction:.0%}"
         found.setdefault(
             loser.summary,
-            Alternative(loser.summary, loser.step_seconds, int(loser.peak_bytes), reason),
+            Alternative(
+                loser.summary, loser.step_seconds, int(loser.peak_bytes), reason(best, loser)
+            ),
         )
     found.pop(best.summary, None)
     return tuple(found.values())
+
+
+def reason(best: Candidate, loser: Candidate) -> str:
+    """What the loser spends more on than the winner, most first, in shares of the winner's step.
+
+    The winner's part counts on its own busiest stage, the loser's on its.
+    """
+    ours, theirs = best.spent_seconds, loser.spent_seconds
+    more = sorted(((theirs[name] - ours[name], name) for name in ours), reverse=True)
+    named = [
+        f"{name} +{excess / best.step_seconds:.1%}"
+        for excess, name in more
+        if excess > 0.3 * more[0][0] and excess > 1e-3 * best.step_seconds
+    ]
+    return ", ".join(named[:2]) or "as fast, but for overheads"
 
 
 def _stage(structure: Structure, best: Candidate, index: int) -> StagePlan:

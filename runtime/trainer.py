@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from ..passes.stage_program import build_stage
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.schedules import build_schedule
+from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
 from .data import microbatch_rows
 from .exchange import Exchange
@@ -158,6 +160,24 @@ class Trainer:
     def use_optimizer(self, build: BuildOptimizer) -> None:
         """Replace the optimizer by ``build(parameters)``."""
         self.optimizer = build_optimizer(self.parameters.values(), build)
+
+    def save(self, path: str | Path, *, step: int) -> None:
+        """Write a checkpoint under the model's own names, for this or any other plan.
+
+        Collective over all ranks.
+        """
+        save_checkpoint(
+            path,
+            self.parameters.values(),
+            self.optimizer,
+            step=step,
+            elsewhere=self.tied.elsewhere,
+            tied=self.program.graph.tied,
+        )
+
+    def load(self, path: str | Path) -> int:
+        """Take weights and optimizer state from a checkpoint; the step it was written at."""
+        return load_checkpoint(path, self.parameters.values(), self.optimizer)
 
     def update(self) -> None:
         """The optimizer's step."""

@@ -28,7 +28,7 @@ PUBLIC = {
     "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
     "TimeLimitError", "UsageError",
     "VerificationError", "WorkerError", "__version__", "describe", "load_plan", "parallelize",
-    "plan", "save_plan",
+    "plan", "register_op", "save_plan",
 }  # fmt: skip
 
 

@@ -99,10 +99,9 @@ def test_a_plan_of_a_model_that_people_train_equals_one_device(model: str, paral
     assert found.passed, found.failures[:5]
     assert found.tolerance == 1e-9
     assert {d.quantity for d in found.differences} == {"loss", "gradient", "weight"}
-    assert found.worst("weight") > 0.0
     if model == "lora":
         trained = {d.name for d in found.differences if d.quantity == "gradient"}
-        assert len(trained) == 12
+        assert len(trained) == 18
 
 
 def test_data_parallel_towers_split_their_batch_and_meet_in_the_loss() -> None:

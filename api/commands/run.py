@@ -41,6 +41,17 @@ SourceArgument = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="seed of the initial weights and the data")]
 
+SaveOption = Annotated[
+    str | None, typer.Option("--save", metavar="DIR", help="write checkpoints into DIR")
+]
+SaveEveryOption = Annotated[
+    int | None, typer.Option("--save-every", min=1, help="steps between checkpoints")
+]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
+]
+
 
 def run(
     source: SourceArgument,
@@ -57,8 +68,11 @@ def run(
     time_limit: TimeLimitOption = 60.0,
     output: OutputOption = None,
     settings: SetOption = None,
+    save: SaveOption = None,
+    save_every: SaveEveryOption = None,
+    resume: ResumeOption = None,
 ) -> None:
-    """Train by a plan; options other than --steps and --seed are for planning a TARGET."""
+    """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
     options = plan_options(
         global_batch=global_batch,
         seq=seq,
@@ -72,7 +86,9 @@ def run(
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training
 
-        start_training(path, steps=steps, seed=seed)
+        start_training(
+            path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume
+        )
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
     parts.append(section(*memory(plan)))
     parts.append(section(*time(plan)))
     if plan.alternatives:
-        parts.append(section("Considered, and lost", alternatives(plan, limit=3 if short else 99)))
+        parts.append(section("Considered, and lost", alternatives(plan, limit=3 if short else 10)))
     if not short:
         parts.append(section("How sure", certainty(plan)))
     with console.capture() as captured:
@@ -312,6 +312,9 @@ def alternatives(plan: Plan, *, limit: int) -> RenderableType:
             bytes_text(other.peak_memory_bytes) if other.peak_memory_bytes else "—",
             Text(other.reason, style="dim"),
         )
+    left = len(plan.alternatives) - limit
+    if left > 0 and limit > 3:
+        table.add_row(Text(f"and {left} more (--json has all)", style="dim"), "", "", "", "")
     return table
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,18 +28,13 @@ def plan_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_help_needs_neither_torch_nor_half_a_second() -> None:
+def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; from autoparallel.__main__ import run_command\n"
         "assert run_command(['--help']) == 0\n"
-        "assert 'torch' not in sys.modules"
+        "assert not {'torch', 'numpy', 'networkx', 'highspy'} & set(sys.modules)"
     )
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.5
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,3 +178,68 @@ def test_a_target_is_not_planned_under_torchrun(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("run", str(model_file)) == 2
     assert "error[AP116]" in capsys.readouterr().err
+
+
+BRANCHING = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = y * 2
+        return y.mean()
+
+def build_model():
+    return Net()
+
+def example_batch(global_batch, seq=None):
+    return {"x": torch.zeros(global_batch, 8)}
+"""
+
+
+def test_a_model_that_cannot_be_captured_is_named_by_its_line_and_nothing_else_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "branching.py"
+    path.write_text(BRANCHING)
+    assert run("plan", str(path), "--cluster", "8xH100") == 3
+    errors = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not line.startswith("autoparallel: ")
+    ]
+    assert errors[0].startswith("error[AP202]")
+    assert errors[1] == f"  --> {path}:12"
+    assert all(line.startswith(("error", "  ")) for line in errors)
+
+
+def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run(
+        "plan", "examples/gpt.py", "--cluster", "2xH100", "--memory-limit", "100MB",
+        "--global-batch", "8",
+    )  # fmt: skip
+    text = capsys.readouterr().err
+    assert code == 4
+    assert re.search(r"error\[AP301\]: the model does not fit: .* GB over", text)
+    assert "fix: " in text
+
+
+def test_a_batch_that_does_not_divide_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run(
+        "plan", "examples/gpt.py", "--cluster", "2xH100", "--global-batch", "7",
+        "--parallel", "dp=2",
+    )  # fmt: skip
+    text = capsys.readouterr().err
+    assert code == 2
+    assert "error[AP124]" in text
+    assert "multiple of dp=2" in text

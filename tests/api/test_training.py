@@ -48,6 +48,29 @@ def test_a_plan_trains_and_is_compared_with_its_prediction(plan_file: Path) -> N
     assert re.search(r"^memory +measured .* predicted .*%\)$", done.stdout, re.M)
 
 
+def test_training_resumes_under_another_plan_as_if_it_had_not_stopped(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    def losses(*arguments: str) -> list[str]:
+        done = command("run", *arguments)
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"^step +\d+  loss [\d.]+", done.stdout, re.M)
+
+    whole = losses(str(plan_file), "--steps", "4")
+    saved = str(tmp_path / "checkpoints")
+    first = losses(str(plan_file), "--steps", "2", "--save", saved)
+    rest = losses(*GPT, "--parallel", "dp=2,zero=3", "--steps", "2", "--resume", saved)
+    assert first + rest == whole
+
+
+def test_resuming_from_a_folder_without_checkpoint_is_refused(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    done = command("run", str(plan_file), "--steps", "1", "--resume", str(tmp_path))
+    assert done.returncode == 2
+    assert "error[AP132]" in done.stderr
+
+
 def test_a_plan_is_verified_against_one_device(plan_file: Path) -> None:
     done = command("verify", str(plan_file))
     assert done.returncode == 0, done.stderr
