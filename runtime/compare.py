@@ -19,6 +19,9 @@ from ..planner.layout import Region
 NOISE = 1e-6
 """Tensors below this share of the largest magnitude are measured against that share."""
 
+GRADIENT_NOISE = {torch.float64: 1e-13, torch.float32: 1e-6}
+"""Gradients below this share of the largest are rounding: a key bias under softmax, say."""
+
 Quantity = Literal["loss", "gradient", "weight", "buffer"]
 
 
@@ -64,24 +67,33 @@ def compare(
     reference: Mapping[str, torch.Tensor],
     actual: Mapping[str, Sequence[Piece]],
     blocks: Mapping[str, str],
+    *,
+    gradients: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Difference]:
     """The difference of every reference tensor from the ranks' pieces of it.
 
     Every piece is compared, so copies that drifted apart are seen. A tensor with a part that
     no rank holds differs by infinity. Magnitudes are taken over all of ``reference`` for the
-    noise floor; ``blocks`` tells the block of each name.
+    noise floor; ``blocks`` tells the block of each name. ``gradients`` are those that moved
+    the reference: where one is rounding noise (``GRADIENT_NOISE``) an adaptive optimizer's
+    step is too, and is measured against the largest magnitude of all.
     """
-    floor = NOISE * max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
+    largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
+    moving = max((_magnitude(tensor) for tensor in (gradients or {}).values()), default=0.0)
     differences = []
     for name, expected in reference.items():
-        scale = max(_magnitude(expected), floor)
-        error = _largest_error(expected, actual.get(name, ()))
-        relative = error / scale if scale > 0 else error
+        scale = torch.full_like(expected, max(_magnitude(expected), NOISE * largest))
+        if gradients is not None and name in gradients and expected.dtype in GRADIENT_NOISE:
+            noise = gradients[name].abs() <= GRADIENT_NOISE[expected.dtype] * moving
+            scale[noise] = largest
+        relative = _largest_error(expected, actual.get(name, ()), scale)
         differences.append(Difference(quantity, name, blocks.get(name, ""), relative))
     return differences
 
 
-def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece]) -> float:
+def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece], scale: torch.Tensor) -> float:
+    """The largest error over its scale; an error where the scale is zero counts as it is."""
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     covered = torch.zeros(expected.shape, dtype=torch.bool)
     errors = []
     for region, values in pieces:
@@ -89,7 +101,7 @@ def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece]) -> float:
         if values.shape != expected[box].shape:
             return float("inf")
         covered[box] = True
-        errors.append(_magnitude(values.to(expected.dtype) - expected[box]))
+        errors.append(_magnitude((values.to(expected.dtype) - expected[box]) / scale[box]))
     if not bool(covered.all()):
         return float("inf")
     return next((error for error in errors if error != error), max(errors, default=0.0))

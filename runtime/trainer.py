@@ -173,11 +173,23 @@ class Trainer:
             step=step,
             elsewhere=self.tied.elsewhere,
             tied=self.program.graph.tied,
+            buffers=self._changing_buffers(),
         )
 
     def load(self, path: str | Path) -> int:
-        """Take weights and optimizer state from a checkpoint; the step it was written at."""
-        return load_checkpoint(path, self.parameters.values(), self.optimizer)
+        """Take weights, buffers and optimizer state from a checkpoint; the step it is of.
+
+        Random numbers of the forward go on from that step. Collective over all ranks.
+        """
+        step = load_checkpoint(
+            path, self.parameters.values(), self.optimizer, self._changing_buffers()
+        )
+        if self.executor is not None:
+            self.executor.steps_begun = step
+        return step
+
+    def _changing_buffers(self) -> dict[str, Tensor]:
+        return {} if self.stage is None else dict(self.stage.changing_buffers())
 
     def update(self) -> None:
         """The optimizer's step."""

@@ -72,7 +72,13 @@ def _compared(
         *step_losses[:1],
         *compare("gradient", _in_order(truth.gradients, blocks), gradients, blocks),
         *step_losses[1:],
-        *compare("weight", _in_order(truth.weights, blocks), weights, blocks),
+        *compare(
+            "weight",
+            _in_order(truth.weights, blocks),
+            weights,
+            blocks,
+            gradients=_in_order(truth.gradients, blocks),
+        ),
         *compare("buffer", _in_order(truth.buffers, updates), buffers, blocks),
     ]
     dtype = trainer.program.dtype

@@ -65,4 +65,18 @@ def test_pieces_must_cover_the_tensor_and_all_agree() -> None:
     assert compare("weight", reference, {"a": halves}, {})[0].relative == 0.0
     assert compare("weight", reference, {"a": halves[:1]}, {})[0].relative == float("inf")
     drifted = [*halves, (((2, 4),), torch.tensor([2.0, 3.5]))]
-    assert compare("weight", reference, {"a": drifted}, {})[0].relative == 0.5 / 3.0
+    found = compare("weight", reference, {"a": drifted}, {})[0].relative
+    assert abs(found - 0.5 / 3.0) < 1e-6
+
+
+def test_a_step_along_rounding_noise_is_measured_against_the_model() -> None:
+    reference = {"a": torch.ones(2), "b": torch.tensor([0.0, 1e-3])}
+    gradients = {"a": torch.ones(2), "b": torch.tensor([1e-8, 1e-2])}
+    moved = {name: [_whole(value)[0]] for name, value in reference.items()}
+    moved["b"] = _whole(torch.tensor([1e-5, 1e-3]))
+    found = compare("weight", reference, moved, {}, gradients=gradients)
+    assert found[1].relative < 1e-4
+    moved["b"] = _whole(torch.tensor([0.0, 1.01e-3]))
+    found = compare("weight", reference, moved, {}, gradients=gradients)
+    assert abs(found[1].relative - 0.01) < 1e-4
+    assert compare("weight", reference, moved, {})[1].relative > 9e-3
