@@ -31,6 +31,7 @@ from autoparallel.passes.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.targets import (
     Batch,
     LossFn,
@@ -305,7 +306,7 @@ class Step:
                 fix="model = autoparallel.parallelize(model, example_batch=...)",
             )
         _require_one_device(plan)
-        build = build_optimizer or torch.optim.AdamW
+        build = build_optimizer or default_optimizer
         self.optimizer = build(list(model.parameters()))
         self._run = self._one_device
 

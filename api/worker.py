@@ -30,6 +30,7 @@ from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.report.words import bytes_text, count_text, seconds_text
 from autoparallel.runtime.compare import Quantity
+from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.trainer import Trainer, join
@@ -143,7 +144,7 @@ def one_device(
         batch: Batch = parts if is_dict else tuple(parts[key] for key in sorted(parts, key=str))
         return find_loss(call_model(model, batch), batch, target.loss_fn)
 
-    build = target.build_optimizer or torch.optim.AdamW
+    build = target.build_optimizer or default_optimizer
     with promote_to_float64() if is_double else nullcontext():
         return run_reference(
             model, batches, loss=loss, build_optimizer=build, seed=seed,

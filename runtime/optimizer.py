@@ -21,6 +21,11 @@ LEARNING_RATE = 3e-4
 BuildOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """What trains where the user gives no optimizer: the same on one device as by a plan."""
+    return AdamW(list(parameters), lr=LEARNING_RATE)
+
+
 def build_optimizer(
     parameters: Iterable[StageParameter],
     build: BuildOptimizer | None = None,

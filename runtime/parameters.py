@@ -97,9 +97,15 @@ class StageParameter:
         )
 
     def publish(self) -> None:
-        """Hand the gradient to the optimizer: as the master's ``grad``."""
+        """Hand the gradient to the optimizer: as the master's ``grad``.
+
+        It is laid out in memory like the master: torch's fused optimizers on the CPU take a
+        gradient of other strides (a convolution's, channels last) element for element.
+        """
         if self.leaf is not None:
             gradient = self.gradient
+            if gradient is not None and gradient.stride() != self.local.stride():
+                gradient = torch.empty_like(self.local, dtype=gradient.dtype).copy_(gradient)
             self.master.grad = None if gradient is None else self.as_dtensor(gradient)
 
     def zero_grad(self) -> None:

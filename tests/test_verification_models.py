@@ -23,12 +23,11 @@ from autoparallel.passes.modes import promote_to_float64
 from autoparallel.passes.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, capture_rows, make_plan, plan_program
+from autoparallel.planning import PlanOptions, capture_rows, plan_program
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
-from autoparallel.targets import load_target
 
 GLOBAL_BATCH = 8
 PARALLEL = ("dp=2", "tp=2", "pp=2")
@@ -104,14 +103,10 @@ def test_a_plan_of_a_model_that_people_train_equals_one_device(model: str, paral
         assert len(trained) == 18
 
 
-def test_data_parallel_towers_split_their_batch_and_meet_in_the_loss() -> None:
-    found = load_target("examples/two_towers.py", {"num_layers": 1})
-    options = PlanOptions(global_batch=16, forced=parse_parallel("dp=2"))
-    plan = make_plan(found, "cpu:2", options)
-    layouts = plan.stages[0].layouts
-    assert str(layouts["pixels"].outputs[0][0]) == "S(0)"
-    assert str(layouts["matmul"].outputs[0][0]) in "IR"
+def test_a_loss_over_the_whole_batch_is_planned_at_the_global_batch_at_once() -> None:
+    plan = planned("towers", "dp=2")
     assert plan.num_microbatches == 1
+    assert captured("towers", "fp32")[1].graph.batch_size == GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("parallel", ["dp=2", "dp=2,zero=3"])

@@ -71,7 +71,7 @@ def test_options_are_those_of_the_command_line() -> None:
 def test_alone_a_step_is_an_ordinary_training_step() -> None:
     model, plain = Net(), Net()
     step = autoparallel.Step(model, loss_fn=loss_fn)
-    optimizer = torch.optim.AdamW(plain.parameters())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4)
     for _ in range(3):
         optimizer.zero_grad()
         expected = loss_fn(plain(batch()["x"]), batch())

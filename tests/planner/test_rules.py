@@ -295,11 +295,11 @@ def test_matrix_products_of_any_ranks_are_split_by_every_letter() -> None:
     }  # fmt: skip
 
 
-def test_indices_are_split_from_a_whole_source() -> None:
+def test_indices_are_split_from_a_whole_source_or_read_whole_from_a_split_one() -> None:
     found = offered(
         "index.Tensor", (X, [None, Ref("x1")]), [spec(4, 6), spec(8, dtype=INT)], spec(4, 8)
     )
-    assert splits(found) == {"S(0) I -> S(0)", "R S(0) -> S(1)"}
+    assert splits(found) == {"S(0) I -> S(0)", "R S(0) -> S(1)", "S(1) I -> P"}
     mask = offered("index.Tensor", (X, [Ref("x1")]), [spec(4, 6), spec(4, dtype=BOOL)], spec(2, 6))
     assert splits(mask) == set()
 
