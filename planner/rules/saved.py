@@ -61,7 +61,9 @@ _KEPT = {
         "ones_like zeros_like full_like empty_like new_zeros new_ones new_full new_empty"
     ),
 }
-_WRITES = frozenset(["scatter", "scatter_add", "index_add", "index_copy", "index_fill", "index_put"])
+_WRITES = frozenset(
+    ["scatter", "scatter_add", "index_add", "index_copy", "index_fill", "index_put"]
+)
 _RULE = {op: rule for rule, ops in _KEPT.items() for op in ops.split()}
 
 
