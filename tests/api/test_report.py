@@ -72,5 +72,10 @@ def test_what_lost_is_listed_with_its_distance_and_reason() -> None:
 
 
 def test_ops_without_a_rule_are_listed() -> None:
-    plan = replace(pipeline_plan(), replicated_ops=("my.op.default",))
-    assert "ops without a rule, run whole: my.op.default" in describe(plan)
+    plan = replace(
+        pipeline_plan(),
+        replicated_ops=("my.op.default",),
+        replicated_seconds={"my.op.default": 0.012},
+    )
+    text = describe(plan)
+    assert "ops without a rule, whole on every rank, per step: my.op.default 12.0 ms" in text
