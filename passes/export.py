@@ -148,7 +148,7 @@ def _climb(
         try:
             return _export(wrapped, tensors, strict=True, dtype=dtype)
         except Exception:  # noqa: BLE001
-            pass
+            pass  # this rung failed too: the next one tells what cannot be kept whole
     while True:
         try:
             leaves = widen(model, leaves, error)
