@@ -19,6 +19,7 @@ Azure/AI-benchmarking-guide) and on H100 in FP8 (4 to 6 µs).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +96,30 @@ def op_seconds(device: Device, family: str, flops: float, num_bytes: float, dtyp
     2.5
     """
     return rate(device, family, dtype).seconds(flops, num_bytes)
+
+
+class OpWork(Protocol):
+    """What an op does on one rank, forward and backward: see ``planner.rules.work``."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def flops_forward(self) -> int: ...
+    @property
+    def flops_backward(self) -> int: ...
+    @property
+    def bytes_forward(self) -> int: ...
+    @property
+    def bytes_backward(self) -> int: ...
+
+
+def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
+    """Seconds forward and backward of an op's local work."""
+    forward = op_seconds(device, work.family, work.flops_forward, work.bytes_forward, dtype)
+    if not (work.flops_backward or work.bytes_backward):
+        return forward, 0.0
+    backward = op_seconds(device, work.family, work.flops_backward, work.bytes_backward, dtype)
+    return forward, backward
 
 
 def peak_flops(device: Device, dtype: str) -> float:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..cost_model.cluster import Cluster, Device, Link
 from ..cost_model.collectives import Group, collective_seconds, group_of, p2p_seconds
-from ..cost_model.compute import op_seconds
+from ..cost_model.compute import work_seconds
 from ..cost_model.memory import PrecisionPolicy, policy, state_bytes
 from .graph import Graph, Node, Ref, TensorSpec
 from .layout import INVARIANT, Layout, Mesh, conversion_steps, local_shape
@@ -210,15 +210,7 @@ class Prices:
         found: tuple[float, float] | None = self.cache.get(key)
         if found is None:
             work = self.rules.work(node, local_inputs, local_outputs)
-            dtype = node.spec.dtype
-            found = (
-                op_seconds(self.device, work.family, work.flops_forward, work.bytes_forward, dtype),
-                op_seconds(
-                    self.device, work.family, work.flops_backward, work.bytes_backward, dtype
-                )
-                if work.flops_backward or work.bytes_backward
-                else 0.0,
-            )
+            found = work_seconds(self.device, work, node.spec.dtype)
             self.cache[key] = found
         return found
 
