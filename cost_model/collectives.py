@@ -1,29 +1,60 @@
 """Seconds of collectives and transfers: latency plus bytes over bandwidth, per algorithm.
 
 In: the kind, the bytes of the full tensor, and the group of ranks. Out: seconds of the
-cheapest algorithm that is valid for the group and that its library has. Notation in the
-formulas: n ranks, of which p on each of h hosts; S bytes; α seconds per message and β bytes
-per second of a link, index 1 within a host and 2 between hosts. Where all p ranks of a host
-talk to other hosts at once, each by its own share of the network, the host's rate is p·β2.
+cheapest algorithm that is valid for the group and that its library has. The formulas, with
+their sources, are in ``collectives_formulas``; the algorithms themselves, as messages that
+are counted and run, in ``algorithms``.
 
-Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations
-in MPICH", IJHPCA 19(1), 2005 (below: Thakur); Rabenseifner, "Optimization of Collective
-Reduction Operations", ICCS 2004; Sanders, Speck, Träff, "Two-tree algorithms for full
-bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009; NCCL, src/graph/
-tuning.cc (the count of steps within and between hosts).
+NCCL carries any of its algorithms by one of several protocols. Those for short messages
+(LL, LL128) have little latency and reach a part of a link's rate; the one for long messages
+(Simple) reaches all of it and synchronizes at every step. Both are priced and the cheaper
+counts, with what ``link_presets.PROTOCOLS`` says of the kind of link. Source: NCCL,
+src/graph/tuning.cc; calibrated on measurements, see ``benchmarks/collectives``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Literal
 
+from .algorithms import CollectiveKind
 from .cluster import Cluster, Link
+from .collectives_formulas import (
+    Shape,
+    Wires,
+    binomial_broadcast,
+    bruck_all_to_all,
+    butterfly_all_reduce,
+    direct_all_to_all,
+    halving_doubling,
+    hierarchical_round,
+    in_switch_all_reduce,
+    is_power_of_two,
+    pairwise_all_to_all,
+    pipelined_broadcast,
+    ring_round,
+    scattered_broadcast,
+    tree_all_reduce,
+)
+from .link_presets import PROTOCOLS, Protocols
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+__all__ = [
+    "CollectiveKind",
+    "Group",
+    "Library",
+    "algorithm_seconds",
+    "collective_seconds",
+    "group_of",
+    "p2p_seconds",
+]
+
 Library = Literal["nccl", "gloo", "any"]
+
+PLAIN = Protocols()
+SMALLEST_IN_SWITCH = 5
+"""Ranks of a host from which NCCL has the switch sum: on 8 H200, ring is its default for 4
+and NVLS for 5 (stas00/ml-engineering@744d01e network/README.md, NCCL 2.27)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +112,28 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
     )
 
 
-def p2p_seconds(num_bytes: float, link: Link) -> float:
-    """Seconds of one message from one rank to another: α + S/β (Thakur, section 3)."""
+def p2p_seconds(
+    num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] = PROTOCOLS
+) -> float:
+    """Seconds of one message from one rank to another: α + S/β (Thakur, section 3).
+
+    NCCL gives a pair of ranks few channels, and so a part of β, up to a size.
+    """
     if num_bytes <= 0:
         return 0.0
-    return link.base_seconds + link.alpha_seconds + num_bytes / link.bytes_per_second
+    start, rate = link.base_seconds + link.alpha_seconds, link.bytes_per_second
+    found = protocols.get(link.name, PLAIN)
+    few_channels = min(num_bytes, found.p2p_few_bytes)
+    return start + max(num_bytes, few_channels / found.p2p_few_share) / rate
 
 
-def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group) -> float:
+def collective_seconds(
+    kind: CollectiveKind,
+    num_bytes: float,
+    group: Group,
+    *,
+    protocols: Mapping[str, Protocols] = PROTOCOLS,
+) -> float:
     """Seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
 
     ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a
@@ -101,25 +146,52 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group) -> 
     """
     if group.num_ranks <= 1 or num_bytes <= 0:
         return 0.0
-    return min(algorithm_seconds(kind, num_bytes, group).values())
+    return min(algorithm_seconds(kind, num_bytes, group, protocols=protocols).values())
 
 
-def algorithm_seconds(kind: CollectiveKind, num_bytes: float, group: Group) -> dict[str, float]:
+def algorithm_seconds(
+    kind: CollectiveKind,
+    num_bytes: float,
+    group: Group,
+    *,
+    protocols: Mapping[str, Protocols] = PROTOCOLS,
+) -> dict[str, float]:
     """For each algorithm that ``group`` can run, its seconds. Needs two ranks or more."""
-    if kind == "all_reduce":
-        seconds = _all_reduce(num_bytes, group)
-    elif kind == "all_gather" or kind == "reduce_scatter":
-        whole = kind == "reduce_scatter" and group.library == "gloo"
-        seconds = (_all_reduce if whole else _gather_or_scatter)(num_bytes, group)
-    elif kind == "all_to_all":
-        seconds = _all_to_all(num_bytes, group)
-    else:
-        seconds = _broadcast(num_bytes, group)
+    intra, inter, sharing = group.intra, group.inter, group.sharing
+    first, second = PLAIN, PLAIN
+    if group.library == "nccl":
+        first, second = protocols.get(intra.name, PLAIN), protocols.get(inter.name, PLAIN)
+    fill = first.switch_fill_seconds
+    alpha1, beta1 = intra.alpha_seconds, intra.bytes_per_second / sharing
+    alpha2, beta2 = inter.alpha_seconds, inter.bytes_per_second / sharing
+    if kind == "all_to_all":
+        alpha1 += first.exchange_seconds
+        beta1 *= first.exchange_share
+    short = Wires(alpha1, beta1 * first.short_share, alpha2, beta2 * second.short_share)
+    seconds = _by_algorithm(kind, num_bytes, group, short, fill)
+    if first is not PLAIN or second is not PLAIN:
+        first_alpha, second_alpha = first.long_alpha_seconds, second.long_alpha_seconds
+        long = Wires(alpha1 + first_alpha, beta1, alpha2 + second_alpha, beta2)
+        for name, other in _by_algorithm(kind, num_bytes, group, long, fill).items():
+            if other < seconds[name]:
+                seconds[name] = other
     base = _base_seconds(group)
     if base:
         for name in seconds:
             seconds[name] += base
     return seconds
+
+
+def _by_algorithm(
+    kind: CollectiveKind, num_bytes: float, group: Group, wires: Wires, fill_seconds: float
+) -> dict[str, float]:
+    if kind == "all_reduce" or (kind == "reduce_scatter" and group.library == "gloo"):
+        return _all_reduce(num_bytes, group, wires, fill_seconds)
+    if kind == "all_gather" or kind == "reduce_scatter":
+        return _gather_or_scatter(num_bytes, group, wires)
+    if kind == "all_to_all":
+        return _all_to_all(num_bytes, group, wires)
+    return _broadcast(num_bytes, group, wires)
 
 
 def _base_seconds(group: Group) -> float:
@@ -130,209 +202,86 @@ def _base_seconds(group: Group) -> float:
     return max(group.intra.base_seconds, group.inter.base_seconds)
 
 
-def _log2_ceil(count: int) -> int:
-    return (count - 1).bit_length()
+def _shape(group: Group) -> Shape:
+    return Shape(group.num_ranks, group.ranks_per_host, group.num_hosts)
 
 
-def _is_power_of_two(count: int) -> bool:
-    return count & (count - 1) == 0
-
-
-def _flat(group: Group) -> tuple[float, float]:
-    """(α, β) of the one kind of link of a flat group; the worst of both otherwise."""
-    intra, inter = group.intra, group.inter
-    if group.num_hosts == 1:
-        return intra.alpha_seconds, intra.bytes_per_second / group.sharing
-    if group.ranks_per_host == 1:
-        return inter.alpha_seconds, inter.bytes_per_second / group.sharing
-    return (
-        max(intra.alpha_seconds, inter.alpha_seconds),
-        min(intra.bytes_per_second, inter.bytes_per_second) / group.sharing,
-    )
-
-
-def _ring(group: Group) -> tuple[float, float]:
-    """(latency of n − 1 steps, bandwidth) of the rings that pass all ranks.
-
-    A chunk takes n − 1 hops, h − 1 of them between hosts: (n − h)·α1 + (h − 1)·α2. Several
-    rings run at once, each leaving a host at another device: min(β1, p·β2).
-    Source: NCCL tuning.cc (nsteps, nInterSteps).
-    """
-    if group.is_flat:
-        alpha, rate = _flat(group)
-        return (group.num_ranks - 1) * alpha, rate
-    intra, inter, hosts = group.intra, group.inter, group.num_hosts
-    latency = (group.num_ranks - hosts) * intra.alpha_seconds + (hosts - 1) * inter.alpha_seconds
-    rate = min(intra.bytes_per_second, group.ranks_per_host * inter.bytes_per_second)
-    return latency, rate / group.sharing
-
-
-def _all_reduce(num_bytes: float, group: Group) -> dict[str, float]:
-    n = group.num_ranks
-    latency, rate = _ring(group)
-    seconds = {"ring": ring_all_reduce_seconds(num_bytes, n, latency, rate)}
+def _all_reduce(
+    num_bytes: float, group: Group, wires: Wires, fill_seconds: float
+) -> dict[str, float]:
+    shape = _shape(group)
+    latency, transfer = ring_round(num_bytes, shape, wires)
+    seconds = {"ring": 2 * (latency + transfer)}
     if group.library == "gloo":
         return seconds
-    seconds["tree"] = _tree_all_reduce(num_bytes, group)
-    if group.intra.reduction_bytes_per_second and group.ranks_per_host > 1:
-        seconds["in_switch"] = _in_switch_all_reduce(num_bytes, group)
+    if group.library == "any" or group.num_hosts > 1:
+        seconds["tree"] = tree_all_reduce(num_bytes, shape, wires)
+    reduction = group.intra.reduction_bytes_per_second
+    if reduction and shape.p >= SMALLEST_IN_SWITCH:
+        rate = reduction / group.sharing
+        seconds["in_switch"] = in_switch_all_reduce(
+            num_bytes, shape, wires, rate=rate, fill_seconds=fill_seconds
+        )
     if group.library != "any":
         return seconds
-    if group.is_flat and _is_power_of_two(n):
-        alpha, rate = _flat(group)
-        seconds["recursive_doubling"] = _log2_ceil(n) * (alpha + num_bytes / rate)
-        seconds["halving_doubling"] = halving_doubling_seconds(num_bytes, n, alpha, rate)
-    if not group.is_flat and group.is_even:
-        seconds["hierarchical"] = _hierarchical_all_reduce(num_bytes, group)
+    if shape.is_flat and shape.is_even:
+        alpha, beta = wires.flat(shape)
+        seconds["recursive_doubling"] = butterfly_all_reduce(num_bytes, shape.n, alpha, beta)
+        seconds["halving_doubling"] = halving_doubling(num_bytes, shape.n, alpha, beta)
+    seconds |= {name: 2 * half for name, half in _hierarchical(num_bytes, shape, wires).items()}
     return seconds
 
 
-def ring_all_reduce_seconds(num_bytes: float, n: int, latency: float, rate: float) -> float:
-    """Reduce-scatter then all-gather around a ring: 2·latency + 2(n − 1)/n·S/β.
-
-    ``latency`` is that of one round of n − 1 steps, (n − 1)·α on equal links.
-    Source: Thakur, section 4.5 and 4.1; NCCL.
-
-    >>> ring_all_reduce_seconds(4e9, 4, 3e-6, 1e9)
-    6.000006
-    """
-    return 2 * latency + 2 * (n - 1) / n * num_bytes / rate
+def _hierarchical(num_bytes: float, shape: Shape, wires: Wires) -> dict[str, float]:
+    if shape.is_flat or not shape.is_even:
+        return {}
+    seconds = {"hierarchical": sum(hierarchical_round(num_bytes, shape, wires, doubling=False))}
+    if is_power_of_two(shape.h):
+        doubling = sum(hierarchical_round(num_bytes, shape, wires, doubling=True))
+        seconds["hierarchical_doubling"] = doubling
+    return seconds
 
 
-def halving_doubling_seconds(num_bytes: float, n: int, alpha: float, rate: float) -> float:
-    """Recursive halving then doubling: 2·log2 n·α + 2(n − 1)/n·S/β, n a power of two.
-
-    Source: Rabenseifner 2004; Thakur, section 4.5.
-
-    >>> halving_doubling_seconds(4e9, 4, 1e-6, 1e9)
-    6.000004
-    """
-    return 2 * _log2_ceil(n) * alpha + 2 * (n - 1) / n * num_bytes / rate
-
-
-def _tree_all_reduce(num_bytes: float, group: Group) -> float:
-    """Two binary trees over the hosts, a chain within each host, pipelined.
-
-    Up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2). Every rank is an inner node of one tree and a
-    leaf of the other, each for half of S, so at most 2·S leave it (S where only two take
-    part): min(2, h − 1)·S/(p·β2). Source: Sanders et al. 2009; NCCL 2.4 trees.
-    """
-    if group.is_flat:
-        alpha, rate = _flat(group)
-        n = group.num_ranks
-        return 2 * _log2_ceil(n) * alpha + min(2, n - 1) * num_bytes / rate
-    p, hosts, intra, inter = group.ranks_per_host, group.num_hosts, group.intra, group.inter
-    latency = (p - 1) * intra.alpha_seconds + _log2_ceil(hosts) * inter.alpha_seconds
-    within = min(2, p - 1) / intra.bytes_per_second
-    between = min(2, hosts - 1) / (p * inter.bytes_per_second)
-    return 2 * latency + max(within, between) * num_bytes * group.sharing
-
-
-def _in_switch_all_reduce(num_bytes: float, group: Group) -> float:
-    """The switch of each host sums, two trees join the hosts, all pipelined.
-
-    2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h − 1)·S/(p·β2)), ρ the switch's rate.
-    Source: NCCL's NVLS and NVLSTree.
-    """
-    intra, inter, hosts = group.intra, group.inter, group.num_hosts
-    seconds_per_byte = 1 / intra.reduction_bytes_per_second
-    latency = 2 * intra.alpha_seconds
-    if hosts > 1:
-        latency += 2 * _log2_ceil(hosts) * inter.alpha_seconds
-        between = min(2, hosts - 1) / (group.ranks_per_host * inter.bytes_per_second)
-        seconds_per_byte = max(seconds_per_byte, between)
-    return latency + seconds_per_byte * num_bytes * group.sharing
-
-
-def _hierarchical_all_reduce(num_bytes: float, group: Group) -> float:
-    """Reduce-scatter in the host, all-reduce of S/p between hosts, all-gather in the host.
-
-    2·((p − 1)·α1 + (p − 1)/p·S/β1) + the best flat all-reduce of S/p over h ranks.
-    """
-    p, hosts, sharing = group.ranks_per_host, group.num_hosts, group.sharing
-    within = _ring_round(num_bytes, p, group.intra, sharing)
-    alpha, rate = group.inter.alpha_seconds, group.inter.bytes_per_second / sharing
-    part = num_bytes / p
-    between = ring_all_reduce_seconds(part, hosts, (hosts - 1) * alpha, rate)
-    if _is_power_of_two(hosts):
-        between = min(between, halving_doubling_seconds(part, hosts, alpha, rate))
-    return 2 * within + between
-
-
-def _ring_round(num_bytes: float, n: int, link: Link, sharing: int) -> float:
-    """All-gather or reduce-scatter around one ring: (n − 1)·α + (n − 1)/n·S/β."""
-    return (n - 1) * (link.alpha_seconds + num_bytes / n / link.bytes_per_second * sharing)
-
-
-def _gather_or_scatter(num_bytes: float, group: Group) -> dict[str, float]:
+def _gather_or_scatter(num_bytes: float, group: Group, wires: Wires) -> dict[str, float]:
     """All-gather, or the reduce-scatter that is its mirror image.
 
-    ring: (n − 1)·α + (n − 1)/n·S/β (Thakur, section 4.1, 4.2; NCCL).
     recursive_doubling (halving for reduce-scatter): log2 n·α + (n − 1)/n·S/β, n a power of
     two (Thakur, section 4.1; NCCL 2.23's PAT, with one rank per host).
-    hierarchical: all-gather S/p between the hosts, by p ranks at once, then S in the host.
     """
-    n = group.num_ranks
-    latency, rate = _ring(group)
-    transfer = (n - 1) / n * num_bytes / rate
+    shape = _shape(group)
+    latency, transfer = ring_round(num_bytes, shape, wires)
     seconds = {"ring": latency + transfer}
     if group.library == "gloo":
         return seconds
-    has_butterfly = group.library == "any" or group.ranks_per_host == 1
-    if group.is_flat and has_butterfly and _is_power_of_two(n):
-        alpha, rate = _flat(group)
-        seconds["recursive_doubling"] = _log2_ceil(n) * alpha + transfer
-    if not group.is_flat and group.is_even and group.library == "any":
-        p, hosts, inter = group.ranks_per_host, group.num_hosts, group.inter
-        steps = _log2_ceil(hosts) if _is_power_of_two(hosts) else hosts - 1
-        part = (hosts - 1) / hosts * num_bytes / p
-        between = steps * inter.alpha_seconds + part / inter.bytes_per_second * group.sharing
-        seconds["hierarchical"] = between + _ring_round(num_bytes, p, group.intra, group.sharing)
-    return seconds
-
-
-def _all_to_all(num_bytes: float, group: Group) -> dict[str, float]:
-    """Every rank sends S/n to every other.
-
-    pairwise: (p − 1)·α1 + (n − p)·α2 + max((p − 1)/n·S/β1, (n − p)/n·S/β2), a device's link
-    within the host and its share of the network being busy at once (Thakur, section 4.4).
-    bruck: ⌈log2 n⌉·(α + S/2/β) (Thakur, section 4.4), short messages.
-    """
-    n, p = group.num_ranks, group.ranks_per_host if group.num_hosts > 1 else group.num_ranks
-    intra, inter, sharing = group.intra, group.inter, group.sharing
-    latency = (p - 1) * intra.alpha_seconds + (n - p) * inter.alpha_seconds
-    within = (p - 1) / n * num_bytes / intra.bytes_per_second
-    between = (n - p) / n * num_bytes / inter.bytes_per_second
-    seconds = {"pairwise": latency + max(within, between) * sharing}
+    has_butterfly = group.library == "any" or shape.p == 1
+    if shape.is_flat and shape.is_even and has_butterfly and is_power_of_two(shape.n):
+        alpha, _ = wires.flat(shape)
+        seconds["recursive_doubling"] = (shape.n.bit_length() - 1) * alpha + transfer
     if group.library == "any":
-        alpha, rate = _flat(group)
-        seconds["bruck"] = _log2_ceil(n) * (alpha + num_bytes / 2 / rate)
+        seconds |= _hierarchical(num_bytes, shape, wires)
     return seconds
 
 
-def _broadcast(num_bytes: float, group: Group) -> dict[str, float]:
-    """One rank's S to all.
+def _all_to_all(num_bytes: float, group: Group, wires: Wires) -> dict[str, float]:
+    shape = _shape(group)
+    if group.library == "gloo":
+        return {"pairwise": pairwise_all_to_all(num_bytes, shape, wires)}
+    seconds = {"direct": direct_all_to_all(num_bytes, shape, wires)}
+    if group.library == "any":
+        seconds["pairwise"] = pairwise_all_to_all(num_bytes, shape, wires)
+        alpha, beta = wires.flat(shape)
+        seconds["bruck"] = bruck_all_to_all(num_bytes, shape.n, alpha, beta)
+    return seconds
 
-    binomial_tree: ⌈log2 n⌉·(α + S/β) (Thakur, section 4.3).
-    scatter_all_gather: (⌈log2 n⌉ + n − 1)·α + 2(n − 1)/n·S/β (van de Geijn; Thakur, 4.3).
-    pipelined_ring: k chunks over n − 1 hops, (n − 2 + k)·(α + S/(kβ)), at the best k ≥ 1:
-    (√((n − 2)·α) + √(S/β))² where that k is more than 1 (NCCL's ring), α the mean hop.
-    """
-    n = group.num_ranks
-    alpha, rate = _flat(group)
-    hops = _log2_ceil(n)
+
+def _broadcast(num_bytes: float, group: Group, wires: Wires) -> dict[str, float]:
+    shape = _shape(group)
+    alpha, beta = wires.flat(shape)
     seconds: dict[str, float] = {}
     if group.library != "nccl":
-        seconds["binomial_tree"] = hops * (alpha + num_bytes / rate)
+        seconds["binomial_tree"] = binomial_broadcast(num_bytes, shape.n, alpha, beta)
     if group.library == "any":
-        seconds["scatter_all_gather"] = (hops + n - 1) * alpha + 2 * (n - 1) / n * num_bytes / rate
+        seconds["scatter_all_gather"] = scattered_broadcast(num_bytes, shape.n, alpha, beta)
     if group.library != "gloo":
-        latency, ring_rate = _ring(group)
-        hop, transfer = latency / (n - 1), num_bytes / ring_rate
-        is_one_chunk = (n - 2) * transfer <= hop
-        seconds["pipelined_ring"] = (
-            (n - 1) * (hop + transfer)
-            if is_one_chunk
-            else (sqrt((n - 2) * hop) + sqrt(transfer)) ** 2
-        )
+        seconds["pipelined_ring"] = pipelined_broadcast(num_bytes, shape, wires)
     return seconds

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoparallel.cost_model.algorithm_tables import find_table
+from autoparallel.cost_model.algorithms import wrong_parts
 from autoparallel.cost_model.cluster import Cluster, Host, Link
 from autoparallel.cost_model.collectives import (
     CollectiveKind,
@@ -14,6 +16,8 @@ from autoparallel.cost_model.collectives import (
     group_of,
     p2p_seconds,
 )
+from autoparallel.cost_model.collectives_formulas import POST_SECONDS
+from autoparallel.cost_model.link_presets import Protocols
 from autoparallel.cost_model.presets import find_link
 from autoparallel.cost_model.shorthand import parse_cluster
 
@@ -66,10 +70,15 @@ def test_two_trees_have_logarithmic_latency() -> None:
     assert seconds["ring"] == pytest.approx(30 * 10e-6, rel=1e-3)
 
 
-def test_butterflies_need_a_power_of_two() -> None:
-    names = algorithm_seconds("all_reduce", 1e6, one_host(6))
-    assert "halving_doubling" not in names
-    assert "recursive_doubling" not in names
+def test_butterflies_fold_the_ranks_over_a_power_of_two() -> None:
+    """6 ranks, 4 GB: two hand theirs to others, which 4 ranks sum in 2 exchanges of 4 GB, or
+    in 2·2 of 2·3/4·4 GB in all, before the two are told: 2 messages of 4 GB more."""
+    seconds = algorithm_seconds("all_reduce", 4e9, one_host(6))
+    assert seconds["recursive_doubling"] == pytest.approx(4 * (4.0 + 10e-6))
+    assert seconds["halving_doubling"] == pytest.approx(6.0 + 4 * 10e-6 + 2 * (4.0 + 10e-6))
+
+
+def test_doubling_an_all_gather_needs_a_power_of_two() -> None:
     assert "recursive_doubling" not in algorithm_seconds("all_gather", 1e6, one_host(6))
 
 
@@ -88,10 +97,11 @@ def test_all_to_all_sends_all_but_its_own_part() -> None:
 
 
 def test_all_to_all_over_hosts_waits_for_the_slow_share() -> None:
-    """2 hosts of 2: half of 4 GB leaves the host at 1 GB/s while 1 GB stays in it."""
-    group = Group(4, 2, 2, FAST, SLOW)
-    seconds = algorithm_seconds("all_to_all", 4e9, group)["pairwise"]
-    assert seconds == pytest.approx(2.0 + 1e-6 + 2 * 10e-6, rel=1e-9)
+    """2 hosts of 2: half of 4 GB leaves the host at 1 GB/s while 1 GB stays in it. One peer
+    after the other, the parts add up; all at once, the slow one hides the fast."""
+    seconds = algorithm_seconds("all_to_all", 4e9, Group(4, 2, 2, FAST, SLOW))
+    assert seconds["pairwise"] == pytest.approx(2.0 + 0.01 + 1e-6 + 2 * 10e-6, rel=1e-9)
+    assert seconds["direct"] == pytest.approx(2.0 + 10e-6 + 2 * POST_SECONDS, rel=1e-9)
 
 
 def test_broadcast_formulas() -> None:
@@ -112,11 +122,13 @@ def test_pipelined_broadcast_equals_its_best_number_of_chunks() -> None:
     assert closed == pytest.approx(min(chunked), rel=1e-4)
 
 
-def test_a_ring_over_hosts_uses_the_network_of_every_rank() -> None:
-    """2 hosts of 4 at 1 GB/s per device: the host's 4 GB/s bound the ring."""
+def test_rings_over_hosts_use_the_network_of_every_rank() -> None:
+    """2 hosts of 4 at 1 GB/s per device: four rings, each leaving a host at another device, so
+    a quarter of the 14 GB that a rank sends crosses hosts. Twice 7 hops, 2 of them between
+    hosts."""
     group = Group(8, 4, 2, FAST, SLOW)
     seconds = algorithm_seconds("all_reduce", 8e9, group)["ring"]
-    assert seconds == pytest.approx(2 * 7 / 8 * 8 / 4 + 2 * (6 * 1e-6 + 10e-6), rel=1e-9)
+    assert seconds == pytest.approx(14 / 4 + 2 * (5 * 1e-6 + 2 * 10e-6), rel=1e-9)
 
 
 def test_hierarchical_all_reduce_by_hand() -> None:
@@ -161,6 +173,7 @@ def test_a_library_offers_only_what_it_has() -> None:
     across = Group(32, 8, 4, FAST, SLOW, library="nccl")
     assert set(algorithm_seconds("all_reduce", 1e6, across)) == {"ring", "tree"}
     assert set(algorithm_seconds("all_gather", 1e6, across)) == {"ring"}
+    assert set(algorithm_seconds("all_to_all", 1e6, across)) == {"direct"}
     one_per_host = Group(4, 1, 4, FAST, SLOW, library="nccl")
     assert set(algorithm_seconds("all_gather", 1e6, one_per_host)) == {
         "ring",
@@ -219,13 +232,75 @@ def test_more_bytes_are_never_faster(
 @given(groups(), st.integers(1, 10**12))
 def test_an_all_reduce_never_beats_the_bytes_it_must_move(group: Group, num_bytes: int) -> None:
     """Without a summing switch, every rank sends at least 2(n − 1)/n ≥ 1 times the tensor
-    (Thakur, section 4.5), at best over the fastest link or its host's whole network."""
+    (Thakur, section 4.5), over both its links at best."""
     if group.num_ranks < 2 or group.intra.reduction_bytes_per_second:
         return
-    rates = [group.intra.bytes_per_second] if group.ranks_per_host > 1 else []
-    rates += [group.inter.bytes_per_second * group.ranks_per_host] if group.num_hosts > 1 else []
-    seconds = collective_seconds("all_reduce", num_bytes, group)
-    assert seconds >= num_bytes / max(rates)
+    rate = group.intra.bytes_per_second if group.ranks_per_host > 1 or not group.is_even else 0
+    rate += group.inter.bytes_per_second if group.num_hosts > 1 else 0
+    assert collective_seconds("all_reduce", num_bytes, group) >= num_bytes / rate
+
+
+@given(st.sampled_from(KINDS), groups(), st.integers(1, 10**12))
+def test_the_cheapest_is_an_algorithm_that_exists_for_the_group(
+    kind: CollectiveKind, group: Group, num_bytes: int
+) -> None:
+    if group.num_ranks < 2 or not group.is_even or group.num_ranks > 64:
+        return
+    seconds = algorithm_seconds(kind, num_bytes, group)
+    name = min(seconds, key=lambda one: seconds[one])
+    if name == "in_switch":
+        assert group.intra.reduction_bytes_per_second > 0
+        return
+    if kind == "reduce_scatter" and group.library == "gloo":
+        kind = "all_reduce"
+    table = find_table(kind, name, (group.ranks_per_host,) * group.num_hosts)
+    assert table is not None
+    assert wrong_parts(table) == []
+
+
+def test_the_switch_sums_only_where_nccl_has_it_do_so() -> None:
+    nvlink = find_link("nvlink4")
+    four, five = (Group(n, n, 1, nvlink, SLOW, library="nccl") for n in (4, 5))
+    assert "in_switch" not in algorithm_seconds("all_reduce", 1e9, four)
+    assert "in_switch" in algorithm_seconds("all_reduce", 1e9, five)
+
+
+def test_a_tensor_below_a_chunk_passes_the_switch_twice() -> None:
+    """1 GB/s of sums and a first chunk of 1 s: 0.5 GB goes in and out in turn, 1 s; of 4 GB
+    only the first chunk is not overlapped, 5 s. Two messages of 10 µs."""
+    link = Link("switched", ALPHA, 1e6, reduction_bytes_per_second=1e9)
+    protocols = {"switched": Protocols(switch_fill_seconds=1.0)}
+    group = one_host(8, link, "nccl")
+    for num_bytes, expected in ((5e8, 1.0), (4e9, 5.0)):
+        seconds = algorithm_seconds("all_reduce", num_bytes, group, protocols=protocols)
+        assert seconds["in_switch"] == pytest.approx(expected + 2 * ALPHA)
+
+
+def test_nccl_takes_the_cheaper_protocol() -> None:
+    """4 ranks: 6 steps of 10 µs at a quarter of 1 GB/s, or of 110 µs at all of it. They cost
+    the same where 1.5·S/β·3 = 600 µs."""
+    link = Link("wire", ALPHA, BETA)
+    protocols = {"wire": Protocols(short_share=0.25, long_alpha_seconds=100e-6)}
+    group = one_host(4, link, "nccl")
+    equal = 600e-6 / 4.5 * BETA
+    for num_bytes in (equal / 10, equal, equal * 10):
+        short = 6 * 10e-6 + 1.5 * num_bytes / BETA / 0.25
+        long = 6 * 110e-6 + 1.5 * num_bytes / BETA
+        assert collective_seconds(
+            "all_reduce", num_bytes, group, protocols=protocols
+        ) == pytest.approx(min(short, long))
+    assert short > long
+    gloo = one_host(4, link, "gloo")
+    plain = collective_seconds("all_reduce", 1e9, gloo, protocols=protocols)
+    assert plain == pytest.approx(6 * 10e-6 + 1.5)
+
+
+def test_a_pair_of_ranks_gets_few_channels_up_to_a_size() -> None:
+    """Half the rate up to 1 GB; then no faster than that, then the whole rate."""
+    protocols = {"slow": Protocols(p2p_few_share=0.5, p2p_few_bytes=1e9)}
+    for gigabytes, expected in ((0.5, 1.0), (1.0, 2.0), (1.5, 2.0), (3.0, 3.0)):
+        seconds = p2p_seconds(gigabytes * 1e9, SLOW, protocols=protocols)
+        assert seconds == pytest.approx(expected + ALPHA), gigabytes
 
 
 def test_groups_know_where_their_ranks_lie() -> None:
@@ -256,9 +331,9 @@ def test_a_group_over_unequal_hosts_runs_at_the_slowest() -> None:
         ("8xH200", "all_reduce", 2**34, 62340.8e-6),
         ("8xH200", "all_gather", 2**34, 41594.9e-6),
         ("8xH200", "reduce_scatter", 2**34, 41422.9e-6),
-        ("4x8xH200", "all_reduce", 2**32, 22806.8e-6),
+        ("4x8xH200@efa-p5", "all_reduce", 2**32, 22806.8e-6),
         ("8xB200", "all_reduce", 2**34, 35551.4e-6),
-        ("4x8xB200", "all_reduce", 2**34, 87181.8e-6),
+        ("4x8xB200@efa-p5", "all_reduce", 2**34, 87181.8e-6),
         # Azure/AI-benchmarking-guide@8fd0c6e
         ("8xH100", "all_reduce", 2**28, 1109.6e-6),
         ("8xH100", "all_reduce", 2**20, 41.99e-6),
