@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ActionKind = Literal[
-    "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"
+    "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE", "STEP"
 ]  # fmt: skip
 
 FORWARD: Literal["F"] = "F"
@@ -25,6 +25,7 @@ SEND_FORWARD: Literal["SEND_F"] = "SEND_F"
 RECV_FORWARD: Literal["RECV_F"] = "RECV_F"
 SEND_BACKWARD: Literal["SEND_B"] = "SEND_B"
 RECV_BACKWARD: Literal["RECV_B"] = "RECV_B"
+GATHER: Literal["GATHER"] = "GATHER"
 REDUCE: Literal["REDUCE"] = "REDUCE"
 STEP: Literal["STEP"] = "STEP"
 
@@ -33,18 +34,19 @@ SENDS: frozenset[ActionKind] = frozenset((SEND_FORWARD, SEND_BACKWARD))
 RECEIVES: frozenset[ActionKind] = frozenset((RECV_FORWARD, RECV_BACKWARD))
 NO_MICROBATCH = -1
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)|(\d+)(REDUCE|STEP)")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)|(\d+)(GATHER|REDUCE|STEP)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a pipeline rank does for one of its stages.
 
     ``F`` forward, ``B`` backward, ``I``/``W`` the halves of a backward that is split into
     gradients of inputs and of weights; ``RECV_*`` posts an asynchronous receive, which the
     compute that needs it waits for; ``SEND_*`` sends asynchronously what that stage has just
-    computed; ``REDUCE`` completes the stage's gradients, ``STEP`` updates its weights. The
-    last two belong to no micro-batch.
+    computed; ``GATHER`` gathers the stage's sharded parameters, ``REDUCE`` completes its
+    gradients, ``STEP`` updates its weights; these three belong to no micro-batch. ``GATHER``
+    stands in timelines only: no table says when, it starts with the step. A tuple, because a
+    large schedule has half a million of them.
 
     >>> str(Action(SEND_FORWARD, 1, 0)), str(Action(STEP, 2))
     ('1SEND_F0', '2STEP')
@@ -118,6 +120,17 @@ def parse_table(text: str) -> Table:
     """
     rows = [line.split() for line in text.splitlines() if line.strip()]
     return tuple(tuple(parse_action(action) for action in row) for row in rows)
+
+
+def matching_receive(send: Action) -> Action:
+    """The receive in the adjacent stage that takes what ``send`` sends.
+
+    >>> str(matching_receive(Action("SEND_F", 1, 0))), str(matching_receive(Action("SEND_B", 1, 0)))
+    ('2RECV_F0', '0RECV_B0')
+    """
+    if send.kind == SEND_FORWARD:
+        return Action(RECV_FORWARD, send.stage + 1, send.microbatch)
+    return Action(RECV_BACKWARD, send.stage - 1, send.microbatch)
 
 
 def compute_only(row: Sequence[Action]) -> Row:

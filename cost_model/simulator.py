@@ -5,100 +5,60 @@ the step, the bubble, the exposed communication and the memory of each pipeline 
 
 A rank has one compute stream that runs its compute actions in order. Each pair of ranks has
 one channel per direction that carries messages one after the other; a message starts when
-it is sent, its receive is posted and the channel is free. With no communication, GPipe and
-1F1B of D equal stages and N micro-batches have the bubble (D-1)/(D-1+N) (Narayanan et al.
-2021, arXiv:2104.04473, section 2.2).
+it is sent, its receive is posted and the channel is free. Gradient sums and parameter
+gathers stop a rank, or with an ``Overlap`` run beside its compute (see ``overlap``).
+
+With no communication, GPipe and 1F1B of D equal stages and N micro-batches have the bubble
+(D-1)/(D-1+N), and interleaved 1F1B of K chunks per rank (D-1)/(D-1+KN) (Narayanan et al.
+2021, arXiv:2104.04473, section 2.2). Seconds may be any numbers: with ``fractions.Fraction``
+every time is exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from operator import itemgetter
 
 from .actions import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,
+    RECEIVES,
     RECV_BACKWARD,
-    RECV_FORWARD,
+    REDUCE,
+    SEND_BACKWARD,
     SEND_FORWARD,
+    SENDS,
     STEP,
     WEIGHT_BACKWARD,
     Action,
+    Row,
     Schedule,
 )
+from .overlap import Collectives
+from .stage_costs import Overlap, StageCosts
+from .timeline import Event, Exposed, Stream, Timeline
+
+__all__ = ["Overlap", "StageCosts", "Timeline", "simulate"]
+
+NOTHING = -1
+"""No message."""
+
+NEEDS_MESSAGE = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
+"""What waits for a message, where its stage's neighbour is on another rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """Seconds and bytes by stage, one entry per stage.
-
-    ``forward_seconds``, ``backward_seconds``: one micro-batch. ``send_seconds[s]``: one
-    micro-batch's message from stage s to s+1, and the same backwards unless
-    ``send_backward_seconds[s]`` (from s+1 to s) says otherwise; one entry less than there are
-    stages. ``step_seconds``: gradient synchronization and optimizer, once per step.
-    ``activation_bytes``: what one micro-batch keeps until its backward, on the worst rank.
-    ``static_bytes``: everything held throughout. ``weight_backward_seconds``: the part of the
-    backward that a split schedule may delay, half of it by default. What is left empty is zero.
-    """
-
-    forward_seconds: Sequence[float]
-    backward_seconds: Sequence[float]
-    send_seconds: Sequence[float] = ()
-    step_seconds: Sequence[float] = ()
-    activation_bytes: Sequence[int] = ()
-    static_bytes: Sequence[int] = ()
-    send_backward_seconds: Sequence[float] = ()
-    weight_backward_seconds: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        stages = len(self.forward_seconds)
-        expected = {
-            "backward_seconds": stages, "send_seconds": stages - 1, "step_seconds": stages,
-            "activation_bytes": stages, "static_bytes": stages,
-            "send_backward_seconds": stages - 1, "weight_backward_seconds": stages,
-        }  # fmt: skip
-        for name, length in expected.items():
-            found = len(getattr(self, name))
-            if found != length and not (found == 0 and name != "backward_seconds"):
-                raise ValueError(f"{name} has {found} entries for {stages} stages, not {length}")
-
-
-class Event(NamedTuple):
-    """An action on a stream of its rank: when it starts and ends.
-
-    A message is one event, on the sender's ``"communication"`` stream.
-    """
-
-    action: Action
-    start_seconds: float
-    end_seconds: float
-    stream: Literal["compute", "communication"]
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A simulated step; tuples have one entry per pipeline rank.
-
-    ``bubble_fraction``: the share of the step, over all ranks, in which no rank computes or
-    steps. ``exposed_seconds``: how long a rank waits while the message it waits for is on the
-    way. ``peak_activation_bytes``: the most that micro-batches in flight hold at once;
-    ``peak_memory_bytes`` adds what is static. ``memory_bytes``: the held bytes whenever they
-    change, as (second, bytes).
-    """
-
-    step_seconds: float
-    bubble_fraction: float
-    events: tuple[tuple[Event, ...], ...]
-    exposed_seconds: tuple[float, ...]
-    peak_activation_bytes: tuple[int, ...]
-    peak_memory_bytes: tuple[int, ...]
-    memory_bytes: tuple[tuple[tuple[float, int], ...], ...]
-
-
-def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    overlap: Overlap | None = None,
+    replicas: Sequence[int] = (),
+) -> Timeline:
     """Runs the table once. Raises ValueError if it deadlocks or does not fit the costs.
+
+    ``overlap`` lets gradient sums and parameter gathers run beside compute; without it they
+    stop their rank. ``replicas``: how many devices each pipeline rank stands for, one by default.
 
     >>> from autoparallel.cost_model.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -110,158 +70,279 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_stages}"
         )
-    return _Simulation(schedule, costs).run()
+    if len(replicas) not in (0, schedule.num_ranks):
+        raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
+    return _Simulation(schedule, costs, overlap).run(tuple(replicas))
+
+
+class _Rank:
+    """The state of one rank: its place in its row, its clock, its books."""
+
+    def __init__(self, row: Row, zero: float, static_bytes: int) -> None:
+        self.row = row
+        self.at = 0
+        self.clock = zero
+        self.busy = zero
+        self.inside = zero
+        self.messages = zero
+        self.gradient_sync = zero
+        self.gather = zero
+        self.static = self.held = static_bytes
+        self.events: list[Event] = []
+        self.memory: list[tuple[float, int]] = [(zero, static_bytes)]
+        self.collectives: Collectives | None = None
+        self.beside: set[Action] = set()
+        self.first_forwards: dict[int, Action] = {}
+        self.last_backwards: dict[int, Action] = {}
+        for action in row:
+            if action.kind == FORWARD:
+                self.first_forwards.setdefault(action.stage, action)
+            elif action.kind in (BACKWARD, WEIGHT_BACKWARD):
+                self.last_backwards[action.stage] = action
 
 
 class _Simulation:
-    """The state of one run: clocks of ranks and channels, messages, memory."""
+    """The state of one run. A message's number is that of the compute action that needs it."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        ranks = schedule.num_ranks
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, costs: StageCosts, overlap: Overlap | None) -> None:
+        stages = schedule.num_stages
+        zeros = (0,) * stages
+        self.schedule, self.costs, self.overlap = schedule, costs, overlap
+        self.zero = 0 * costs.forward_seconds[0]
         self.seconds = _action_seconds(costs)
-        self.send = {True: costs.send_seconds,
-                     False: costs.send_backward_seconds or costs.send_seconds}  # fmt: skip
-        self.activation = costs.activation_bytes or (0,) * schedule.num_stages
-        self.static = [0] * ranks
+        self.inside = _inside_seconds(costs)
+        self.send = (costs.send_seconds, costs.send_backward_seconds or costs.send_seconds)
+        self.activation = costs.activation_bytes or zeros
+        static = [0] * schedule.num_ranks
         for stage, num_bytes in enumerate(costs.static_bytes):
-            self.static[schedule.stage_rank[stage]] += num_bytes
-        self.clock = [0.0] * ranks
-        self.busy = [0.0] * ranks
-        self.exposed = [0.0] * ranks
-        self.held = list(self.static)
-        self.events: list[list[Event]] = [[] for _ in range(ranks)]
-        self.memory: list[list[tuple[float, int]]] = [[(0.0, held)] for held in self.held]
-        self.sent: dict[tuple[bool, int, int], float] = {}
-        self.posted: dict[tuple[bool, int, int], float] = {}
-        self.messages: dict[tuple[bool, int, int], tuple[float, float]] = {}
+            static[schedule.stage_rank[stage]] += num_bytes
+        self.ranks = [
+            _Rank(row, self.zero, held) for row, held in zip(schedule.table, static, strict=True)
+        ]
+        trains = any(rank.last_backwards for rank in self.ranks)
+        self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
+        number = 2 * stages * schedule.num_microbatches
+        self.sent: list[float | None] = [None] * number
+        self.posted: list[float | None] = [None] * number
+        self.begun: list[float] = [self.zero] * number
+        self.arrived: list[float | None] = [None] * number
         self.channel: dict[tuple[int, int], float] = {}
-        self.freed = _freed(schedule)
+        self.waiting: dict[int, int] = {}
 
-    def run(self) -> Timeline:
-        table = self.schedule.table
-        cursor = [0] * len(table)
-        waiting: dict[tuple[bool, int, int] | tuple[str, int, int], int] = {}
-        ready = list(range(len(table)))
-        while ready:
-            rank = ready.pop()
-            row = table[rank]
-            while cursor[rank] < len(row):
-                missing, woken = self._perform(rank, row[cursor[rank]])
-                if missing is not None:
-                    waiting[missing] = rank
-                    break
-                cursor[rank] += 1
-                if woken in waiting:
-                    ready.append(waiting.pop(woken))
-        stuck = [row[at] for row, at in zip(table, cursor, strict=True) if at < len(row)]
+    def run(self, replicas: tuple[int, ...]) -> Timeline:
+        for rank in self.ranks:
+            self._begin(rank)
+        self.ready = list(range(len(self.ranks)))
+        while self.ready:
+            index = self.ready.pop()
+            missing = self._advance(self.ranks[index])
+            if missing != NOTHING:
+                self.waiting[missing] = index
+        stuck = [str(rank.row[rank.at]) for rank in self.ranks if rank.at < len(rank.row)]
         if stuck:
-            raise ValueError(f"the schedule deadlocks at {', '.join(map(str, stuck))}")
-        return self._timeline()
+            raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
+        return self._timeline(replicas or (1,) * len(self.ranks))
 
-    def _perform(
-        self, rank: int, action: Action
-    ) -> tuple[tuple[bool, int, int] | None, tuple[bool, int, int] | None]:
-        """Does one action: (the message it must wait for, the message it brought about)."""
-        kind, stage, m = action.kind, action.stage, action.microbatch
-        if kind in (FORWARD, BACKWARD, INPUT_BACKWARD):
-            message = (kind == FORWARD, stage, m)
-            if message in self.posted and message not in self.messages:
-                return message, None
-            self._compute(rank, action, self.messages.get(message))
-        elif kind in (RECV_FORWARD, RECV_BACKWARD):
-            message = (kind == RECV_FORWARD, stage, m)
-            self.posted[message] = self.clock[rank]
-            return None, self._transfer(message)
-        elif kind in self.seconds:
-            self._compute(rank, action, None)
-        else:
-            forward = kind == SEND_FORWARD
-            message = (forward, stage + 1 if forward else stage - 1, m)
-            self.sent[message] = self.clock[rank]
-            return None, self._transfer(message)
-        return None, None
+    def _begin(self, rank: _Rank) -> None:
+        """Gathers parameters: before all else, or beside it."""
+        costs = self.costs
+        gathers = costs.gather_seconds
+        stages = [s for s in rank.first_forwards if gathers and gathers[s]]
+        books = Collectives(self.overlap.slowdown if self.overlap else 1, self.zero)
+        for stage in stages:
+            books.gather(stage, costs, self.zero)
+        if self.overlap is not None:
+            rank.collectives = books
+            rank.beside = {rank.first_forwards[stage] for stage in stages}
+            rank.beside |= {a for s, a in rank.last_backwards.items() if self._syncs(s)}
+        elif stages:
+            rank.clock = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
+            rank.events += books.events
 
-    def _transfer(self, message: tuple[bool, int, int]) -> tuple[bool, int, int] | None:
-        """Puts a message on its channel once both sides are there."""
-        if message not in self.sent or message not in self.posted:
-            return None
-        forward, stage, m = message
-        source = stage - 1 if forward else stage + 1
+    def _advance(self, rank: _Rank) -> int:
+        """Runs a rank until its row ends or it waits; the message it waits for."""
+        row, num_microbatches = rank.row, self.schedule.num_microbatches
+        posted, arrived = self.posted, self.arrived
+        length = len(row)
+        at = rank.at
+        while at < length:
+            action = row[at]
+            kind, stage, m = action
+            number = 2 * (stage * num_microbatches + m)
+            if kind in NEEDS_MESSAGE:
+                if kind != FORWARD:
+                    number += 1
+                if posted[number] is None:
+                    self._compute(rank, action, None, self.zero)
+                elif (arrival := arrived[number]) is not None:
+                    self._compute(rank, action, arrival, self.begun[number])
+                else:
+                    rank.at = at
+                    return number
+            elif kind in RECEIVES:
+                number += kind == RECV_BACKWARD
+                posted[number] = rank.clock
+                self._transfer(number)
+            elif kind in SENDS:
+                ahead = 2 * num_microbatches
+                number += ahead if kind == SEND_FORWARD else 1 - ahead
+                self.sent[number] = rank.clock
+                self._transfer(number)
+            elif kind == WEIGHT_BACKWARD:
+                self._compute(rank, action, None, self.zero)
+            elif kind == REDUCE:
+                self._reduce(rank, action)
+            elif kind == STEP:
+                self._step(rank, action)
+            at += 1
+        rank.at = at
+        return NOTHING
+
+    def _transfer(self, number: int) -> None:
+        """Puts a message on its channel once both sides are there, and wakes its receiver."""
+        sent, posted = self.sent[number], self.posted[number]
+        if sent is None or posted is None:
+            return
+        stage, m = divmod(number // 2, self.schedule.num_microbatches)
+        backward = number & 1
+        source = stage + 1 if backward else stage - 1
         ranks = self.schedule.stage_rank
         pair = (ranks[source], ranks[stage])
-        start = max(self.sent[message], self.posted[message], self.channel.get(pair, 0.0))
-        seconds = self.send[forward]
-        end = start + (seconds[min(source, stage)] if seconds else 0.0)
+        start = max(sent, posted, self.channel.get(pair, sent))
+        seconds = self.send[backward]
+        end = start + seconds[min(source, stage)] if seconds else start
         self.channel[pair] = end
-        self.messages[message] = (start, end)
-        action = Action("SEND_F" if forward else "SEND_B", source, m)
-        self.events[pair[0]].append(Event(action, start, end, "communication"))
-        return message
+        self.begun[number] = start
+        self.arrived[number] = end
+        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m)
+        stream: Stream = "send backward" if backward else "send forward"
+        self.ranks[pair[0]].events.append(Event(action, start, end, stream))
+        if number in self.waiting:
+            self.ready.append(self.waiting.pop(number))
 
-    def _compute(self, rank: int, action: Action, message: tuple[float, float] | None) -> None:
-        free = self.clock[rank]
-        start = free
-        if message is not None and message[1] > free:
-            start = message[1]
-            self.exposed[rank] += start - max(free, message[0])
-        seconds = self.seconds.get(action.kind, ())
-        duration = seconds[action.stage] if seconds else 0.0
-        end = start + duration
-        self.clock[rank] = end
-        self.busy[rank] += duration
-        self.events[rank].append(Event(action, start, end, "compute"))
-        self._account(rank, action, start, end)
+    def _compute(self, rank: _Rank, action: Action, arrival: float | None, begun: float) -> None:
+        """A forward or backward, from when the rank is free and its message there."""
+        kind, stage, _ = action
+        free = start = rank.clock
+        if arrival is not None and arrival > free:
+            start = arrival
+            rank.messages += arrival - (begun if begun > free else free)
+        work = self.seconds[kind][stage]
+        beside = rank.collectives
+        if beside is None or (beside.busy_until <= start and action not in rank.beside):
+            end = start + work
+            rank.busy += work
+        else:
+            start, end = self._beside(rank, beside, action, start, work)
+        rank.clock = end
+        rank.events.append(Event(action, start, end, "compute"))
+        if self.inside:
+            rank.inside += self.inside[kind][stage]
+        num_bytes = self.activation[stage]
+        if num_bytes:
+            if kind == FORWARD:
+                rank.held += num_bytes
+                rank.memory.append((start, rank.held))
+            if kind in self.frees:
+                rank.held -= num_bytes
+                rank.memory.append((end, rank.held))
 
-    def _account(self, rank: int, action: Action, start: float, end: float) -> None:
-        num_bytes = self.activation[action.stage]
-        if not num_bytes:
+    def _beside(
+        self, rank: _Rank, beside: Collectives, action: Action, start: float, work: float
+    ) -> tuple[float, float]:
+        """When compute that other things may slow down starts and ends."""
+        arrived = start
+        if action not in rank.beside:
+            end = beside.finish(start, work)
+        elif action.kind == FORWARD:
+            start, end, waited = beside.first_forward(action.stage, start, work)
+            rank.gather += waited
+        else:
+            end = beside.last_backward(action.stage, self.costs, start, work)
+        rank.busy += end - arrived
+        return start, end
+
+    def _syncs(self, stage: int) -> bool:
+        seconds = self.costs.gradient_sync_seconds
+        return bool(seconds) and seconds[stage] > 0
+
+    def _reduce(self, rank: _Rank, action: Action) -> None:
+        """Sums the stage's gradients, unless that began beside the last backward."""
+        if not self._syncs(action.stage) or rank.collectives is not None:
             return
-        if action.kind == FORWARD:
-            self.held[rank] += num_bytes
-            self.memory[rank].append((start, self.held[rank]))
-        if action in self.freed:
-            self.held[rank] -= num_bytes
-            self.memory[rank].append((end, self.held[rank]))
+        start = rank.clock
+        seconds = self.costs.gradient_sync_seconds[action.stage]
+        rank.clock = start + seconds
+        rank.gradient_sync += seconds
+        rank.busy += seconds
+        rank.events.append(Event(action, start, rank.clock, "gradient sync"))
 
-    def _timeline(self) -> Timeline:
-        ends = [event.end_seconds for events in self.events for event in events]
-        step = max(ends, default=0.0)
-        peaks = tuple(max(held for _, held in changes) for changes in self.memory)
-        total = step * len(self.clock)
+    def _step(self, rank: _Rank, action: Action) -> None:
+        """The optimizer, once the stage's gradients are summed."""
+        start, beside = rank.clock, rank.collectives
+        seconds = self.costs.step_seconds
+        work = seconds[action.stage] if seconds else self.zero
+        if beside is None:
+            end = start + work
+        else:
+            start = max(start, beside.reduced.get(action.stage, start))
+            end = beside.finish(start, work)
+        rank.gradient_sync += start - rank.clock
+        rank.busy += end - rank.clock
+        rank.clock = end
+        rank.events.append(Event(action, start, end, "compute"))
+
+    def _timeline(self, replicas: tuple[int, ...]) -> Timeline:
+        ranks = self.ranks
+        for rank in ranks:
+            if rank.collectives is not None:
+                rank.events += rank.collectives.events
+            rank.events.sort(key=itemgetter(1))
+        step = max((e.end_seconds for rank in ranks for e in rank.events), default=self.zero)
+        peaks = tuple(max(held for _, held in rank.memory) for rank in ranks)
+        total = step * sum(replicas)
+        busy = sum(rank.busy * count for rank, count in zip(ranks, replicas, strict=True))
         return Timeline(
             step_seconds=step,
-            bubble_fraction=1 - sum(self.busy) / total if total else 0.0,
-            events=tuple(tuple(sorted(events, key=_start)) for events in self.events),
-            exposed_seconds=tuple(self.exposed),
+            bubble_fraction=1 - busy / total if total else self.zero,
+            events=tuple(tuple(rank.events) for rank in ranks),
+            exposed=tuple(
+                Exposed(rank.inside, rank.messages, rank.gradient_sync, rank.gather)
+                for rank in ranks
+            ),
+            slowdown_seconds=tuple(
+                rank.collectives.lost_seconds if rank.collectives else self.zero for rank in ranks
+            ),
             peak_activation_bytes=tuple(
-                peak - static for peak, static in zip(peaks, self.static, strict=True)
+                peak - rank.static for peak, rank in zip(peaks, ranks, strict=True)
             ),
             peak_memory_bytes=peaks,
-            memory_bytes=tuple(map(tuple, self.memory)),
+            memory_bytes=tuple(tuple(rank.memory) for rank in ranks),
+            replicas=replicas,
         )
 
 
-def _start(event: Event) -> float:
-    return event.start_seconds
-
-
 def _action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """The seconds of each compute action and of the step, by kind and stage."""
-    weight = costs.weight_backward_seconds or [s / 2 for s in costs.backward_seconds]
+    """The seconds of each compute action, by kind and stage."""
     whole = costs.backward_seconds
+    weight = costs.weight_backward_seconds or [s / 2 for s in whole]
     return {
         FORWARD: costs.forward_seconds,
         BACKWARD: whole,
         INPUT_BACKWARD: [s - w for s, w in zip(whole, weight, strict=True)],
         WEIGHT_BACKWARD: weight,
-        "REDUCE": (),
-        STEP: costs.step_seconds,
     }
 
 
-def _freed(schedule: Schedule) -> frozenset[Action]:
-    """The actions after which a micro-batch's activations are gone."""
-    actions = [action for row in schedule.table for action in row]
-    backwards = frozenset(a for a in actions if a.kind in (BACKWARD, WEIGHT_BACKWARD))
-    return backwards or frozenset(a for a in actions if a.kind == FORWARD)
+def _inside_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
+    """Of those, the seconds of collectives; a weight backward has none. Empty if none has."""
+    if not costs.forward_communication_seconds and not costs.backward_communication_seconds:
+        return {}
+    none = (0.0,) * len(costs.forward_seconds)
+    backward = costs.backward_communication_seconds or none
+    return {
+        FORWARD: costs.forward_communication_seconds or none,
+        BACKWARD: backward,
+        INPUT_BACKWARD: backward,
+        WEIGHT_BACKWARD: none,
+    }

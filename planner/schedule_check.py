@@ -29,6 +29,7 @@ from ..cost_model.actions import (
     Action,
     Row,
     Schedule,
+    matching_receive,
 )
 from .errors import PlanError
 
@@ -63,17 +64,6 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
             elif action.kind in (BACKWARD, WEIGHT_BACKWARD):
                 held[action.stage] -= 1
     return tuple(peaks)
-
-
-def matching_receive(send: Action) -> Action:
-    """The receive in the adjacent stage that takes what ``send`` sends.
-
-    >>> str(matching_receive(Action("SEND_F", 1, 0))), str(matching_receive(Action("SEND_B", 1, 0)))
-    ('2RECV_F0', '0RECV_B0')
-    """
-    if send.kind == SEND_FORWARD:
-        return Action(RECV_FORWARD, send.stage + 1, send.microbatch)
-    return Action(RECV_BACKWARD, send.stage - 1, send.microbatch)
 
 
 def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iterator[Action]:

@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
+from fractions import Fraction
 from itertools import pairwise
-from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +41,50 @@ def test_without_communication_the_bubble_is_that_of_the_closed_form(
     slots = num_stages - 1 + num_microbatches
     assert timeline.step_seconds == slots * (forward + backward)
     assert timeline.bubble_fraction == pytest.approx((num_stages - 1) / slots, abs=1e-12)
+
+
+fractions = st.fractions(min_value=Fraction(1, 50), max_value=50, max_denominator=97)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), stages, microbatches, fractions, fractions)
+def test_the_bubble_is_exactly_that_of_the_closed_form(
+    name, num_stages, num_microbatches, forward, backward
+):
+    """(D-1)/(D-1+N), in exact arithmetic."""
+    timeline = simulate(
+        build_schedule(name, num_stages, num_microbatches),
+        StageCosts([forward] * num_stages, [backward] * num_stages),
+    )
+    assert timeline.bubble_fraction == Fraction(num_stages - 1, num_stages - 1 + num_microbatches)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(["interleaved-1f1b", "bfs"]),
+    st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), fractions, fractions,
+)  # fmt: skip
+def test_chunks_divide_the_bubble_exactly(name, ranks, rounds, chunks, forward, backward):
+    """(D-1)/(D-1+KN) for N a multiple of D: Narayanan et al. 2021, section 2.2."""
+    num_microbatches, num_stages = ranks * rounds, ranks * chunks
+    timeline = simulate(
+        build_schedule(name, num_stages, num_microbatches, num_chunks=chunks),
+        StageCosts([forward] * num_stages, [backward] * num_stages),
+    )
+    slots = ranks - 1 + chunks * num_microbatches
+    assert timeline.step_seconds == slots * (forward + backward)
+    assert timeline.bubble_fraction == Fraction(ranks - 1, slots)
+
+
+def test_interleaving_costs_memory_that_is_flat_in_the_microbatches():
+    """Rank r of D holds (K-1)D + 2(D-1-r) + 1 chunks: warm-up and one more. BFS holds all."""
+
+    def peaks(name, count):
+        schedule = build_schedule(name, 8, count, num_chunks=2)
+        return simulate(schedule, uniform(8)).peak_activation_bytes
+
+    assert [peaks("interleaved-1f1b", n) for n in (12, 16, 64)] == [(11000, 9000, 7000, 5000)] * 3
+    assert [peaks("bfs", n) for n in (8, 64)] == [(16000,) * 4, (128000,) * 4]
 
 
 def test_the_memory_of_1f1b_is_flat_in_the_microbatches_and_that_of_gpipe_grows():
@@ -123,7 +167,8 @@ def test_events_of_a_stream_do_not_overlap_and_a_message_lies_between_its_ends()
         compute = [event for event in events if event.stream == "compute"]
         for before, after in pairwise(compute):
             assert before.end_seconds <= after.start_seconds
-    assert sum(e.stream == "communication" for row in timeline.events for e in row) == 3 * 6 * 2
+    streams = [event.stream for row in timeline.events for event in row]
+    assert streams.count("send forward") == streams.count("send backward") == 3 * 6
 
 
 def test_more_communication_is_never_faster():
@@ -142,16 +187,6 @@ def test_a_deadlock_and_costs_of_another_size_are_refused():
         StageCosts([1.0, 1.0], [1.0, 1.0], send_seconds=[1.0, 1.0])
 
 
-def test_a_step_of_four_stages_and_eight_microbatches_takes_under_5_ms():
-    schedule, costs = build_schedule("1f1b", 4, 8), uniform(4, send=0.25)
-    seconds = []
-    for _ in range(10):
-        start = perf_counter()
-        simulate(schedule, costs)
-        seconds.append(perf_counter() - start)
-    assert min(seconds) < 5e-3
-
-
 def test_schedules_and_the_simulator_do_not_import_torch():
     program = (
         "import sys; import autoparallel.cost_model.simulator, autoparallel.planner.schedules, "
@@ -159,3 +194,40 @@ def test_schedules_and_the_simulator_do_not_import_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+QI = {
+    (8, "1.5B"): {24: 0.2431, 32: 0.1985, 64: 0.1240},
+    (8, "6.2B"): {24: 0.2347, 32: 0.1898, 64: 0.1091},
+    (16, "14.6B"): {48: 0.2552, 64: 0.2082, 128: 0.1251},
+}
+"""Bubble of 1F1B by (stages, model) and micro-batches, which the authors computed from profiled
+times they do not print: Qi et al. 2023, arXiv:2401.10241, table 5."""
+
+
+def bubble_with_messages(num_stages: int, num_microbatches: int, send: float) -> float:
+    """Qi et al.'s rate: what is more than N (f + b), over the step; f + b is 1."""
+    costs = uniform(num_stages, send=send, forward=1 / 3, backward=2 / 3)
+    schedule = build_schedule("1f1b", num_stages, num_microbatches)
+    return 1 - num_microbatches / simulate(schedule, costs).step_seconds
+
+
+@pytest.mark.parametrize("case", QI, ids=str)
+def test_published_bubbles_of_1f1b_follow_from_one_message_time(case):
+    """The message time that explains the longest step predicts the other two within 0.005.
+
+    Without messages the rates would be (D-1)/(D-1+N), 0.01 to 0.03 less.
+    """
+    num_stages, _ = case
+    rows = QI[case]
+    longest = max(rows)
+    low, high = 0.0, 0.1
+    for _ in range(14):
+        send = (low + high) / 2
+        if bubble_with_messages(num_stages, longest, send) < rows[longest]:
+            low = send
+        else:
+            high = send
+    for count, published in rows.items():
+        assert abs(bubble_with_messages(num_stages, count, low) - published) < 0.005
+        assert published - (num_stages - 1) / (num_stages - 1 + count) > 0.008

@@ -16,14 +16,27 @@ from autoparallel.cost_model.actions import (
     parse_table,
 )
 from autoparallel.planner.errors import PlanError, UsageError
+from autoparallel.planner.request import SCHEDULES as RUN_SCHEDULES
 from autoparallel.planner.schedule_check import check_schedule, peak_in_flight
-from autoparallel.planner.schedules import SCHEDULES, build_schedule
+from autoparallel.planner.schedules import LOOPED, SCHEDULES, build_schedule
+from autoparallel.planner.schedules_orders import round_size
 
-sizes = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 7), st.integers(1, 12))
+SINGLE = sorted(set(SCHEDULES) - set(LOOPED))
+single_sizes = st.tuples(st.sampled_from(SINGLE), st.integers(1, 7), st.integers(1, 12), st.just(1))
+looped_sizes = st.builds(
+    lambda name, ranks, microbatches, chunks: (name, ranks * chunks, microbatches, chunks),
+    st.sampled_from(LOOPED), st.integers(1, 5), st.integers(1, 12), st.integers(1, 3),
+).filter(lambda size: size[0] == "bfs" or round_size(size[1] // size[3], size[2]) > 0)  # fmt: skip
+sizes = single_sizes | looped_sizes
 
 
-def orders(name: str, num_stages: int, num_microbatches: int) -> str:
-    table = build_schedule(name, num_stages, num_microbatches).table
+def built(size: tuple[str, int, int, int], **options) -> Schedule:
+    name, num_stages, num_microbatches, num_chunks = size
+    return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks, **options)
+
+
+def orders(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> str:
+    table = built((name, num_stages, num_microbatches, num_chunks)).table
     return format_table([compute_only(row) for row in table])
 
 
@@ -58,6 +71,97 @@ def test_the_whole_table_of_a_small_1f1b():
     )
 
 
+def test_interleaved_1f1b_is_the_picture_of_megatron():
+    """Narayanan et al. 2021 (arXiv:2104.04473), figure 4 bottom: four ranks, two chunks each.
+
+    Device 1 of the figure warms up with 1 2 3 4 of chunk 1, 1 2 3 4 of chunk 2, 5 6 7 of
+    chunk 1; device 4 with 1 2 3 4 of chunk 1.
+    """
+    lines = orders("interleaved-1f1b", 8, 8, 2).splitlines()
+    assert lines[0] == (
+        "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 "
+        "0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 "
+        "0B2 0B3 4B4 4B5 4B6 4B7 0B4 0B5 0B6 0B7"
+    )
+    assert lines[3] == (
+        "3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 "
+        "3F4 3B0 3F5 3B1 3F6 3B2 3F7 3B3 7F4 7B4 7F5 7B5 7F6 7B6 7F7 7B7 3B4 3B5 3B6 3B7"
+    )
+
+
+def test_the_whole_table_of_a_small_interleaved_1f1b():
+    """Rank 1 sends to rank 0 forwards and backwards, all in one order.
+
+    Without prefetch each receive stands before its use; by default two computes earlier.
+    """
+    schedule = build_schedule("interleaved-1f1b", 4, 2, num_chunks=2, prefetch=0)
+    assert format_table(schedule.table) == (
+        "0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1 "
+        "2RECV_B0 2B0 2SEND_B0 2RECV_B1 2B1 2SEND_B1 0RECV_B0 0B0 0RECV_B1 0B1 "
+        "0REDUCE 2REDUCE 0STEP 2STEP\n"
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3B0 3SEND_B0 "
+        "3RECV_F1 3F1 3B1 3SEND_B1 1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1 "
+        "1REDUCE 3REDUCE 1STEP 3STEP"
+    )
+    ahead = build_schedule("interleaved-1f1b", 4, 2, num_chunks=2)
+    assert format_table(ahead.table[1:]) == (
+        "1RECV_F0 1RECV_F1 3RECV_F0 1F0 1SEND_F0 1F1 1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 "
+        "1RECV_B0 3F1 1RECV_B1 3B1 3SEND_B1 1B0 1SEND_B0 1B1 1SEND_B1 "
+        "1REDUCE 3REDUCE 1STEP 3STEP"
+    )
+
+
+def test_looped_bfs_runs_each_chunk_for_all_microbatches():
+    assert orders("bfs", 4, 3, 2) == (
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B2 2B1 2B0 0B2 0B1 0B0\n"
+        "1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_name"),
+    [("interleaved-1f1b", "ScheduleInterleaved1F1B"), ("bfs", "ScheduleLoopedBFS")],
+)
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "num_microbatches"),
+    [(1, 2, 3), (2, 2, 4), (2, 3, 2), (4, 2, 8), (4, 3, 10), (4, 2, 3), (8, 4, 16), (3, 1, 6)],
+)
+def test_looped_orders_equal_torch_pipelining(name, torch_name, ranks, chunks, num_microbatches):
+    """Rank by rank, without the idle slots that torch lists; rounds may be uneven to the ranks."""
+    pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
+    theirs = object.__new__(getattr(pipelining, torch_name))
+    if not hasattr(theirs, "_calculate_single_rank_operations"):
+        pytest.skip("this torch does not list its actions")
+    theirs.pp_group_size, theirs._stages = ranks, [None] * chunks
+    theirs.n_local_stages, theirs._n_microbatches = chunks, num_microbatches
+    theirs.number_of_rounds = max(1, num_microbatches // ranks)
+    theirs.microbatches_per_round = num_microbatches // theirs.number_of_rounds
+    expected = []
+    for rank in range(ranks):
+        row = theirs._calculate_single_rank_operations(rank)
+        expected.append(" ".join(str(action) for action in row if action is not None))
+    assert orders(name, ranks * chunks, num_microbatches, chunks).splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunks", "message"),
+    [
+        (("1f1b", 4, 4), 2, "runs one chunk per rank"),
+        (("bfs", 4, 4), 3, "are not 3 chunks"),
+        (("bfs", 4, 4), 0, "are not 0 chunks"),
+        (("interleaved-1f1b", 8, 9), 2, "cannot go in equal rounds"),
+    ],
+)
+def test_chunks_that_a_schedule_cannot_have_are_a_usage_error(arguments, chunks, message):
+    with pytest.raises(UsageError, match=message):
+        build_schedule(*arguments, num_chunks=chunks)
+
+
+def test_no_plan_to_run_may_ask_for_several_stages_per_rank():
+    assert not set(RUN_SCHEDULES) & set(LOOPED)
+    assert set(RUN_SCHEDULES) <= set(SCHEDULES)
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_a_pipeline_of_one_stage_sends_nothing(name):
     (row,) = build_schedule(name, 1, 3).table
@@ -67,24 +171,24 @@ def test_a_pipeline_of_one_stage_sends_nothing(name):
 @settings(max_examples=120, deadline=None)
 @given(sizes, st.integers(0, 4))
 def test_every_schedule_passes_the_checks_at_every_prefetch(size, prefetch):
-    check_schedule(build_schedule(*size, prefetch=prefetch))
+    check_schedule(built(size, prefetch=prefetch))
 
 
 @settings(max_examples=120, deadline=None)
 @given(sizes)
 def test_the_promised_activations_in_flight_are_those_of_the_table(size):
-    name, num_stages, num_microbatches = size
+    name, num_stages, num_microbatches, num_chunks = size
     promised = tuple(
-        SCHEDULES[name].in_flight(num_stages, num_microbatches, stage)
+        SCHEDULES[name].in_flight(num_stages, num_microbatches, stage, num_chunks)
         for stage in range(num_stages)
     )
-    assert peak_in_flight(build_schedule(*size)) == promised
+    assert peak_in_flight(built(size)) == promised
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes)
 def test_a_table_survives_its_text(size):
-    table = build_schedule(*size).table
+    table = built(size).table
     assert parse_table(format_table(table)) == table
 
 

@@ -1,0 +1,199 @@
+"""``autoparallel simulate``: price one configuration that the user wrote, and draw its step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoparallel.commands.options import (
+    ClusterOption,
+    GlobalBatchOption,
+    JsonOption,
+    MicroBatchOption,
+    OptimizerOption,
+    PrecisionOption,
+    SeqOption,
+    SetOption,
+    TargetArgument,
+    plan_options,
+    print_json,
+    stdout_console,
+)
+from autoparallel.options import parse_settings
+from autoparallel.planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoparallel.cost_model.cluster import Cluster
+    from autoparallel.planner.configuration import Configuration
+    from autoparallel.planning import PlanOptions
+
+ParallelOption = Annotated[
+    str,
+    typer.Option(
+        "--parallel",
+        help="the configuration: dp=2,tp=2,cp=1,pp=2,zero=1,recompute=full,microbatches=8,"
+        "schedule=1f1b,chunks=1; dp takes the devices left, what else is left out is 1 or none",
+    ),
+]
+LayersOption = Annotated[
+    str | None,
+    typer.Option("--layers-per-stage", metavar="N,N,…", help="layers of each stage; even if not"),
+]
+OverlapOption = Annotated[
+    bool, typer.Option("--overlap", help="sum gradients beside the last backward, not after it")
+]
+SlowdownOption = Annotated[
+    float | None,
+    typer.Option("--slowdown", min=1.0, help="how much overlapping slows compute; 1.189"),
+]
+TraceOption = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev"),
+]
+
+OWN_DEGREES = ("schedule", "chunks", "cp")
+"""What ``--parallel`` takes here otherwise than when planning."""
+
+
+def simulate(
+    target: TargetArgument,
+    cluster: ClusterOption = "local",
+    parallel: ParallelOption = "",
+    global_batch: GlobalBatchOption = 32,
+    seq: SeqOption = None,
+    micro_batch: MicroBatchOption = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: OptimizerOption = "adamw",
+    layers_per_stage: LayersOption = None,
+    overlap: OverlapOption = False,
+    slowdown: SlowdownOption = None,
+    trace: TraceOption = None,
+    settings: SetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Price a configuration written by hand: the time and memory of a step, and its timeline."""
+    own, rest = split_parallel(parallel)
+    options = plan_options(
+        global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
+        optimizer=optimizer, memory_limit=None, parallel=rest, time_limit=60.0,
+    )  # fmt: skip
+    layers = parse_layers(layers_per_stage)
+    from autoparallel.planning import find_cluster
+
+    found = find_cluster(cluster)
+    configuration = configured(options, own, found, layers)
+    from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
+    from autoparallel.cost_model.stage_costs import MEASURED_SLOWDOWN, Overlap
+    from autoparallel.planning import capture_target
+    from autoparallel.progress import progress
+    from autoparallel.targets import load_target
+
+    beside = Overlap(slowdown or MEASURED_SLOWDOWN) if overlap or slowdown else None
+    loaded = load_target(target, parse_settings(settings or ()))
+    with progress() as observe:
+        program = capture_target(loaded, options, observe)
+        observe("simulate", 0, 1)
+        step = simulated(program, found, configuration, beside, options.seq)
+        observe("simulate", 1, 1)
+    if trace is not None:
+        write_trace(step, trace)
+    if json:
+        print_json(summary(step))
+        return
+    print_page(step, loaded.name, stdout_console())
+    if trace is not None:
+        typer.echo(f"\nwritten to {trace}; open it in https://ui.perfetto.dev", err=True)
+
+
+def split_parallel(text: str) -> tuple[dict[str, str], str]:
+    """The items of ``--parallel`` that only ``simulate`` takes, and the text of the others.
+
+    >>> split_parallel("dp=2,pp=4,schedule=bfs,chunks=2")
+    ({'schedule': 'bfs', 'chunks': '2'}, 'dp=2,pp=4')
+    """
+    own: dict[str, str] = {}
+    rest = []
+    for item in text.split(","):
+        name, _, value = (part.strip().lower() for part in item.partition("="))
+        if name not in OWN_DEGREES:
+            rest.append(item)
+        elif name in own or not value:
+            fault = "is given twice" if name in own else "has no value"
+            raise UsageError("AP112", f"--parallel: {name!r} {fault}", where=f"--parallel {text}")
+        else:
+            own[name] = value
+    return own, ",".join(rest)
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """
+    >>> parse_layers("7,8,8,7")
+    (7, 8, 8, 7)
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(
+            "AP112", f"--layers-per-stage {text!r} is not a list of whole numbers above 0",
+            fix="for example: --layers-per-stage 7,8,8,7",
+        )  # fmt: skip
+    return tuple(int(part) for part in parts)
+
+
+def configured(
+    options: PlanOptions, own: dict[str, str], cluster: Cluster, layers: tuple[int, ...] | None
+) -> Configuration:
+    """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
+    from autoparallel.planner.configuration import Configuration
+    from autoparallel.planner.options import check_degrees
+
+    forced = options.forced
+    schedule, chunks = trained_schedule(own.get("schedule", "1f1b")), degree(own, "chunks")
+    tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
+    dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
+    check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp), cluster)
+    rows, count = microbatches(options, dp)
+    return Configuration(
+        dp=dp, tp=tp, pp=pp, cp=cp, zero=forced.zero or 0, recompute=forced.recompute or "none",
+        microbatch_size=rows, num_microbatches=count, schedule=schedule, num_chunks=chunks,
+        layers=layers, precision=options.precision, optimizer=options.optimizer,
+    )  # fmt: skip
+
+
+def trained_schedule(name: str) -> str:
+    """A schedule that trains, by name. Raises ``UsageError`` AP150."""
+    from autoparallel.planner.schedules import SCHEDULES
+
+    names = [info.name for info in SCHEDULES.values() if info.trains]
+    if name not in names:
+        raise UsageError(
+            "AP150", f"there is no schedule named {name!r} that trains", where="--parallel",
+            fix=f"use one of {', '.join(names)}",
+        )  # fmt: skip
+    return name
+
+
+def degree(own: dict[str, str], name: str) -> int:
+    text = own.get(name, "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(
+            "AP112", f"--parallel: {name}={text} is not a whole number above 0", where="--parallel"
+        )
+    return int(text)
+
+
+def microbatches(options: PlanOptions, dp: int) -> tuple[int, int]:
+    """Rows and number of the micro-batches; one row per data-parallel rank if nothing is asked."""
+    batch, asked = options.global_batch, options.forced.num_microbatches
+    rows = options.micro_batch or (batch // asked if asked else dp)
+    count = asked or max(1, batch // rows)
+    if rows * count != batch:
+        raise UsageError(
+            "AP124",
+            f"a global batch of {batch} rows is not {count} micro-batches of {rows}",
+            fix=f"rows that divide {batch} and that dp={dp} divides",
+        )
+    return rows, count

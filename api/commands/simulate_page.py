@@ -1,0 +1,286 @@
+"""What ``autoparallel simulate`` says: figures, memory by stage, lost time, the step drawn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.compute import peak_flops
+from autoparallel.cost_model.memory import policy
+from autoparallel.cost_model.stage_costs import Overlap
+from autoparallel.cost_model.timeline import Timeline
+from autoparallel.cost_model.timeline_text import draw
+from autoparallel.cost_model.trace import chrome_trace, rank_name
+from autoparallel.planner.choices import input_specs
+from autoparallel.planner.configuration import Configuration, PricedStep, price
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.graph import Graph
+from autoparallel.planner.rules import work
+from autoparallel.planner.stage_runs import even_layers, find_layers
+from autoparallel.planner.step import simulate_stages
+from autoparallel.planner.structure import Structure
+from autoparallel.report.facts import MEMORY_ORDER
+from autoparallel.report.page import of_text, plain_table, section
+from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
+
+if TYPE_CHECKING:
+    from autoparallel.passes.program import Program
+
+MAX_TABLE_ROWS = 8
+"""Stages of a large pipeline that are listed at each end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A configuration with its price, its timeline, and the model's figures."""
+
+    priced: PricedStep
+    timeline: Timeline
+    cluster: Cluster
+    num_tokens: int
+    has_tokens: bool
+    flops: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.timeline.step_seconds
+
+    @property
+    def model_flops_utilization(self) -> float:
+        own = self.priced.configuration
+        dtype = policy(own.precision, own.optimizer).compute_dtype
+        hosts = self.cluster.hosts
+        peak = sum(peak_flops(host.device, dtype) * host.num_devices for host in hosts)
+        return self.flops / self.timeline.step_seconds / peak
+
+
+def simulated(
+    program: Program,
+    cluster: Cluster,
+    configuration: Configuration,
+    overlap: Overlap | None,
+    seq: int | None,
+) -> SimulatedStep:
+    """Prices and simulates a configuration. Raises ``UsageError`` where it does not fit."""
+    from autoparallel.planning import captured_seq
+
+    configuration = with_rows(program.graph, configuration)
+    layers = check_layers(program, configuration)
+    priced = price(program.graph, program.blocks, cluster, configuration)
+    per_rank = configuration.num_devices // configuration.pp
+    timeline = simulate_stages(
+        configuration.schedule,
+        configuration.num_microbatches,
+        priced.stages,
+        overlap=overlap,
+        gradient_buckets=layers,
+        num_chunks=configuration.num_chunks,
+    )
+    timeline = replace(timeline, replicas=(per_rank,) * configuration.pp)
+    length = seq if seq is not None else captured_seq(program)
+    rows = configuration.microbatch_size
+    graph = program.graph.with_batch_size(rows) if program.graph.batch_dims else program.graph
+    count = configuration.num_microbatches
+    return SimulatedStep(
+        priced, timeline, cluster, rows * count * (length or 1), length is not None,
+        model_flops(graph) * count,
+    )  # fmt: skip
+
+
+def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
+    """A model whose rows cannot be told apart has one micro-batch, as it was captured."""
+    if graph.batch_dims:
+        return configuration
+    rows = configuration.microbatch_size * configuration.num_microbatches
+    return replace(configuration, microbatch_size=rows, num_microbatches=1)
+
+
+def check_layers(program: Program, configuration: Configuration) -> tuple[int, ...]:
+    """Layers of each stage, every one at least 1. Raises ``UsageError`` AP128."""
+    stages = configuration.num_stages
+    count = find_layers(Structure(program.graph, program.blocks)).count
+    if configuration.layers is None and count < stages:
+        raise UsageError(
+            "AP128", f"{stages} stages of at least one layer, the model has {count}",
+            fix=f"pp × chunks of at most {count}",
+        )  # fmt: skip
+    layers = configuration.layers or even_layers(count, stages)
+    if len(layers) != stages or sum(layers) != count:
+        raise UsageError(
+            "AP128",
+            f"--layers-per-stage has {sum(layers)} layers in {len(layers)} stages, not {count} "
+            f"in {stages}",
+            fix=f"for example: {','.join(map(str, even_layers(count, stages)))}",
+        )
+    return layers
+
+
+def model_flops(graph: Graph) -> float:
+    """FLOPs forward and backward of one micro-batch, nothing recomputed."""
+    total = 0.0
+    for node in graph.nodes:
+        if node.kind == "op":
+            found = work(node, input_specs(node, graph), node.outputs)
+            total += found.flops_forward + found.flops_backward
+    return total
+
+
+def write_trace(step: SimulatedStep, path: str) -> None:
+    """Writes the timeline as a Chrome trace. Raises ``UsageError`` AP101 if it cannot."""
+    timeline = step.timeline
+    names = [rank_name(rank, count) for rank, count in enumerate(timeline.replicas)]
+    try:
+        with Path(path).open("w") as file:
+            json.dump(chrome_trace(timeline, names), file)
+    except OSError as error:
+        raise UsageError("AP101", f"cannot write {path}", why=str(error.strerror)) from error
+
+
+def summary(step: SimulatedStep) -> dict[str, Any]:
+    """The figures for programs; lists have one entry per stage or pipeline rank."""
+    timeline, priced, own = step.timeline, step.priced, step.priced.configuration
+    return {
+        "configuration": {
+            "dp": own.dp, "tp": own.tp, "cp": own.cp, "pp": own.pp, "chunks": own.num_chunks,
+            "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
+            "microbatches": own.num_microbatches, "micro_batch": own.microbatch_size,
+        },
+        "step_seconds": timeline.step_seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "model_flops_utilization": step.model_flops_utilization,
+        "bubble_fraction": timeline.bubble_fraction,
+        "fits": priced.fits,
+        "usable_bytes": priced.usable_bytes,
+        "memory_bytes": [dict(rank) for rank in priced.memory_bytes],
+        "stage_seconds": [
+            {**stage.seconds._asdict(), "receive_forward": stage.receive_seconds[0],
+             "receive_backward": stage.receive_seconds[1]}
+            for stage in priced.stages
+        ],
+        "exposed_seconds": [each._asdict() for each in timeline.exposed],
+        "slowdown_seconds": list(timeline.slowdown_seconds),
+        "replicas": list(timeline.replicas),
+    }  # fmt: skip
+
+
+def print_page(step: SimulatedStep, name: str, console: Console) -> None:
+    """The page, at most 100 columns wide."""
+    width = min(console.width, 100)
+    parts: list[RenderableType] = [headline(step, name), section(*memory(step))]
+    parts.append(
+        section("Communication that no compute hides, by pipeline rank", lost(step.timeline))
+    )
+    drawn = Text("\n".join(draw(step.timeline, width - 14)))
+    parts.append(section(f"The step: {seconds_text(step.timeline.step_seconds)}", drawn))
+    parts.append(Text(f"\n{legend(drawn.plain)}", style="dim"))
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, width=width)
+    lines = captured.get().splitlines()
+    console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def headline(step: SimulatedStep, name: str) -> RenderableType:
+    """What was simulated, and its figures."""
+    own, timeline = step.priced.configuration, step.timeline
+    degrees = {"dp": own.dp, "cp": own.cp, "tp": own.tp, "pp": own.pp}
+    shape = [f"{axis}={size}" for axis, size in degrees.items() if size > 1]
+    schedule = own.schedule + (f" × {own.num_chunks} chunks" if own.num_chunks > 1 else "")
+    parts = [
+        " ".join(shape) or "one device", f"ZeRO {own.zero}",
+        "no recomputation" if own.recompute == "none" else f"recompute {own.recompute}",
+        f"{own.num_microbatches} × micro-batch {own.microbatch_size}",
+        *([schedule] if own.pp > 1 else []),
+    ]  # fmt: skip
+    figures = [
+        ("step", seconds_text(timeline.step_seconds)),
+        ("tokens/s" if step.has_tokens else "rows/s", count_text(step.tokens_per_second)),
+        ("MFU", percent_text(step.model_flops_utilization)),
+        ("bubble", percent_text(timeline.bubble_fraction)),
+        ("memory", of_text(step.priced.peak_bytes, step.priced.usable_bytes)),
+    ]
+    line = "  ".join(f"{label} {value}" for label, value in figures)
+    title = f"{Path(name).name}, {own.precision}, {own.optimizer}, on {step.cluster.name}"
+    text = Text.assemble(
+        title, "\n\n", (" · ".join(parts), "bold cyan"), "\n", (line, "bold")
+    )  # fmt: skip
+    if not step.priced.fits:
+        over = step.priced.peak_bytes - step.priced.usable_bytes
+        text.append(f"\ndoes not fit: {bytes_text(over)} over", style="bold red")
+    return text
+
+
+def memory(step: SimulatedStep) -> tuple[str, Table]:
+    """A row per pipeline rank, a column per category that any has."""
+    ranks = step.priced.memory_bytes
+    names = [name for name in MEMORY_ORDER if any(rank.get(name) for rank in ranks)]
+    names += sorted({n for rank in ranks for n, v in rank.items() if v} - set(names))
+    unit = bytes_text(step.priced.peak_bytes).split()[1]
+    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    titles = ["", *(SHORT.get(name, name) for name in names), "all"]
+    table = plain_table(*((title, "right") for title in titles))
+    for rank in shown(len(ranks)):
+        if rank is None:
+            table.add_row("…")
+            continue
+        values = [ranks[rank].get(name, 0.0) / scale for name in names]
+        table.add_row(str(rank), *(f"{v:.2f}" for v in values), f"{sum(values):.2f}")
+    return f"Memory of a device of each pipeline rank, {unit}", table
+
+
+SHORT = {
+    "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
+}  # fmt: skip
+
+
+def lost(timeline: Timeline) -> Table:
+    """A row per pipeline rank: communication that no compute hides, and what it slows down."""
+    table = plain_table(
+        ("", "right"), ("inside", "right"), ("messages", "right"), ("gradient sync", "right"),
+        ("gather", "right"), ("exposed", "right"), ("slowed by", "right"),
+    )  # fmt: skip
+    step = timeline.step_seconds
+    for rank in shown(len(timeline.exposed)):
+        if rank is None:
+            table.add_row("…")
+            continue
+        own, total = timeline.exposed[rank], timeline.exposed_seconds[rank]
+        table.add_row(
+            str(rank),
+            *(seconds_text(value) if value else "—" for value in own),
+            f"{seconds_text(total)} {percent_text(total / step if step else 0.0):>6}",
+            seconds_text(timeline.slowdown_seconds[rank])
+            if timeline.slowdown_seconds[rank] > 1e-12
+            else "—",
+        )
+    return table
+
+
+def shown(count: int) -> list[int | None]:
+    """The rows of a table of ``count``: all, or both ends and None for what is left out.
+
+    >>> shown(3), shown(20)[7:9]
+    ([0, 1, 2], [7, None])
+    """
+    if count <= 2 * MAX_TABLE_ROWS:
+        return list(range(count))
+    return [*range(MAX_TABLE_ROWS), None, *range(count - MAX_TABLE_ROWS, count)]
+
+
+LEGEND = {
+    "F": "F forward", "B": "B backward", "f": "f b every second chunk", "W": "W weights' backward",
+    "s": "s optimizer", "r": "r gradient sync", "g": "g gather", ".": ". bubble",
+}  # fmt: skip
+
+
+def legend(drawing: str) -> str:
+    """What the drawing's letters mean, of those that it has."""
+    rows = "".join(line.partition("  ")[2] for line in drawing.splitlines())
+    return "  ".join(text for letter, text in LEGEND.items() if letter in rows)

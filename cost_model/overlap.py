@@ -1,0 +1,96 @@
+"""Compute beside collectives, on one rank: exact times at piecewise constant rates.
+
+While a collective of the rank runs, its compute goes at the rate 1/slowdown, else at 1. A
+collective stream carries one after the other, each from when it is ready. A collective is
+ready once something that the rank has already computed is done, so when a piece of compute
+is timed, all that runs beside it is known and has no gaps: it lasts to ``busy_until``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .actions import GATHER, REDUCE, Action
+from .stage_costs import StageCosts
+from .timeline import Event, Stream
+
+
+@dataclass(slots=True)
+class Collectives:
+    """A rank's collectives so far, of which the last ends at ``busy_until``.
+
+    ``gathered[stage]``: when each bucket of the stage's parameters is there, in order;
+    ``reduced[stage]``: when all of its gradients are summed. ``lost_seconds``: how much longer
+    compute has taken beside collectives.
+    """
+
+    slowdown: float
+    busy_until: float
+    free: dict[Stream, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    gathered: dict[int, list[float]] = field(default_factory=dict)
+    reduced: dict[int, float] = field(default_factory=dict)
+    lost_seconds: float = 0
+
+    def launch(self, action: Action, stream: Stream, ready: float, seconds: float) -> float:
+        """Puts a collective on its stream; when it ends."""
+        start = max(ready, self.free.get(stream, ready))
+        end = start + seconds
+        self.free[stream] = end
+        self.busy_until = max(self.busy_until, end)
+        self.events.append(Event(action, start, end, stream))
+        return end
+
+    def gather(self, stage: int, costs: StageCosts, now: float) -> None:
+        """Launches the gathering of a stage's parameters, bucket by bucket."""
+        parts = buckets(costs, stage)
+        seconds = costs.gather_seconds[stage] / parts
+        self.gathered[stage] = [
+            self.launch(Action(GATHER, stage), "parameter gather", now, seconds)
+            for _ in range(parts)
+        ]
+
+    def finish(self, start: float, work: float) -> float:
+        """When ``work`` seconds of undisturbed compute end that start at ``start``.
+
+        >>> Collectives(2.0, busy_until=3.0).finish(1.0, 2.5)
+        4.5
+        """
+        until = self.busy_until
+        if until <= start:
+            return start + work
+        longer = work * self.slowdown - work
+        if start + work + longer <= until:
+            self.lost_seconds += longer
+            return start + work + longer
+        done = (until - start) / self.slowdown
+        self.lost_seconds += until - start - done
+        return until + work - done
+
+    def first_forward(self, stage: int, start: float, work: float) -> tuple[float, float, float]:
+        """A forward that needs each bucket before its share: (start, end, waited within both)."""
+        ends = self.gathered[stage]
+        share = work / len(ends)
+        began = now = max(start, ends[0])
+        waited = now - start
+        for there in ends:
+            if there > now:
+                waited += there - now
+                now = there
+            now = self.finish(now, share)
+        return began, now, waited
+
+    def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
+        """A backward whose every share completes a bucket of gradients; when it ends."""
+        parts = buckets(costs, stage)
+        share, seconds = work / parts, costs.gradient_sync_seconds[stage] / parts
+        now = start
+        for _ in range(parts):
+            now = self.finish(now, share)
+            self.reduced[stage] = self.launch(Action(REDUCE, stage), "gradient sync", now, seconds)
+        return now
+
+
+def buckets(costs: StageCosts, stage: int) -> int:
+    """Into how many equal parts a stage's gradients and parameters travel."""
+    return costs.gradient_buckets[stage] if costs.gradient_buckets else 1

@@ -1,0 +1,79 @@
+"""A simulated step: what happens when on each pipeline rank, and what is lost to waiting.
+
+A pipeline rank stands for ``replicas`` devices, its data- and tensor-parallel peers, which
+do the same at the same time and are therefore simulated once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .actions import Action
+
+Stream = Literal[
+    "compute", "send forward", "send backward", "gradient sync", "parameter gather"
+]  # fmt: skip
+STREAMS: tuple[Stream, ...] = (
+    "compute", "send forward", "send backward", "gradient sync", "parameter gather",
+)  # fmt: skip
+
+
+class Event(NamedTuple):
+    """An action on a stream of its rank: when it starts and ends.
+
+    A message is one event, on a sending stream of its sender. A collective is one event per
+    bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``. A forward
+    that waits for parameters within is one event, its wait included.
+    """
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+    stream: Stream
+
+
+class Exposed(NamedTuple):
+    """Seconds of a step in which a rank communicates, or waits for it, and does not compute.
+
+    ``inside``: collectives within forwards and backwards (tensor parallelism, ZeRO 3);
+    ``messages``: waiting for a message of another stage that is on its way; ``gradient_sync``
+    and ``gather``: waiting for gradients to be summed and for parameters.
+    """
+
+    inside: float = 0.0
+    messages: float = 0.0
+    gradient_sync: float = 0.0
+    gather: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated step; tuples have one entry per pipeline rank.
+
+    ``bubble_fraction``: the share of the step, over all ranks, in which they neither compute
+    nor step nor take part in a collective. ``exposed``: communication that no compute hides.
+    ``slowdown_seconds``: how much longer compute took for the collectives beside it.
+    ``peak_activation_bytes``: the most that micro-batches in flight hold at once;
+    ``peak_memory_bytes`` adds what is static. ``memory_bytes``: the held bytes whenever they
+    change, as (second, bytes). ``replicas``: the devices that each rank stands for.
+    """
+
+    step_seconds: float
+    bubble_fraction: float
+    events: tuple[tuple[Event, ...], ...]
+    exposed: tuple[Exposed, ...]
+    slowdown_seconds: tuple[float, ...]
+    peak_activation_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[int, ...]
+    memory_bytes: tuple[tuple[tuple[float, int], ...], ...]
+    replicas: tuple[int, ...]
+
+    @property
+    def exposed_seconds(self) -> tuple[float, ...]:
+        """All exposed communication of each rank."""
+        return tuple(sum(each) for each in self.exposed)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.replicas)

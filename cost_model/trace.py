@@ -1,0 +1,137 @@
+"""A timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
+
+In: a timeline. Out: the JSON object of the trace event format: one process per pipeline rank,
+one thread per stream, an arrow from each message to the compute that it starts, and a counter
+of the bytes held. Times are in microseconds. Source: Trace Event Format, Google 2016,
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    SEND_FORWARD,
+    SENDS,
+    Action,
+    matching_receive,
+)
+from .timeline import STREAMS, Event, Timeline
+
+TraceEvent = dict[str, Any]
+
+NAMES = {
+    "F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights",
+    "SEND_F": "send forward", "SEND_B": "send backward", "GATHER": "gather parameters",
+    "REDUCE": "sum gradients", "STEP": "optimizer",
+}  # fmt: skip
+"""What an action is called in the trace's categories."""
+
+MICROSECONDS = 1e6
+
+
+def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str, Any]:
+    """The trace of a timeline, ready for ``json.dump``.
+
+    ``rank_names`` are the processes' names, by default the pipeline rank and its devices.
+    """
+    names = rank_names or tuple(map(rank_name, range(len(timeline.events)), timeline.replicas))
+    takers = _takers(timeline)
+    events: list[TraceEvent] = []
+    for rank, own in enumerate(timeline.events):
+        events += _labels(rank, names[rank], own)
+        for event in own:
+            events.append(_slice(rank, event))
+            if event.action.kind in SENDS:
+                events += _flow(rank, event, takers)
+        events += _counter(rank, timeline.memory_bytes[rank])
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "step_seconds": float(timeline.step_seconds),
+            "bubble_fraction": float(timeline.bubble_fraction),
+            "num_devices": timeline.num_devices,
+        },
+    }
+
+
+def rank_name(rank: int, replicas: int) -> str:
+    """
+    >>> rank_name(3, 1), rank_name(0, 8)
+    ('pipeline rank 3', 'pipeline rank 0 (8 devices)')
+    """
+    return f"pipeline rank {rank}" + (f" ({replicas} devices)" if replicas > 1 else "")
+
+
+def _labels(rank: int, name: str, events: Sequence[Event]) -> Iterator[TraceEvent]:
+    yield _metadata("process_name", rank, name=name)
+    yield _metadata("process_sort_index", rank, sort_index=rank)
+    used = {event.stream for event in events}
+    for thread, stream in enumerate(STREAMS):
+        if stream in used:
+            yield _metadata("thread_name", rank, thread, name=stream)
+            yield _metadata("thread_sort_index", rank, thread, sort_index=thread)
+
+
+def _metadata(what: str, rank: int, thread: int = 0, **arguments: object) -> TraceEvent:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": arguments}
+
+
+def _slice(rank: int, event: Event) -> TraceEvent:
+    action = event.action
+    arguments = {"stage": action.stage}
+    if action.microbatch >= 0:
+        arguments["micro-batch"] = action.microbatch
+    return {
+        "ph": "X", "name": str(action), "cat": NAMES[action.kind], "pid": rank,
+        "tid": STREAMS.index(event.stream), "ts": float(event.start_seconds) * MICROSECONDS,
+        "dur": float(event.end_seconds - event.start_seconds) * MICROSECONDS, "args": arguments,
+    }  # fmt: skip
+
+
+Takers = dict[Action, tuple[int, Event]]
+"""The receive of each message → the rank and event of the compute that needs it."""
+
+
+def _takers(timeline: Timeline) -> Takers:
+    takers: Takers = {}
+    for rank, events in enumerate(timeline.events):
+        for event in events:
+            kind, stage, m = event.action
+            if kind == FORWARD:
+                takers[Action("RECV_F", stage, m)] = (rank, event)
+            elif kind in (BACKWARD, INPUT_BACKWARD):
+                takers[Action("RECV_B", stage, m)] = (rank, event)
+    return takers
+
+
+def _flow(rank: int, event: Event, takers: Takers) -> Iterator[TraceEvent]:
+    """An arrow from a message to the compute that needed it."""
+    receiver, taker = takers[matching_receive(event.action)]
+    _, stage, m = event.action
+    common = {
+        "name": "activations" if event.action.kind == SEND_FORWARD else "gradients",
+        "cat": "message",
+        "id": f"{event.action.kind}-{stage}-{m}",
+    }
+    yield {
+        **common, "ph": "s", "pid": rank, "tid": STREAMS.index(event.stream),
+        "ts": float(event.start_seconds) * MICROSECONDS,
+    }  # fmt: skip
+    yield {
+        **common, "ph": "f", "bp": "e", "pid": receiver, "tid": STREAMS.index(taker.stream),
+        "ts": float(taker.start_seconds) * MICROSECONDS,
+    }  # fmt: skip
+
+
+def _counter(rank: int, changes: Sequence[tuple[float, int]]) -> Iterator[TraceEvent]:
+    for second, held in changes:
+        yield {
+            "ph": "C", "name": "memory", "pid": rank, "tid": 0,
+            "ts": float(second) * MICROSECONDS, "args": {"bytes": held},
+        }  # fmt: skip

@@ -1,0 +1,124 @@
+"""The orders in which pipeline ranks compute, one short pure function per schedule.
+
+In: how many pipeline ranks, micro-batches and chunks (stages per rank; stage ``s`` is on rank
+``s % num_ranks``). Out: each rank's compute actions in order, with nothing sent or received.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from ..cost_model.actions import BACKWARD, FORWARD, Action, Row, Table
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Table:
+    """All forwards, then all backwards. Source: Huang et al. 2019, GPipe, figure 2c."""
+    return tuple(
+        tuple(Action(FORWARD, stage, m) for m in range(num_microbatches))
+        + tuple(Action(BACKWARD, stage, m) for m in range(num_microbatches))
+        for stage in range(num_ranks)
+    )
+
+
+def one_forward_one_backward(num_ranks: int, num_microbatches: int, *, eager: int = 1) -> Table:
+    """1F1B; ``eager=2`` warms up with twice as many forwards.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), figure 4 top; eager: Zhuang et al. 2023
+    (arXiv:2211.05322), section 4.
+    """
+    return tuple(
+        _in_turn(
+            tuple(Action(FORWARD, stage, m) for m in range(num_microbatches)),
+            tuple(Action(BACKWARD, stage, m) for m in range(num_microbatches)),
+            warmup=eager * (num_ranks - stage - 1),
+        )
+        for stage in range(num_ranks)
+    )
+
+
+def inference(num_ranks: int, num_microbatches: int) -> Table:
+    """Forwards only."""
+    return tuple(
+        tuple(Action(FORWARD, stage, m) for m in range(num_microbatches))
+        for stage in range(num_ranks)
+    )
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
+    """1F1B over the chunks of each rank: micro-batches go in rounds through chunk after chunk.
+
+    A rank warms up with the rounds that its later chunks need, and twice its distance to the
+    last rank. A round is ``num_ranks`` micro-batches, or equal parts of what does not divide.
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4 bottom.
+    """
+    size = round_size(num_ranks, num_microbatches)
+    turns = [
+        (chunk, m)
+        for first in range(0, num_microbatches, size)
+        for chunk in range(num_chunks)
+        for m in range(first, first + size)
+    ]
+    return tuple(
+        _in_turn(
+            tuple(Action(FORWARD, chunk * num_ranks + rank, m) for chunk, m in turns),
+            tuple(
+                Action(BACKWARD, (num_chunks - 1 - chunk) * num_ranks + rank, m)
+                for chunk, m in turns
+            ),
+            warmup=(num_chunks - 1) * size + 2 * (num_ranks - 1 - rank),
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def round_size(num_ranks: int, num_microbatches: int) -> int:
+    """The micro-batches of one round of interleaved 1F1B; 0 where rounds cannot be equal.
+
+    >>> round_size(4, 8), round_size(4, 10), round_size(4, 3), round_size(4, 9), round_size(4, 13)
+    (4, 5, 3, 0, 0)
+    """
+    rounds = max(1, num_microbatches // num_ranks)
+    return 0 if num_microbatches % rounds else num_microbatches // rounds
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
+    """All forwards chunk by chunk, then all backwards from the last chunk, last micro-batch first.
+
+    Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism (arXiv:2211.05953), figure 4;
+    the backwards in the order of ``torch.distributed.pipelining.ScheduleLoopedBFS``.
+    """
+    return tuple(
+        tuple(
+            Action(FORWARD, stage, m)
+            for stage in range(rank, num_ranks * num_chunks, num_ranks)
+            for m in range(num_microbatches)
+        )
+        + tuple(
+            Action(BACKWARD, stage, m)
+            for stage in reversed(range(rank, num_ranks * num_chunks, num_ranks))
+            for m in reversed(range(num_microbatches))
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def interleaved_in_flight(
+    num_stages: int, num_microbatches: int, stage: int, num_chunks: int
+) -> int:
+    """The most micro-batches that ``stage`` holds under interleaved 1F1B, by counting its row."""
+    num_ranks = num_stages // num_chunks
+    row = interleaved_1f1b(num_ranks, num_microbatches, num_chunks)[stage % num_ranks]
+    held = most = 0
+    for action in row:
+        if action.stage == stage:
+            held += 1 if action.kind == FORWARD else -1
+            most = max(most, held)
+    return most
+
+
+def _in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
+    """``warmup`` forwards, then forward and backward in turn, then the backwards left."""
+    warmup = min(len(forwards), warmup)
+    steady = len(forwards) - warmup
+    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
+    return (*forwards[:warmup], *chain.from_iterable(pairs), *backwards[steady:])

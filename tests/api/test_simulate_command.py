@@ -1,0 +1,176 @@
+"""``autoparallel simulate``: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoparallel.__main__ import run_command
+
+DEEP = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self, width=64, depth=8):
+        super().__init__()
+        self.embed = nn.Linear(16, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+def build_model(width=64, depth=8):
+    return Net(width, depth)
+
+def example_batch(global_batch, seq=None):
+    return {"x": torch.zeros(global_batch, 16), "y": torch.zeros(global_batch, 16)}
+
+def loss_fn(outputs, batch):
+    return (outputs - batch["y"]).square().mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def deep_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "deep.py"
+    path.write_text(DEEP)
+    return str(path)
+
+
+def simulate(target: str, parallel: str, *more: str) -> int:
+    return run_command(
+        ["simulate", target, "--cluster", "8xA100-80GB", "--global-batch", "64",
+         "--parallel", parallel, *more]
+    )  # fmt: skip
+
+
+def figures(capsys: pytest.CaptureFixture[str], target: str, parallel: str, *more: str) -> dict:
+    assert simulate(target, parallel, "--json", *more) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_page_fits_80_columns_and_draws_a_line_per_pipeline_rank(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(deep_file, "tp=2,pp=4,zero=0,microbatches=16,schedule=1f1b") == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "tp=2 pp=4 · ZeRO 0 · no recomputation · 16 × micro-batch 4 · 1f1b" in out
+    drawn = [line.split() for line in out.splitlines() if line.startswith("  rank ")]
+    assert [words[1] for words in drawn] == ["0", "1", "2", "3"]
+    assert {len(words[2]) for words in drawn} == {66}
+    assert drawn[0][2].startswith("F")
+    assert drawn[3][2].startswith(".")
+
+
+def test_the_step_is_what_its_stages_add_up_to(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One device: N (f + b) and the optimizer, no bubble."""
+    found = figures(capsys, deep_file, "dp=8,microbatches=4")
+    (stage,) = found["stage_seconds"]
+    inside = ("forward_compute", "forward_communication", "backward_compute",
+              "backward_communication", "forward_states", "backward_states")  # fmt: skip
+    step = 4 * sum(stage[name] for name in inside) + stage["gradient_sync"] + stage["optimizer"]
+    assert found["step_seconds"] == pytest.approx(step)
+    assert found["bubble_fraction"] == pytest.approx(0.0, abs=1e-12)
+    assert found["replicas"] == [8]
+    assert found["configuration"]["micro_batch"] == 16
+
+
+def test_chunks_make_a_smaller_bubble_and_hold_more(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = figures(capsys, deep_file, "pp=4,dp=2,microbatches=8")
+    looped = figures(
+        capsys, deep_file, "pp=4,dp=2,microbatches=8,schedule=interleaved-1f1b,chunks=2"
+    )
+    assert looped["bubble_fraction"] < plain["bubble_fraction"]
+    assert len(looped["stage_seconds"]) == 2 * len(plain["stage_seconds"])
+    assert looped["memory_bytes"][0]["activations"] > plain["memory_bytes"][0]["activations"]
+
+
+def test_overlap_hides_gradient_sums_and_slows_compute(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = figures(capsys, deep_file, "dp=8,microbatches=2")
+    early = figures(capsys, deep_file, "dp=8,microbatches=2", "--overlap")
+    free = figures(capsys, deep_file, "dp=8,microbatches=2", "--slowdown", "1")
+    assert late["slowdown_seconds"] == [0.0]
+    assert early["slowdown_seconds"][0] > 0
+    assert free["step_seconds"] <= early["step_seconds"] < late["step_seconds"]
+    assert (
+        early["exposed_seconds"][0]["gradient_sync"] < late["exposed_seconds"][0]["gradient_sync"]
+    )
+
+
+def test_layers_per_stage_move_the_load(deep_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    even = figures(capsys, deep_file, "pp=2,dp=4,microbatches=8")
+    given = figures(capsys, deep_file, "pp=2,dp=4,microbatches=8", "--layers-per-stage", "6,2")
+    forward = [stage["forward_compute"] for stage in given["stage_seconds"]]
+    assert forward[0] > 2 * forward[1]
+    assert given["step_seconds"] > even["step_seconds"]
+
+
+def test_the_trace_is_written_and_ends_with_the_step(
+    deep_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    found = figures(capsys, deep_file, "pp=4,dp=2,microbatches=8", "--trace", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(found["step_seconds"] * 1e6)
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+
+
+def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(deep_file, "dp=8", "--set", "width=40000") == 0
+    assert "does not fit: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more", "code", "says"),
+    [
+        ("schedule=zigzag", (), "AP150", "no schedule named 'zigzag'"),
+        ("schedule=inference", (), "AP150", "that trains"),
+        ("dp=3,pp=2", (), "AP127", "is 6 devices, the cluster has 8"),
+        ("tp=16", (), "AP127", "is 16 devices"),
+        ("pp=8,chunks=2,schedule=bfs", (), "AP128", "16 stages of at least one layer, the model"),
+        ("pp=2", ("--layers-per-stage", "4,5"), "AP128", "has 9 layers in 2 stages, not 8 in 2"),
+        ("pp=2", ("--layers-per-stage", "8"), "AP128", "8 layers in 1 stages"),
+        ("pp=2", ("--layers-per-stage", "8,0"), "AP112", "whole numbers above 0"),
+        ("pp=2,chunks=2,microbatches=4", (), "AP153", "runs one chunk per rank"),
+        ("pp=2,chunks=two", (), "AP112", "chunks=two"),
+        ("pp=2,pipe=2", (), "AP112", "'pipe' is not one of"),
+        ("pp=2,schedule=bfs,schedule=bfs", (), "AP112", "given twice"),
+        ("microbatches=7", (), "AP124", "is not 7 micro-batches of 9"),
+        ("recompute=selective", (), "AP126", "selective recomputation"),
+        ("dp=8", ("--trace", "/no/such/folder/t.json"), "AP101", "cannot write"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_words(
+    deep_file: str, parallel: str, more: tuple[str, ...], code: str, says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert simulate(deep_file, parallel, *more) == 2
+    captured = capsys.readouterr()
+    assert f"error[{code}]" in captured.err
+    assert says in captured.err
+    assert captured.out == ""

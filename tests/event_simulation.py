@@ -1,0 +1,210 @@
+"""A second simulator, slow and plain, that knows every device: what the fast one must equal.
+
+Time goes from one completion to the next; at each, everything that can start starts. Every
+device of every replica runs its own program; a collective of a pipeline rank starts once all
+of its replicas are ready. Nothing is shared with ``cost_model.simulator`` but its arguments.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from autoparallel.cost_model.actions import Schedule
+from autoparallel.cost_model.stage_costs import StageCosts
+
+Device = tuple[int, int]  # pipeline rank, replica
+
+
+@dataclass
+class Expanded:
+    """What came out: the step, and when each device did each action."""
+
+    step_seconds: Fraction
+    ends: dict[tuple[Device, str], Fraction]
+
+
+def expand(schedule: Schedule, costs: StageCosts, replicas: int, slowdown) -> Expanded:
+    """Runs every device of ``replicas`` copies; ``slowdown`` None is without overlap."""
+    return _Engine(schedule, costs, replicas, slowdown).run()
+
+
+@dataclass
+class _Queue:
+    """Things that run one after the other, each once all ``needed`` are there."""
+
+    order: list = field(default_factory=list)
+    there: dict = field(default_factory=lambda: defaultdict(int))
+    left: dict = field(default_factory=dict)
+    running: object = None
+    done: set = field(default_factory=set)
+
+
+class _Engine:
+    def __init__(self, schedule, costs, replicas, slowdown):
+        self.schedule, self.costs, self.replicas = schedule, costs, replicas
+        self.slowdown = slowdown
+        self.devices = [(p, r) for p in range(schedule.num_ranks) for r in range(replicas)]
+        self.queues: dict[object, _Queue] = defaultdict(_Queue)
+        self.programs = {device: self._program(*device) for device in self.devices}
+        self.at = dict.fromkeys(self.devices, 0)
+        self.left: dict[Device, Fraction | None] = dict.fromkeys(self.devices, None)
+        self.ends: dict[tuple[Device, str], Fraction] = {}
+        self.now = Fraction(0)
+
+    def _cost(self, name, stage):
+        values = getattr(self.costs, name)
+        return Fraction(values[stage]) if values else Fraction(0)
+
+    def _parts(self, stage):
+        return self.costs.gradient_buckets[stage] if self.costs.gradient_buckets else 1
+
+    def _program(self, rank, replica):
+        """(what, key, seconds): work, wait for a key of a queue, or be there for one."""
+        row = self.schedule.table[rank]
+        steps, overlap = [], self.slowdown is not None
+        forwards = [a for a in row if a.kind == "F"]
+        first = {a.stage: a for a in reversed(forwards)}
+        last = {a.stage: a for a in row if a.kind in "BW"}
+        gathers = {}
+        for stage in dict.fromkeys(a.stage for a in forwards):
+            whole = self._cost("gather_seconds", stage)
+            if whole:
+                gathers[stage] = []
+                for part in range(self._parts(stage)):
+                    key = ("gather", rank), (stage, part)
+                    self._enqueue(key, whole / self._parts(stage))
+                    steps.append(("there", key, None))
+                    gathers[stage].append(key)
+        if not overlap:
+            steps += [("wait", key, None) for keys in gathers.values() for key in keys]
+        for action in row:
+            steps += self._action(action, rank, replica, first, last, gathers)
+        return steps
+
+    def _enqueue(self, key, seconds):
+        queue = self.queues[key[0]]
+        if key[1] not in queue.left:
+            queue.order.append(key[1])
+            queue.left[key[1]] = seconds
+
+    def _action(self, action, rank, replica, first, last, gathers):
+        kind, stage, m = action
+        ranks, overlap = self.schedule.stage_rank, self.slowdown is not None
+        work = {"F": "forward_seconds", "B": "backward_seconds", "STEP": "step_seconds"}
+        sync, parts = self._cost("gradient_sync_seconds", stage), self._parts(stage)
+        keys = [(("sync", rank), (stage, part)) for part in range(parts)]
+        if kind in ("RECV_F", "RECV_B"):
+            source = stage - 1 if kind == "RECV_F" else stage + 1
+            return [("there", self._message(kind[-1], source, stage, m, replica), None)]
+        if kind in ("SEND_F", "SEND_B"):
+            target = stage + 1 if kind == "SEND_F" else stage - 1
+            key = self._message(kind[-1], stage, target, m, replica)
+            self._enqueue(key, self._message_seconds(kind, stage))
+            return [("there", key, None)]
+        if kind == "REDUCE":
+            if overlap or not sync:
+                return []
+            for key in keys:
+                self._enqueue(key, sync / parts)
+            return [("there", key, None) for key in keys] + [("wait", key, None) for key in keys]
+        seconds = self._cost(work[kind], stage)
+        steps = []
+        if kind == "F" and stage and ranks[stage - 1] != rank:
+            steps.append(("wait", self._message("F", stage - 1, stage, m, replica), None))
+        if kind == "B" and stage + 1 < len(ranks) and ranks[stage + 1] != rank:
+            steps.append(("wait", self._message("B", stage + 1, stage, m, replica), None))
+        if overlap and kind == "F" and first[stage] == action and stage in gathers:
+            for key in gathers[stage]:
+                steps += [("wait", key, None), ("work", None, seconds / parts)]
+        elif overlap and kind == "B" and last[stage] == action and sync:
+            for key in keys:
+                self._enqueue(key, sync / parts)
+                steps += [("work", None, seconds / parts), ("there", key, None)]
+        else:
+            if overlap and kind == "STEP" and sync:
+                steps += [("wait", key, None) for key in keys]
+            steps.append(("work", None, seconds))
+        return [*steps, ("end", str(action), None)]
+
+    def _message(self, direction, source, target, m, replica):
+        ranks = self.schedule.stage_rank
+        return ("channel", ranks[source], ranks[target], replica), (direction, source, m)
+
+    def _message_seconds(self, kind, stage):
+        back = self.costs.send_backward_seconds or self.costs.send_seconds
+        values = self.costs.send_seconds if kind == "SEND_F" else back
+        return Fraction(values[stage if kind == "SEND_F" else stage - 1]) if values else Fraction(0)
+
+    def _needed(self, name):
+        return 2 if name[0] == "channel" else self.replicas
+
+    def run(self):
+        while True:
+            while self._start():
+                pass
+            rates = {d: self._rate(d) for d in self.devices if self.left[d] is not None}
+            waits = [self.left[d] / rate for d, rate in rates.items()]
+            waits += [q.left[q.running] for q in self.queues.values() if q.running is not None]
+            if not waits:
+                break
+            self._pass(min(waits), rates)
+        stuck = [d for d in self.devices if self.at[d] < len(self.programs[d])]
+        assert not stuck, f"deadlock at {stuck}"
+        return Expanded(self.now, self.ends)
+
+    def _pass(self, seconds, rates):
+        self.now += seconds
+        for device, rate in rates.items():
+            self.left[device] -= seconds * rate
+        for queue in self.queues.values():
+            if queue.running is not None:
+                queue.left[queue.running] -= seconds
+
+    def _rate(self, device):
+        streams = [self.queues.get((name, device[0])) for name in ("sync", "gather")]
+        busy = any(queue is not None and queue.running is not None for queue in streams)
+        return 1 / Fraction(self.slowdown) if busy and self.slowdown is not None else Fraction(1)
+
+    def _start(self):
+        """One round of everything that needs no time; whether anything happened."""
+        changed = False
+        for name, queue in self.queues.items():
+            if queue.running is not None and queue.left[queue.running] == 0:
+                queue.done.add(queue.running)
+                queue.running, changed = None, True
+            if queue.running is None and queue.order:
+                head = self._head(name, queue)
+                if head is not None:
+                    queue.order.remove(head)
+                    queue.running, changed = head, True
+        for device in self.devices:
+            changed |= self._advance(device)
+        return changed
+
+    def _head(self, name, queue):
+        """Messages go in the order they are sent; collectives in the order all are ready."""
+        ready = [key for key in queue.there if key in queue.order]
+        return next((key for key in ready if queue.there[key] == self._needed(name)), None)
+
+    def _advance(self, device):
+        program, moved = self.programs[device], False
+        while self.at[device] < len(program):
+            what, key, seconds = program[self.at[device]]
+            if what == "work":
+                if self.left[device] is None:
+                    self.left[device] = seconds
+                    moved = True
+                if self.left[device] > 0:
+                    return moved
+                self.left[device] = None
+            elif what == "wait" and key[1] not in self.queues[key[0]].done:
+                return moved
+            elif what == "there":
+                self.queues[key[0]].there[key[1]] += 1
+            elif what == "end":
+                self.ends[device, key] = self.now
+            self.at[device] += 1
+            moved = True
+        return moved
