@@ -1,0 +1,267 @@
+"""A case's op and arguments, made anew on a device.
+
+In: an ``OpCase`` and a device. Out: a ``Call`` that runs the op on tensors of the case's
+shapes and dtypes. Values are drawn from a normal distribution, as activations are (what a GPU
+draws in power, and so its clock, depends on them). Integers are drawn within what the op may
+index: rows of an embedding, classes of a loss, the dimension of a gather. A boolean mask of
+attention is causal, any other is true half of the time. What an op writes to is copied anew
+for every run.
+
+Torch is imported on use: this package is part of a room that needs none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .case import OpCase, ProfileError, TensorCase
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+_PROBABILITIES = frozenset({"binary_cross_entropy", "bernoulli", "multinomial"})
+_SEED = 1
+
+
+class MeasureError(ProfileError):
+    """An op could not be run on its own; the others can still be measured."""
+
+    def __init__(self, why: str, case: OpCase, fix: str = "") -> None:
+        shapes = ", ".join(map(str, case.tensors))
+        super().__init__(f"{case.op} cannot be measured: {why}", shapes, fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op ready to run: ``prepare`` copies what it writes to, ``run`` is what is timed."""
+
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: tuple[Tensor, ...]
+    written: frozenset[int | str]
+
+    def prepare(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments of one run."""
+        if not self.written:
+            return self.args, self.kwargs
+        args = [
+            _fresh(value) if at in self.written else value for at, value in enumerate(self.args)
+        ]
+        kwargs = {
+            name: _fresh(value) if name in self.written else value
+            for name, value in self.kwargs.items()
+        }
+        return tuple(args), kwargs
+
+    def another(self) -> Call:
+        """The same call on tensors of its own."""
+        made: dict[int, Tensor] = {}
+        args = tuple(_copied(value, made) for value in self.args)
+        kwargs = {name: _copied(value, made) for name, value in self.kwargs.items()}
+        leaves = tuple(made[id(leaf)] for leaf in self.leaves)
+        return Call(self.op, args, kwargs, leaves, self.written)
+
+
+def build_call(case: OpCase, device: str) -> Call:
+    """The call of a case on ``device``. Raises ``MeasureError``."""
+    op = resolve(case)
+    args, kwargs = _parse(case)
+    roles = _roles(op, args, kwargs)
+    limits = _Limits(case, roles, args, kwargs, op)
+    tensors = [_tensor(case, at, device, limits) for at in range(len(case.tensors))]
+    return Call(
+        op=op,
+        args=tuple(_rebuilt(value, tensors, device) for value in args),
+        kwargs={name: _rebuilt(value, tensors, device) for name, value in kwargs.items()},
+        leaves=tuple(tensor for tensor in tensors if tensor.requires_grad),
+        written=_written(op),
+    )
+
+
+def resolve(case: OpCase) -> Any:
+    """The op that a case names. Raises ``MeasureError`` for one that torch does not know."""
+    import torch
+
+    parts = case.op.split(".")
+    if len(parts) != 3:
+        raise MeasureError("it is not the path of an op of torch.ops", case)
+    found: Any = torch.ops
+    for part in parts:
+        found = getattr(found, part, None)
+        if found is None:
+            raise MeasureError(
+                "torch knows no such op", case, "import the module that registers it first"
+            )
+    return found
+
+
+def _parse(case: OpCase) -> tuple[list[Any], dict[str, Any]]:
+    try:
+        args, kwargs = json.loads(case.arguments)
+        return list(args), dict(kwargs)
+    except (TypeError, ValueError) as error:
+        raise MeasureError(f"its arguments are not [args, kwargs]: {error}", case) from error
+
+
+def _tensor_index(value: Any) -> int | None:
+    """The position in ``OpCase.tensors`` that an argument stands for."""
+    return value["tensor"] if isinstance(value, dict) and set(value) == {"tensor"} else None
+
+
+def _roles(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
+    """For each tensor the name of its argument in the schema, and where in a list it is."""
+    names = [argument.name for argument in op._schema.arguments]
+    roles: dict[int, tuple[str, int]] = {}
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for at, item in enumerate(value if isinstance(value, list) else [value]):
+            index = _tensor_index(item)
+            if index is not None:
+                roles[index] = (name, at)
+    return roles
+
+
+def _written(op: Any) -> frozenset[int | str]:
+    """The arguments that the op writes to, by position and by name."""
+    found: set[int | str] = set()
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found |= {at, str(argument.name)}
+    return frozenset(found)
+
+
+def _fresh(value: Any) -> Any:
+    import torch
+
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any, made: dict[int, Tensor]) -> Any:
+    """An argument with new tensors, each of them noted by the one it copies."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().clone().requires_grad_(value.requires_grad)
+        made[id(value)] = copy
+        return copy
+    return [_copied(item, made) for item in value] if isinstance(value, list) else value
+
+
+def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
+    """An argument from its JSON."""
+    import torch
+
+    kind: str
+    what: Any
+    if isinstance(value, list):
+        return [_rebuilt(item, tensors, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, what = next(iter(value.items())) if len(value) == 1 else ("", None)
+    if kind == "tensor":
+        return tensors[what]
+    if kind == "device":
+        return torch.device(device)
+    if kind == "float":
+        return float(what)
+    if kind == "complex":
+        return complex(*what)
+    if kind in ("dtype", "memory_format", "layout"):
+        return getattr(torch, what)
+    return {name: _rebuilt(item, tensors, device) for name, item in value.items()}
+
+
+class _Limits:
+    """What integers an op takes: ``high`` says for each tensor the smallest that is too large."""
+
+    def __init__(
+        self,
+        case: OpCase,
+        roles: Mapping[int, tuple[str, int]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        op: Any,
+    ) -> None:
+        self.case = case
+        self.roles = roles
+        self.name = case.op.split(".")[1].rstrip("_")
+        arguments = op._schema.arguments
+        self.values = dict(zip((each.name for each in arguments), args, strict=False)) | {**kwargs}
+
+    def role(self, index: int) -> str:
+        return self.roles.get(index, ("", 0))[0]
+
+    def high(self, index: int) -> int | None:
+        """None where any integer will do."""
+        role, at = self.roles.get(index, ("", 0))
+        name = self.name
+        if name in ("embedding", "embedding_bag") and role == "indices":
+            return self._shape("weight")[0]
+        if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
+            shape = self._shape("self")
+            return (shape[1] if len(shape) > 1 else shape[0]) if role == "target" else None
+        if name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
+            return self._shape("self")[at] if role == "indices" else None
+        if name == "one_hot":
+            classes = int(self.values.get("num_classes", -1))
+            return classes if classes > 0 else 2
+        if name == "experts" and role == "ids":
+            return self._shape("up")[0]
+        if role in ("index", "indices") and "dim" in self.values:
+            return self._shape("self")[int(self.values["dim"])]
+        if name == "take" and role == "index":
+            return self.case.tensors[self._index("self")].numel
+        return None
+
+    def _index(self, role: str) -> int:
+        for index, (name, _) in self.roles.items():
+            if name == role or (role == "self" and name == "input"):
+                return index
+        raise MeasureError(f"it has no tensor argument {role!r}", self.case)
+
+    def _shape(self, role: str) -> tuple[int, ...]:
+        return self.case.tensors[self._index(role)].shape
+
+
+def _tensor(case: OpCase, index: int, device: str, limits: _Limits) -> Tensor:
+    import torch
+
+    spec = case.tensors[index]
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise MeasureError(f"torch has no dtype {spec.dtype!r}", case)
+    generator = torch.Generator(device).manual_seed(_SEED + index)
+    if dtype is torch.bool:
+        return _mask(spec, limits.role(index), generator)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return _integers(case, index, generator, limits)
+    made = torch.randn if limits.name not in _PROBABILITIES else torch.rand
+    native = dtype if dtype.is_complex or dtype.itemsize > 1 else torch.bfloat16
+    tensor = made(spec.shape, dtype=native, device=device, generator=generator).to(dtype)
+    return tensor.requires_grad_(spec.requires_grad)
+
+
+def _mask(spec: TensorCase, role: str, generator: Generator) -> Tensor:
+    import torch
+
+    device = generator.device
+    if role == "attn_mask" and len(spec.shape) > 1:
+        return torch.ones(spec.shape, dtype=torch.bool, device=device).tril()
+    return torch.rand(spec.shape, device=device, generator=generator) < 0.5
+
+
+def _integers(case: OpCase, index: int, generator: Generator, limits: _Limits) -> Tensor:
+    """Integers in [0, high), or in [1, 3) where nothing is indexed: none divides by zero."""
+    import torch
+
+    spec, high = case.tensors[index], limits.high(index)
+    if high is not None and high < 1 and spec.numel:
+        raise MeasureError("it would index an empty dimension", case)
+    low, end = (1, 3) if high is None else (0, max(high, 1))
+    dtype = getattr(torch, spec.dtype)
+    return torch.randint(
+        low, end, spec.shape, dtype=dtype, device=generator.device, generator=generator
+    )

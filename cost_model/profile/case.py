@@ -1,0 +1,163 @@
+"""What is measured and looked up: one op on tensors of given shapes.
+
+In: an op's path, the shapes and dtypes of its tensors, its other arguments. Out: an
+``OpCase`` whose ``key`` is the same for every op of a model (or of another) that runs the
+same work, and which survives JSON. The features (family, FLOPs, bytes, products) say
+how much work it is; they serve interpolation and are no part of the key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Product = tuple[int, int, int, int]
+
+
+class ProfileError(ValueError):
+    """Something about measured times is wrong: ``what``, ``where``, and what to try (``fix``)."""
+
+    def __init__(self, what: str, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where, fix)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.what}{where}" + (f": {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCase:
+    """A tensor argument: local shape, dtype by name, whether its gradient is computed."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        sizes = ",".join(map(str, self.shape))
+        return f"{self.dtype}[{sizes}]{'!' if self.requires_grad else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpCase:
+    """One op at local shapes. Equality and hash are those of what is run, not of the features.
+
+    ``op`` is a ``torch.ops`` path (``"aten.linear.default"``); ``tensors`` its tensor
+    arguments in call order, repeats repeated; ``arguments`` all its arguments as
+    ``canonical`` writes them. ``flops`` and ``num_bytes`` are forward and backward;
+    ``products`` are (batch, m, n, k) of each matrix product of the forward, for attention
+    (batch·heads, queries, keys, head size).
+    """
+
+    op: str
+    tensors: tuple[TensorCase, ...]
+    arguments: str
+    family: str = field(default="elementwise", compare=False)
+    flops: tuple[float, float] = field(default=(0.0, 0.0), compare=False)
+    num_bytes: tuple[float, float] = field(default=(0.0, 0.0), compare=False)
+    products: tuple[Product, ...] = field(default=(), compare=False)
+
+    def key(self) -> str:
+        """What is run, as text: op, tensors, arguments."""
+        return f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that is computed in: of the first floating tensor, else of the first."""
+        floating = [t.dtype for t in self.tensors if is_floating(t.dtype)]
+        return floating[0] if floating else self.tensors[0].dtype if self.tensors else ""
+
+    @property
+    def has_backward(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether a dtype of this name can have a gradient."""
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def canonical(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Arguments as one line of JSON, the same for equal calls.
+
+    A tensor argument is given as ``{"tensor": i}``, its position in ``OpCase.tensors``.
+    What torch has its own types for becomes ``{"dtype": "float32"}``, ``{"device": ""}``
+    (whoever runs it puts its own in), ``{"memory_format": …}``, ``{"layout": …}``; an
+    infinite or undefined number ``{"float": "inf"}``.
+
+    >>> canonical(({"tensor": 0}, (1, 2)), {"p": float("inf")})
+    '[[{"tensor":0},[1,2]],{"p":{"float":"inf"}}]'
+    """
+    value = [_plain(list(args)), _plain(dict(kwargs))]
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    name = type(value).__name__
+    if name == "device":
+        return {"device": ""}
+    if name in ("dtype", "memory_format", "layout"):
+        return {name: str(value).removeprefix("torch.")}
+    raise ProfileError(f"an argument of type {name} has no place in a profile", repr(value))
+
+
+def case_to_json(case: OpCase) -> dict[str, Any]:
+    """The case as JSON values; ``case_from_json`` is the inverse."""
+    return {
+        "op": case.op,
+        "tensors": [[list(t.shape), t.dtype, t.requires_grad] for t in case.tensors],
+        "arguments": case.arguments,
+        "family": case.family,
+        "flops": list(case.flops),
+        "num_bytes": list(case.num_bytes),
+        "products": [list(product) for product in case.products],
+    }
+
+
+def case_from_json(values: Mapping[str, Any]) -> OpCase:
+    """A case from what ``case_to_json`` made. Raises ``ProfileError`` for anything else."""
+    try:
+        return OpCase(
+            op=str(values["op"]),
+            tensors=tuple(
+                TensorCase(tuple(map(int, shape)), str(dtype), bool(requires_grad))
+                for shape, dtype, requires_grad in values["tensors"]
+            ),
+            arguments=str(values["arguments"]),
+            family=str(values["family"]),
+            flops=_pair(values["flops"]),
+            num_bytes=_pair(values["num_bytes"]),
+            products=tuple(_product(product) for product in values["products"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"not an op case: {error!r}", str(values)[:200]) from error
+
+
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    forward, backward = values
+    return float(forward), float(backward)
+
+
+def _product(values: Sequence[int]) -> Product:
+    batch, m, n, k = map(int, values)
+    return batch, m, n, k

@@ -1,0 +1,210 @@
+"""Runs of a call, forward and backward, timed: on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .arguments import Call
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LEAST_FLUSH_BYTES = 2**27
+_MOST_FLUSHES = 64
+_ENGINE_RUNS = 50
+_SETS_BYTES = 64e6
+"""What a batch of runs touches at most: more than a core's own caches hold."""
+_MOST_SETS = 16
+_LEAST_SHARE = 0.1
+"""Of a backward that is left at least where the engine is taken off."""
+
+
+def backward_of(call: Call) -> Backward | None:
+    """The backward of a call, found by running it once; None if it has none."""
+    import torch
+
+    args, kwargs = call.prepare()
+    with torch.set_grad_enabled(bool(call.leaves)):
+        outputs = flat(call.op(*args, **kwargs))
+    gradients = tuple(
+        (at, torch.randn_like(output)) for at, output in enumerate(outputs) if output.requires_grad
+    )
+    return Backward(gradients) if gradients else None
+
+
+def flat(value: Any) -> list[Tensor]:
+    """The tensors that an op returned."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in flat(item)]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """What the backward is given: gradients of outputs, by their number."""
+
+    gradients: tuple[tuple[int, Tensor], ...]
+
+    def run(self, outputs: list[Tensor], leaves: Sequence[Tensor]) -> Any:
+        import torch
+
+        return torch.autograd.grad(
+            [outputs[at] for at, _ in self.gradients],
+            leaves,
+            [gradient for _, gradient in self.gradients],
+            allow_unused=True,
+        )
+
+
+class CpuClock:
+    """Seconds of forwards and backwards by a monotonic clock.
+
+    Runs come in batches, as the equal layers of a model do: each has its inputs to itself,
+    all forwards are run before the backwards, and their outputs are kept until then. So
+    memory is as new to an op as in training, where what is written is not soon freed. What
+    starting autograd's engine costs, which a step pays once and not once per op, is
+    measured and taken off each backward.
+    """
+
+    def __init__(self, call: Call, backward: Backward | None) -> None:
+        args, kwargs = call.prepare()
+        used = [*flat([*args, *kwargs.values()]), *flat(call.op(*args, **kwargs))]
+        used_bytes = sum(tensor.numel() * tensor.element_size() for tensor in used)
+        self.most = max(1, min(_MOST_SETS, int(_SETS_BYTES / max(used_bytes, 1))))
+        self.calls = [call]
+        self.backward = backward
+        self.engine_seconds = _engine_seconds() if backward is not None else 0.0
+
+    def samples(self, count: int) -> list[tuple[float, float]]:
+        """Seconds forward and backward of ``count`` runs, at most ``most``."""
+        while len(self.calls) < count:
+            self.calls.append(self.calls[0].another())
+        calls = self.calls[:count]
+        runs = [self._forward(call) for call in calls]
+        found = []
+        for call in reversed(calls):
+            forward, outputs = runs.pop()
+            found.append((forward, self._backward(outputs, call.leaves)))
+            del outputs
+        return found
+
+    def _forward(self, call: Call) -> tuple[float, list[Tensor]]:
+        import torch
+
+        args, kwargs = call.prepare()
+        with torch.set_grad_enabled(bool(call.leaves)):
+            start = time.perf_counter()
+            made = call.op(*args, **kwargs)
+            return time.perf_counter() - start, flat(made)
+
+    def _backward(self, outputs: list[Tensor], leaves: Sequence[Tensor]) -> float:
+        if self.backward is None:
+            return 0.0
+        start = time.perf_counter()
+        self.backward.run(outputs, leaves)
+        seconds = time.perf_counter() - start
+        return max(seconds - self.engine_seconds, seconds * _LEAST_SHARE)
+
+
+def _engine_seconds() -> float:
+    """Seconds of a backward through no node: that through one, less the step from one to two."""
+    import torch
+
+    leaf = torch.zeros(1, requires_grad=True)
+    gradient = torch.zeros(1)
+
+    def seconds(nodes: int) -> float:
+        found = []
+        for _ in range(_ENGINE_RUNS):
+            value = leaf
+            for _ in range(nodes):
+                value = torch.ops.aten.alias.default(value)
+            start = time.perf_counter()
+            torch.autograd.grad([value], [leaf], [gradient])
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
+
+    return max(0.0, 2 * seconds(1) - seconds(2))
+
+
+def _event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class GpuClock:
+    """Seconds of the kernels of a forward and a backward by events in the stream."""
+
+    most = 1
+
+    def __init__(self, call: Call, backward: Backward | None) -> None:
+        import torch
+
+        self.call, self.backward = call, backward
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        size = max(4 * int(getattr(properties, "L2_cache_size", 0)), _LEAST_FLUSH_BYTES)
+        self.buffer = torch.empty(size, dtype=torch.int8, device="cuda")
+        self.flushes = self._flushes_to_stay_ahead()
+
+    def _flushes_to_stay_ahead(self) -> int:
+        """How often to overwrite the buffer for the host to launch the op in the meantime."""
+        import torch
+
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._run()
+        launch_seconds = time.perf_counter() - start
+        first, second = (_event() for _ in range(2))
+        first.record()
+        self.buffer.zero_()
+        second.record()
+        torch.cuda.synchronize()
+        flush_seconds = max(first.elapsed_time(second) / 1e3, 1e-6)
+        return int(min(_MOST_FLUSHES, math.ceil(1.5 * launch_seconds / flush_seconds)))
+
+    def _run(self) -> None:
+        import torch
+
+        args, kwargs = self.call.prepare()
+        with torch.set_grad_enabled(bool(self.call.leaves)):
+            outputs = flat(self.call.op(*args, **kwargs))
+        if self.backward is not None:
+            self.backward.run(outputs, self.call.leaves)
+
+    def samples(self, count: int) -> list[tuple[float, float]]:
+        """Seconds forward and backward of ``count`` runs."""
+        return [self._sample() for _ in range(count)]
+
+    def _sample(self) -> tuple[float, float]:
+        import torch
+
+        events = [_event() for _ in range(4)]
+        args, kwargs = self.call.prepare()
+        self._flush()
+        with torch.set_grad_enabled(bool(self.call.leaves)):
+            events[0].record()
+            made = self.call.op(*args, **kwargs)
+            events[1].record()
+        if self.backward is not None:
+            outputs = flat(made)
+            self._flush()
+            events[2].record()
+            self.backward.run(outputs, self.call.leaves)
+            events[3].record()
+        torch.cuda.synchronize()
+        forward = events[0].elapsed_time(events[1]) / 1e3
+        return forward, events[2].elapsed_time(events[3]) / 1e3 if self.backward else 0.0
+
+    def _flush(self) -> None:
+        for _ in range(self.flushes):
+            self.buffer.zero_()

@@ -1,0 +1,322 @@
+"""Measurements on disk: one SQLite file, safe with several writers.
+
+In: measurements of ops and of transfers, each with the environment it was taken in. Out:
+the same, by environment. The key of an op is environment (device, driver, torch, threads)
+and ``OpCase.key()`` (op, shapes, dtypes, arguments); that of a transfer is environment,
+level, library, kind, ranks, hosts and bytes. Every ``put`` is a transaction of its own, so an
+interrupted run keeps what it has measured. ``export_file`` writes lines of JSON, which any
+other database can merge.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .case import OpCase, case_from_json, case_to_json
+from .environment import Environment as Environment
+from .environment import environment_of as environment_of
+from .records import DatabaseError as DatabaseError
+from .records import ImportCounts as ImportCounts
+from .records import Measurement as Measurement
+from .records import Record, read_records, write_records
+from .records import Transfer as Transfer
+
+SCHEMA_VERSION = 1
+
+_BUSY_SECONDS = 30.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS environments (
+    id INTEGER PRIMARY KEY,
+    device TEXT NOT NULL, driver TEXT NOT NULL, torch TEXT NOT NULL, threads INTEGER NOT NULL,
+    UNIQUE (device, driver, torch, threads));
+CREATE TABLE IF NOT EXISTS ops (
+    environment INTEGER NOT NULL REFERENCES environments (id),
+    key TEXT NOT NULL,
+    body TEXT NOT NULL,
+    forward_seconds REAL NOT NULL, backward_seconds REAL NOT NULL,
+    repeats INTEGER NOT NULL, spread REAL NOT NULL, measured_at REAL NOT NULL,
+    PRIMARY KEY (environment, key)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS transfers (
+    environment INTEGER NOT NULL REFERENCES environments (id),
+    level TEXT NOT NULL, library TEXT NOT NULL, kind TEXT NOT NULL,
+    num_ranks INTEGER NOT NULL, num_hosts INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+    seconds REAL NOT NULL, repeats INTEGER NOT NULL, measured_at REAL NOT NULL,
+    PRIMARY KEY (environment, level, library, kind, num_ranks, num_hosts, num_bytes)
+) WITHOUT ROWID;
+"""
+_FIND_ENVIRONMENT = (
+    "SELECT id FROM environments WHERE device=? AND driver=? AND torch=? AND threads=?"
+)
+_OP_KEY = "environment=? AND key=?"
+_TRANSFER_ORDER = "level, library, kind, num_ranks, num_hosts, num_bytes"
+_TRANSFER_KEY = (
+    "environment=? AND level=? AND library=? AND kind=? AND num_ranks=? AND num_hosts=?"
+    " AND num_bytes=?"
+)
+
+
+class Database:
+    """A profile database, open until ``close`` or the end of a ``with``.
+
+    ``path`` is a file (made, with its folder, if missing) or ``":memory:"``; with
+    ``read_only`` the file must exist. Raises ``DatabaseError`` if it cannot be used.
+    """
+
+    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
+        self.path = str(path)
+        self._read_only = read_only
+        self._ids: dict[Environment, int] = {}
+        with self._explained():
+            self._connection = self._connect()
+            try:
+                self._prepare()
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._read_only:
+            if not Path(self.path).is_file():
+                raise DatabaseError("no profile database", self.path, "run autoparallel profile")
+            name, is_uri = f"{Path(self.path).absolute().as_uri()}?mode=ro", True
+        else:
+            name, is_uri = self.path, False
+            if self.path != ":memory:":
+                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+        return sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, uri=is_uri)
+
+    def _prepare(self) -> None:
+        """Checks the schema's version; a new file gets its tables."""
+        tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
+        if "schema_version" not in tables and (tables or self._read_only):
+            raise DatabaseError("not a profile database, but another one", self.path)
+        if not self._read_only:
+            self._use_write_ahead_log()
+            with self._transaction():
+                for statement in _SCHEMA.split(";"):
+                    self._connection.execute(statement)
+                if self._version() is None:
+                    self._connection.execute(
+                        "INSERT INTO schema_version VALUES (?)", (SCHEMA_VERSION,)
+                    )
+        version = self._version()
+        if version is not None and version > SCHEMA_VERSION:
+            raise DatabaseError(
+                f"the profile database has schema {version}, this program knows {SCHEMA_VERSION}",
+                self.path,
+                "upgrade autoparallel, or export the profile with the program that wrote it",
+            )
+
+    def _use_write_ahead_log(self) -> None:
+        """Readers then never wait for the writer. Retried: SQLite does not wait here itself."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _version(self) -> int | None:
+        row = self._connection.execute("SELECT max(version) FROM schema_version").fetchone()
+        return None if row[0] is None else int(row[0])
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """SQLite's errors as ours."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            fix = "another process holds it; try again" if "locked" in str(error) else ""
+            raise DatabaseError(f"the profile database: {error}", self.path, fix) from error
+        except sqlite3.DatabaseError as error:
+            fix = "move the file away; a new one is made"
+            raise DatabaseError(f"not a profile database: {error}", self.path, fix) from error
+        except OSError as error:
+            raise DatabaseError(f"the profile database: {error}", self.path) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing; the write lock is taken at once, so that waiting works."""
+        with self._explained():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                self._ids.clear()  # an environment made in here is gone
+                raise
+            self._connection.execute("COMMIT")
+
+    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        with self._explained():
+            return self._connection.execute(query, values).fetchall()
+
+    def _find(self, environment: Environment) -> int | None:
+        """The number of an environment, None if nothing was measured there."""
+        if environment not in self._ids:
+            rows = self._rows(_FIND_ENVIRONMENT, astuple(environment))
+            if not rows:
+                return None
+            self._ids[environment] = int(rows[0][0])
+        return self._ids[environment]
+
+    def environments(self) -> tuple[Environment, ...]:
+        """Every environment that something was measured in, oldest first."""
+        rows = self._rows("SELECT device, driver, torch, threads FROM environments ORDER BY id")
+        return tuple(Environment(*row) for row in rows)
+
+    def put(self, environment: Environment, case: OpCase, measurement: Measurement) -> None:
+        """Keeps a measurement; it replaces an earlier one of the same case."""
+        with self._transaction():
+            self._write(Record(environment, case, measurement, time.time()))
+
+    def put_transfer(self, environment: Environment, transfer: Transfer) -> None:
+        """Keeps a measured transfer; it replaces an earlier one of the same size."""
+        with self._transaction():
+            self._write(Record(environment, transfer, None, time.time()))
+
+    def describe(self, environment: Environment, cases: Iterable[OpCase]) -> None:
+        """Renews the features of measured cases: they may be computed better now."""
+        number = self._find(environment)
+        rows = [(_body(case), number, case.key()) for case in cases]
+        if number is not None and rows:
+            with self._transaction():
+                self._connection.executemany(
+                    "UPDATE ops SET body=? WHERE environment=? AND key=?", rows
+                )
+
+    def get(self, environment: Environment, case: OpCase) -> Measurement | None:
+        """The measurement of a case, None if there is none."""
+        rows = self._rows(
+            "SELECT forward_seconds, backward_seconds, repeats, spread FROM ops"
+            " WHERE environment=? AND key=?",
+            (self._find(environment), case.key()),
+        )
+        return Measurement(*rows[0]) if rows else None
+
+    def all(self, environment: Environment) -> Mapping[OpCase, Measurement]:
+        """Every measured op of an environment."""
+        records = self._op_records(environment)
+        return {
+            record.item: record.measurement
+            for record in records
+            if isinstance(record.item, OpCase) and record.measurement is not None
+        }
+
+    def all_transfers(self, environment: Environment) -> tuple[Transfer, ...]:
+        """Every measured transfer of an environment."""
+        items = (record.item for record in self._transfer_records(environment))
+        return tuple(item for item in items if isinstance(item, Transfer))
+
+    def export_file(self, path: str | Path) -> int:
+        """Writes everything to ``path`` as lines of JSON and returns how many measurements."""
+        return write_records(Path(path), self._records())
+
+    def import_file(self, path: str | Path) -> ImportCounts:
+        """Merges an exported file, all of it or, if a line is wrong, nothing.
+
+        Where both have a row, the one with more repeats stays; of equally many the newer,
+        so that the order of merges does not matter.
+        """
+        counts: Counter[str] = Counter()
+        with self._transaction():
+            for record in read_records(Path(path)):
+                counts[self._merge(record)] += 1
+        return ImportCounts(counts["added"], counts["replaced"], counts["kept"])
+
+    def _merge(self, record: Record) -> str:
+        held = self._held(record)
+        if held is not None and held >= (record.repeats, record.measured_at):
+            return "kept"
+        self._write(record)
+        return "added" if held is None else "replaced"
+
+    def _held(self, record: Record) -> tuple[int, float] | None:
+        """Repeats and time of the row that a record would replace."""
+        number = self._find(record.environment)
+        if isinstance(record.item, Transfer):
+            table, key = "transfers", _TRANSFER_KEY
+            values: tuple[Any, ...] = (number, *astuple(record.item)[:6])
+        else:
+            table, key, values = "ops", _OP_KEY, (number, record.item.key())
+        rows = self._rows(f"SELECT repeats, measured_at FROM {table} WHERE {key}", values)
+        return (int(rows[0][0]), float(rows[0][1])) if rows else None
+
+    def _write(self, record: Record) -> None:
+        """Inside a transaction."""
+        environment = astuple(record.environment)
+        self._connection.execute(
+            "INSERT OR IGNORE INTO environments (device, driver, torch, threads) VALUES (?,?,?,?)",
+            environment,
+        )
+        number = self._connection.execute(_FIND_ENVIRONMENT, environment).fetchone()[0]
+        values: tuple[Any, ...]
+        if isinstance(record.item, Transfer):
+            table, values = "transfers", astuple(record.item)
+        else:
+            assert record.measurement is not None
+            table = "ops"
+            values = (record.item.key(), _body(record.item), *astuple(record.measurement))
+        places = ",".join("?" * (len(values) + 2))
+        self._connection.execute(
+            f"INSERT OR REPLACE INTO {table} VALUES ({places})",
+            (number, *values, record.measured_at),
+        )
+
+    def _records(self) -> Iterator[Record]:
+        for environment in self.environments():
+            yield from self._op_records(environment)
+            yield from self._transfer_records(environment)
+
+    def _op_records(self, environment: Environment) -> list[Record]:
+        rows = self._rows(
+            "SELECT body, forward_seconds, backward_seconds, repeats, spread, measured_at"
+            " FROM ops WHERE environment=? ORDER BY key",
+            (self._find(environment),),
+        )
+        return [
+            Record(environment, case_from_json(json.loads(body)), Measurement(*rest), measured_at)
+            for body, *rest, measured_at in rows
+        ]
+
+    def _transfer_records(self, environment: Environment) -> list[Record]:
+        rows = self._rows(
+            "SELECT level, library, kind, num_ranks, num_hosts, num_bytes, seconds, repeats,"
+            f" measured_at FROM transfers WHERE environment=? ORDER BY {_TRANSFER_ORDER}",
+            (self._find(environment),),
+        )
+        return [
+            Record(environment, Transfer(*values), None, measured_at)
+            for *values, measured_at in rows
+        ]
+
+
+def _body(case: OpCase) -> str:
+    return json.dumps(case_to_json(case), separators=(",", ":"))

@@ -1,0 +1,150 @@
+"""Where times are measured: device, driver, torch, threads.
+
+Times of one environment say nothing certain about another; ``difference`` puts into words
+what differs where a profile is used all the same.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_CPU_FILE = Path("/proc/cpuinfo")
+_DISTINCT_WORDS = frozenset({"PCIE", "NVL"})
+"""Words that tell two boards with one chip apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where times were measured; with the op and its shapes the key of a measurement.
+
+    ``device`` is a CPU's model name or what the driver calls the GPU; ``driver`` the GPU
+    driver's version ("" on CPUs); ``threads`` those of one process on a CPU, 0 on a GPU.
+    """
+
+    device: str
+    driver: str
+    torch: str
+    threads: int
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        return "cpu" if self.threads else "cuda"
+
+    def __str__(self) -> str:
+        where = f"driver {self.driver}" if self.kind == "cuda" else f"{self.threads} thread(s)"
+        return f"{self.device}, {where}, torch {self.torch}"
+
+
+def environment_of(device: str = "local", *, threads: int | None = None) -> Environment:
+    """The environment of this machine, or that of a device elsewhere.
+
+    ``"local"`` is this machine's GPU if it has one, else its CPU; ``"cpu"`` and ``"cuda"``
+    say which. ``threads`` of a CPU are those torch now computes with unless given. Any
+    other ``device`` is a GPU's name (a preset's or the driver's): its driver is "", unknown,
+    and its torch the one installed here.
+    """
+    if device not in ("local", "cpu", "cuda"):
+        return Environment(device, "", metadata.version("torch"), 0)
+    import torch
+
+    if device == "cuda" or (device == "local" and torch.cuda.is_available()):
+        name = torch.cuda.get_device_name()
+        return Environment(name, _gpu_driver(), str(torch.__version__), 0)
+    return Environment(_cpu_name(), "", str(torch.__version__), threads or torch.get_num_threads())
+
+
+def difference(measured: Environment, wanted: Environment) -> str:
+    """What differs, as a clause; "" if nothing that is known on both sides does.
+
+    >>> here = Environment("cpu A", "", "2.13.0+cpu", 2)
+    >>> difference(Environment("cpu A", "", "2.12.1+cpu", 2), here)
+    'measured with torch 2.12.1+cpu, not 2.13.0+cpu'
+    """
+    parts = []
+    if not is_same_device(measured, wanted):
+        parts.append(f"on {measured.device}, not {wanted.device}")
+    if wanted.driver and measured.driver != wanted.driver:
+        parts.append(f"with driver {measured.driver}, not {wanted.driver}")
+    if _release(measured.torch) != _release(wanted.torch):
+        parts.append(f"with torch {measured.torch}, not {wanted.torch}")
+    if wanted.threads and measured.threads != wanted.threads:
+        parts.append(f"with {measured.threads} thread(s), not {wanted.threads}")
+    return f"measured {', '.join(parts)}" if parts else ""
+
+
+def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environment | None:
+    """The environment of the same device (and threads) that differs least; None if there is none.
+
+    On equal terms the newest torch counts, then the later in ``measured``.
+    """
+    candidates = [
+        each
+        for each in reversed(measured)
+        if is_same_device(each, wanted) and (not wanted.threads or each.threads == wanted.threads)
+    ]
+
+    def closeness(each: Environment) -> tuple[bool, bool, bool, list[int]]:
+        return (
+            each == wanted,
+            _release(each.torch) == _release(wanted.torch),
+            each.driver == wanted.driver,
+            [int(number) for number in re.findall(r"\d+", _release(each.torch))],
+        )
+
+    return max(candidates, key=closeness, default=None)
+
+
+def is_same_device(measured: Environment, wanted: Environment) -> bool:
+    """Whether both names mean one device: "H200" and "NVIDIA H200" do.
+
+    >>> full, preset = Environment("NVIDIA H100 PCIe", "", "", 0), Environment("H100", "", "", 0)
+    >>> is_same_device(full, preset)
+    False
+    """
+    if measured.device == wanted.device:
+        return True
+    if measured.threads or wanted.threads:
+        return False
+    first, second = _words(measured.device), _words(wanted.device)
+    return (first <= second or second <= first) and not (first ^ second) & _DISTINCT_WORDS
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.split(r"[\s_-]+", name.upper()))
+
+
+def _release(version: str) -> str:
+    """A version without its build: CPU and CUDA builds of one release compare equal."""
+    return version.split("+")[0]
+
+
+def _cpu_name() -> str:
+    try:
+        text = _CPU_FILE.read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _gpu_driver() -> str:
+    """The NVIDIA driver's version, "" if neither the kernel nor nvidia-smi tells."""
+    try:
+        found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _DRIVER_FILE.read_text())
+        if found:
+            return found.group(1)
+    except OSError:
+        pass
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.split("\n")[0].strip()

@@ -1,0 +1,256 @@
+"""A profile as a value: what was measured in one environment, asked for by op or collective.
+
+In: an ``OpCase``, or a collective's kind, bytes and group. Out: seconds, whether they are
+measured or interpolated, and the relative error to expect; None where neither holds, for the
+caller to fall back on its analytic model.
+
+An op that was measured answers with its median. Otherwise its family says what its speed
+depends on: a matmul on (batch, m, n, k) of its product, attention on (batch·heads, queries,
+keys, head size), a normalization on rows and columns, a convolution on FLOPs and bytes, all
+others on bytes. It is interpolated among the samples of the same op, called with the same
+switches, in the same dtype; if these are too few or too far away, among those of the other
+ops of its family, where the error is that of predicting each op from the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ..collectives import Group
+from .case import OpCase
+from .database import Database
+from .environment import Environment, difference, nearest
+from .interpolation import MIN_SAMPLES, Curve, Sample
+from .records import Measurement, Transfer
+from .transfers import MessageSource, fit_link, link_points, transfer_curve
+from .transfers import level_of as level_of
+
+_DATA = Path(__file__).with_name("data")
+_SWITCHES = re.compile(r'true|"dtype":"\w+"')
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of an op. ``error`` is relative: the median's spread if measured, else as found
+    by leaving measurements out."""
+
+    forward_seconds: float
+    backward_seconds: float
+    source: Literal["measured", "interpolated"]
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What was measured in ``environment``; nothing changes it after it is made.
+
+    ``mismatch`` says in a clause how that differs from what was asked for ("" if it does
+    not). Answers are kept, which no caller can see.
+    """
+
+    environment: Environment
+    ops: Mapping[OpCase, Measurement]
+    transfers: tuple[Transfer, ...] = ()
+    mismatch: str = ""
+    _answers: dict[OpCase, Estimate | None] = field(default_factory=dict, repr=False)
+    _curves: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.ops)
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self.transfers)
+
+    def op(self, case: OpCase) -> Estimate | None:
+        """Seconds of an op; None if it is neither measured nor near enough to what is."""
+        measured = self.ops.get(case)
+        if measured is not None:
+            return Estimate(
+                measured.forward_seconds, measured.backward_seconds, "measured", measured.spread
+            )
+        if case not in self._answers:
+            self._answers[case] = self._interpolated(case)
+        return self._answers[case]
+
+    def _interpolated(self, case: OpCase) -> Estimate | None:
+        forward = self._direction(case, 0)
+        backward = self._direction(case, 1) if case.has_backward else (0.0, 0.0)
+        if case.family == "view" or forward is None or backward is None:
+            return None
+        total = forward[0] + backward[0]
+        if total <= 0:
+            return None
+        error = (forward[0] * forward[1] + backward[0] * backward[1]) / total
+        return Estimate(forward[0], backward[0], "interpolated", error)
+
+    def _direction(self, case: OpCase, direction: int) -> tuple[float, float] | None:
+        """Seconds and error of one direction: from the same op, else from its family."""
+        flops, num_bytes = case.flops[direction], case.num_bytes[direction]
+        if not (flops or num_bytes):
+            return 0.0, 0.0
+        kind, features = _features(case, direction)
+        for op in (_label(case), None):
+            curve = self._curve(case.family, case.dtype, kind, direction, op)
+            if curve is None or (op is None and _label(case) in _ops(curve)):
+                continue
+            found = curve.estimate(features, flops, num_bytes)
+            if found is not None:
+                return found
+        return None
+
+    def _curve(
+        self, family: str, dtype: str, kind: str, direction: int, op: str | None
+    ) -> Curve | None:
+        """The samples of an op, or (None) of all ops of a family; None if they are too few."""
+        key = (family, dtype, kind, direction, op)
+        if key not in self._curves:
+            samples = [
+                sample
+                for sample in self._samples.get((family, dtype, kind, direction), ())
+                if op is None or sample.op == op
+            ]
+            enough = len(samples) >= MIN_SAMPLES
+            several = op is not None or len({sample.op for sample in samples}) > 1
+            made = Curve(tuple(samples), pooled=op is None) if enough and several else None
+            self._curves[key] = made
+        found: Curve | None = self._curves[key]
+        return found
+
+    @property
+    def _samples(self) -> Mapping[tuple[str, str, str, int], list[Sample]]:
+        """Every measured op by family, dtype, kind of features and direction."""
+        if "samples" not in self._curves:
+            found: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
+            for case, measurement in self.ops.items():
+                times = (measurement.forward_seconds, measurement.backward_seconds)
+                for direction, seconds in enumerate(times):
+                    sample = _sample(case, direction, seconds)
+                    if sample is not None:
+                        kind = _features(case, direction)[0]
+                        found[case.family, case.dtype, kind, direction].append(sample)
+            self._curves["samples"] = found
+        samples: Mapping[tuple[str, str, str, int], list[Sample]] = self._curves["samples"]
+        return samples
+
+    def interpolation_error(self, family: str) -> float | None:
+        """Root mean square of the relative errors with which the measured ops of a family are
+        predicted, each by the others of its op; None if there are too few to tell."""
+        errors = []
+        for (of, dtype, kind, direction), samples in self._samples.items():
+            for op in {sample.op for sample in samples} if of == family else ():
+                curve = self._curve(family, dtype, kind, direction, op)
+                if curve is not None:
+                    errors.append(curve.left_out[~np.isnan(curve.left_out)])
+        joined = np.concatenate(errors) if errors else np.array([])
+        return float(np.sqrt((joined**2).mean())) if len(joined) else None
+
+    def collective(
+        self, kind: str, num_bytes: float, group: Group
+    ) -> tuple[float, MessageSource] | None:
+        """Seconds of a collective from those measured in an equal group; None without any.
+
+        ``num_bytes`` as ``collectives.collective_seconds`` counts them.
+        """
+        if group.num_ranks <= 1 or num_bytes <= 0 or group.sharing != 1:
+            return None
+        at = (level_of(group), group.library, kind, group.num_ranks, group.num_hosts)
+        return self._transfer(at, num_bytes)
+
+    def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
+        """Seconds of a message between two ranks of a level ("intra:…" or "inter:…")."""
+        hosts = 1 if level.startswith("intra:") else 2
+        return self._transfer((level, library, "p2p", 2, hosts), num_bytes)
+
+    def _transfer(
+        self, at: tuple[str, str, str, int, int], num_bytes: float
+    ) -> tuple[float, MessageSource] | None:
+        if at not in self._curves:
+            found = [each for each in self.transfers if _place(each) == at]
+            self._curves[at] = transfer_curve(found) if found else None
+        curve = self._curves[at]
+        return None if curve is None else curve.at(num_bytes)
+
+    def link(self, level: str, library: str) -> tuple[float, float] | None:
+        """(α seconds, β bytes per second) of a level's link; None without two sizes there."""
+        points = link_points(
+            each for each in self.transfers if (each.level, each.library) == (level, library)
+        )
+        if len({point.num_bytes / point.num_messages for point in points}) < 2:
+            return None
+        return fit_link(points)
+
+
+def load_profile(database: Database, environment: Environment) -> Profile | None:
+    """The profile of an environment, or of the one of the same device that differs least.
+
+    None if nothing was measured on such a device.
+    """
+    found = nearest(database.environments(), environment)
+    if found is None:
+        return None
+    return Profile(
+        found,
+        database.all(found),
+        database.all_transfers(found),
+        difference(found, environment),
+    )
+
+
+def load_shipped(name: str) -> Profile | None:
+    """The profile that comes with the package for a device ("H200"); None if there is none."""
+    path = _DATA / f"{name}.jsonl"
+    if not path.is_file():
+        return None
+    with Database(":memory:") as database:
+        database.import_file(path)
+        (environment,) = database.environments()
+        return load_profile(database, environment)
+
+
+def _label(case: OpCase) -> str:
+    """The op without namespace and overload, and the switches it is called with.
+
+    So causal attention and full attention are told apart, and casts by what they cast to.
+    """
+    name = case.op.split(".")[1] if "." in case.op else case.op
+    return " ".join([name, *_SWITCHES.findall(case.arguments)])
+
+
+def _ops(curve: Curve) -> frozenset[str]:
+    return frozenset(sample.op for sample in curve.samples)
+
+
+def _place(transfer: Transfer) -> tuple[str, str, str, int, int]:
+    return (
+        transfer.level, transfer.library, transfer.kind, transfer.num_ranks, transfer.num_hosts
+    )  # fmt: skip
+
+
+def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:
+    flops, num_bytes = case.flops[direction], case.num_bytes[direction]
+    if seconds <= 0 or case.family == "view" or not (flops or num_bytes):
+        return None
+    features = _features(case, direction)[1]
+    return Sample(features, flops, num_bytes, seconds, _label(case))
+
+
+def _features(case: OpCase, direction: int) -> tuple[str, tuple[float, ...]]:
+    """What an op's speed depends on in its family, and which kind of features that is."""
+    if case.family in ("matmul", "attention") and case.products:
+        return "product", tuple(map(float, max(case.products, key=prod)))
+    if case.family in ("matmul", "attention", "conv"):
+        return "work", (case.flops[direction], case.num_bytes[direction])
+    if case.family == "norm" and case.tensors and case.tensors[0].shape:
+        columns = max(1, case.tensors[0].shape[-1])
+        return "rows", (case.tensors[0].numel / columns, float(columns))
+    return "bytes", (case.num_bytes[direction],)

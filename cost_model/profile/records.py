@@ -1,0 +1,158 @@
+"""Measurements as values, and as lines of JSON in a file.
+
+The first line says what the file is, every other is one record: environment, what was
+measured, seconds, repeats, and when (seconds since 1970). Such a file takes a cluster's
+profile to a laptop, can be read and compared, and is how profiles come with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from .case import OpCase, ProfileError, case_from_json, case_to_json
+from .environment import Environment
+
+FORMAT = "autoparallel profile"
+FORMAT_VERSION = 1
+
+
+class DatabaseError(ProfileError):
+    """A profile cannot be used: damaged, of a newer program, locked, not writable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Median seconds of an op. ``spread``: relative half-width of the median's 95 % interval."""
+
+    forward_seconds: float
+    backward_seconds: float
+    repeats: int
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
+
+    ``level`` is what ``transfers.level_of`` says of the group, ``num_bytes`` what
+    ``collectives.collective_seconds`` counts (for a message, its own).
+    """
+
+    level: str
+    library: str
+    kind: str
+    num_ranks: int
+    num_hosts: int
+    num_bytes: int
+    seconds: float
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row of a database: an op with its measurement, or a transfer, which is its own."""
+
+    environment: Environment
+    item: OpCase | Transfer
+    measurement: Measurement | None
+    measured_at: float
+
+    @property
+    def repeats(self) -> int:
+        return self.item.repeats if isinstance(self.item, Transfer) else _of(self).repeats
+
+
+@dataclass(frozen=True, slots=True)
+class ImportCounts:
+    """Rows that an import added, that replaced a lesser one, and that gave way to a better one."""
+
+    added: int
+    replaced: int
+    kept: int
+
+
+def _of(record: Record) -> Measurement:
+    assert record.measurement is not None
+    return record.measurement
+
+
+def write_records(path: Path, records: Iterable[Record]) -> int:
+    """Writes a whole file at once and returns how many records it holds."""
+    count = 0
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"format": FORMAT, "version": FORMAT_VERSION}) + "\n")
+            for record in records:
+                file.write(json.dumps(_to_json(record), separators=(",", ":")) + "\n")
+                count += 1
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise DatabaseError(f"the profile cannot be written: {error}", str(path)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a file. Raises ``DatabaseError`` naming the line that is wrong."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            _check_header(file.readline(), path)
+            for number, line in enumerate(file, start=2):
+                yield _read_line(line, f"{path}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatabaseError(f"the profile cannot be read: {error}", str(path)) from error
+
+
+def _check_header(line: str, path: Path) -> None:
+    try:
+        header = json.loads(line)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise DatabaseError(
+            "not an exported profile", str(path), "give a file that the export wrote"
+        )
+    if header.get("version") != FORMAT_VERSION:
+        raise DatabaseError(
+            f"the exported profile has version {header.get('version')}, this program knows "
+            f"{FORMAT_VERSION}",
+            str(path),
+            "upgrade autoparallel",
+        )
+
+
+def _read_line(line: str, where: str) -> Record:
+    try:
+        return _from_json(json.loads(line))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DatabaseError(f"not a record of a profile: {error}", where) from error
+
+
+def _to_json(record: Record) -> dict[str, Any]:
+    values: dict[str, Any] = {"environment": astuple(record.environment)}
+    if isinstance(record.item, Transfer):
+        values["transfer"] = asdict(record.item)
+    else:
+        values["op"] = case_to_json(record.item)
+        values["measurement"] = astuple(_of(record))
+    values["measured_at"] = record.measured_at
+    return values
+
+
+def _from_json(values: dict[str, Any]) -> Record:
+    device, driver, torch, threads = values["environment"]
+    environment = Environment(str(device), str(driver), str(torch), int(threads))
+    measured_at = float(values["measured_at"])
+    if "transfer" in values:
+        transfer = Transfer(**values["transfer"])
+        return Record(environment, transfer, None, measured_at)
+    forward, backward, repeats, spread = values["measurement"]
+    measurement = Measurement(float(forward), float(backward), int(repeats), float(spread))
+    return Record(environment, case_from_json(values["op"]), measurement, measured_at)
