@@ -37,6 +37,11 @@ class Device:
     ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is what a process
     may allocate. ``sources`` says for each field name where its figure comes from.
     ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent).
+
+    ``launch_seconds`` is what a kernel takes on the device whatever it does: to start and to
+    drain. ``issue_seconds`` is what the host takes to issue one, so that a run of ops takes
+    at least their number times that. ``num_units`` are the units (SMs) that the tiles of a
+    matrix product are dealt to; 0 where products do not come in waves.
     """
 
     name: str
@@ -48,6 +53,8 @@ class Device:
     efficiency: Mapping[str, float] = field(default_factory=dict)
     launch_seconds: float = 5e-6
     sources: Mapping[str, str] = field(default_factory=dict)
+    issue_seconds: float = 0.0
+    num_units: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from itertools import groupby
 from math import isfinite
 from typing import Any
@@ -192,9 +192,8 @@ def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], at: str) -> No
 
 
 def _check_required(values: Mapping[str, Any], kind: type[Device] | type[Link], at: str) -> None:
-    optional = ("efficiency", "launch_seconds", "sources", "source", "base_seconds")
     for entry in fields(kind):
-        needed = entry.name not in (*optional, "reduction_bytes_per_second")
+        needed = entry.default is MISSING and entry.default_factory is MISSING
         if needed and values.get(entry.name) is None:
             raise ClusterError(f"no {entry.name}", at, f"add {entry.name}, or name a preset")
 
@@ -275,6 +274,8 @@ _DEVICE_FIELDS: Mapping[str, _Convert] = {
     "peak_flops": _map_of(_positive),
     "efficiency": _map_of(_positive),
     "launch_seconds": _number,
+    "issue_seconds": _number,
+    "num_units": lambda value, at: _count(value, at) if value != 0 else 0,
     "sources": _map_of(_text),
 }
 _LINK_FIELDS: Mapping[str, _Convert] = {

@@ -1,7 +1,10 @@
-"""Seconds of one op on one device: a roofline with an efficiency per op family.
+"""Seconds of one op on one device: products in waves, everything else by a roofline.
 
-In: a device, the op's family, its FLOPs and the bytes it reads and writes (local shapes),
-its dtype. Out: seconds::
+In: a device, an op's work (family, FLOPs, bytes and matrix products at local shapes), its
+dtype. Out: seconds forward and backward. On a device whose products come in waves (a GPU of
+known ``num_units``) a "matmul" is the sum of its products, of which the backward has one per
+factor that needs a gradient, and the time of the bytes that no product moves; a fused
+"attention" takes the waves of its blocks: see ``products``. Every other op takes::
 
     launch + max(ramp + flops / (peak[dtype] · efficiency[family]),
                  bytes / (bandwidth · efficiency[family]))
@@ -10,6 +13,9 @@ where a family that computes ("matmul", "attention", "conv") takes its efficienc
 peak and one that moves data from the bandwidth. ``ramp`` is the time in which a kernel of
 a computing family is filled and drained; it makes the efficiency of small ops fall as
 f / (f + half), half being the FLOPs that full speed would do in that time.
+
+These are times of the device. The host issues kernels meanwhile: ``host_seconds`` of a run
+of ops, summed, is the least that the run takes.
 
 Sources: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009; the ramp from square
 matmuls of 1024 and 2048 on A100 (119.4 and 221.8 TFLOP/s, against 256.5 at 16384: 10 µs;
@@ -25,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .cluster import Device
+from .products import Product, alignment, attention_seconds, product_bytes, product_seconds
 
 COMPUTE_FAMILIES = frozenset({"matmul", "attention", "conv"})
 MEMORY_FAMILIES = frozenset({"norm", "elementwise", "copy"})
@@ -111,15 +118,86 @@ class OpWork(Protocol):
     def bytes_forward(self) -> int: ...
     @property
     def bytes_backward(self) -> int: ...
+    @property
+    def products_forward(self) -> tuple[Product, ...]: ...
+    @property
+    def products_backward(self) -> tuple[Product, ...]: ...
+    @property
+    def kernels_forward(self) -> int: ...
+    @property
+    def kernels_backward(self) -> int: ...
 
 
 def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
-    """Seconds forward and backward of an op's local work."""
-    forward = op_seconds(device, work.family, work.flops_forward, work.bytes_forward, dtype)
-    if not (work.flops_backward or work.bytes_backward):
-        return forward, 0.0
-    backward = op_seconds(device, work.family, work.flops_backward, work.bytes_backward, dtype)
-    return forward, backward
+    """Seconds of the device forward and backward of an op's local work."""
+    own = rate(device, work.family, dtype)
+    if device.num_units and work.products_forward:
+        if work.family == "matmul":
+            return _matmul_seconds(device, own, work, dtype)
+        if work.family == "attention":
+            return _attention_seconds(device, own, work)
+    return (
+        own.seconds(work.flops_forward, work.bytes_forward),
+        own.seconds(work.flops_backward, work.bytes_backward),
+    )
+
+
+def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
+    """Seconds in which the host issues the kernels of an op, forward and backward.
+
+    The host runs ahead of the device: of many ops in a row, the sum of these and the sum of
+    ``work_seconds`` (and of the collectives among them) pass at the same time, and the run
+    takes the larger.
+    """
+    return (
+        device.issue_seconds * work.kernels_forward,
+        device.issue_seconds * work.kernels_backward,
+    )
+
+
+def _matmul_seconds(device: Device, own: Rate, work: OpWork, dtype: str) -> tuple[float, float]:
+    aligned = alignment(work.products_forward[0], dtype)
+
+    def seconds(products: tuple[Product, ...], num_bytes: float, kernels: int) -> float:
+        if num_bytes <= 0:
+            return 0.0
+        total = 0.0
+        for product in products:
+            num_bytes -= product_bytes(product, dtype)
+            total += product_seconds(
+                device,
+                product,
+                dtype,
+                flops_per_second=1 / own.seconds_per_flop,
+                bytes_per_second=1 / own.seconds_per_byte,
+                aligned=aligned,
+            )
+        rest = max(0.0, num_bytes) * own.seconds_per_byte
+        return own.launch_seconds * max(kernels, 1) + total + rest
+
+    return (
+        seconds(work.products_forward, work.bytes_forward, work.kernels_forward),
+        seconds(work.products_backward, work.bytes_backward, work.kernels_backward),
+    )
+
+
+def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, float]:
+    def seconds(flops: float, num_bytes: float, *, backward: bool) -> float:
+        if flops <= 0 and num_bytes <= 0:
+            return 0.0
+        busy = attention_seconds(
+            device,
+            work.products_forward[0],
+            flops,
+            flops_per_second=1 / own.seconds_per_flop,
+            backward=backward,
+        )
+        return own.launch_seconds + max(busy, num_bytes * own.seconds_per_byte)
+
+    return (
+        seconds(work.flops_forward, work.bytes_forward, backward=False),
+        seconds(work.flops_backward, work.bytes_backward, backward=True),
+    )
 
 
 def peak_flops(device: Device, dtype: str) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .cluster import ClusterError, Device, Link
 from .link_presets import INTRA_PREFIXES, LINK_ALIASES, LINKS
@@ -24,7 +24,9 @@ _LARGE_MATMUL = (
     "best shape's rate (271.2)"
 )
 _ESTIMATE = "estimate, no published measurement at hand"
-_LAUNCH = "estimate: a kernel's share of PyTorch's eager dispatch"
+_LAUNCH = f"fitted on products of 1024 on A100 and H100 ({_AZURE})"
+_ISSUE = "estimate: PyTorch's eager dispatch of an op under autograd on a server's core"
+_UNITS = f"SMs: {_RECALLED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,15 @@ def _gpu(
     tflops: Mapping[str, float],
     efficiency: Mapping[str, float],
     sources: Mapping[str, str],
+    num_units: int,
 ) -> Device:
     memory_bytes = memory_mib * MIB
     common = {
         "memory_bytes": "nvidia-smi",
         "usable_memory_bytes": "memory less 1 % that the driver keeps",
         "launch_seconds": _LAUNCH,
+        "issue_seconds": _ISSUE,
+        "num_units": _UNITS,
     }
     return Device(
         name=name,
@@ -60,7 +65,9 @@ def _gpu(
         memory_bytes_per_second=bandwidth_gb * 1e9,
         peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
         efficiency=efficiency,
-        launch_seconds=4e-6,
+        launch_seconds=2e-6,
+        issue_seconds=8e-6,
+        num_units=num_units,
         sources={**common, **sources},
     )
 
@@ -99,7 +106,10 @@ _A100_ATTENTION = (
 _A100_MEMORY = f"measured 1610 to 1750 of 2039 GB/s ({_AZURE})"
 _A100_TFLOPS = {"float64": 19.5, "float32": 19.5, "tfloat32": 156, "bfloat16": 312, "float16": 312}
 _A100_PEAK = f"{_SPEED_MONITOR}; float64 by tensor cores: {_RECALLED}"
-_A100_MATMUL = f"measured 253.7 to 256.5 of 312 TFLOP/s at 8192 and 16384 ({_AZURE})"
+_A100_MATMUL = (
+    f"0.82 measured: 253.7 to 256.5 of 312 TFLOP/s at 8192 and 16384 ({_AZURE}); less 3 %, which "
+    "fits training steps on 64 to 512 A100 (VIA-Research/vTrain, multi node: 0.78 to 0.8)"
+)
 _A100_PCIE_MATMUL = f"measured 252.9 of 312 TFLOP/s at the best shape ({_ML_ENGINEERING}) "
 _HOPPER_ATTENTION = (
     "recalled, not checked: "
@@ -112,7 +122,13 @@ _HOPPER_TFLOPS = {
 }  # fmt: skip
 _HOPPER_PEAK = f"{_ML_ENGINEERING}; float64 by tensor cores: {_RECALLED}"
 _HOPPER_MATMUL = (
-    f"measured 794.5 of 989 TFLOP/s at the best shape ({_ML_ENGINEERING}) {_LARGE_MATMUL}"
+    "0.7 is between what Llama 8B (0.66) and Nemotron 15B (0.74) fit in bfloat16 on 8 and 16 "
+    "H100 (NVIDIA/dgxc-benchmarking@v25.02); bursts at the best shape reach 794.5 of 989 "
+    f"TFLOP/s ({_ML_ENGINEERING}), FP8 products of 16384 and 32768 1366 to 1382 of 1979 ({_AZURE})"
+)
+_GRAND_TETON = (
+    "fitted on one run, Llama 8B on 8 GPUs compiled in bfloat16 (pytorch/torchtitan@b5bcd76, "
+    "llama3_h100_202412); a limit of 500 W where the SXM5 card has 700 W"
 )
 
 
@@ -124,6 +140,7 @@ def _v100(name: str, memory_mib: int) -> Device:
         tflops={"float64": 7.8, "float32": 15.7, "float16": 125},
         efficiency=_families(0.72, 0.3, 0.5, 0.85),
         sources=_V100_SOURCES,
+        num_units=80,
     )
 
 
@@ -135,8 +152,9 @@ def _a100(name: str, memory_mib: int, bandwidth_gb: float, *, pcie: bool) -> Dev
         memory_mib=memory_mib,
         bandwidth_gb=bandwidth_gb,
         tflops=_A100_TFLOPS,
-        efficiency=_families(0.76 if pcie else 0.82, 0.5, 0.55, 0.83),
+        efficiency=_families(0.76 if pcie else 0.8, 0.5, 0.55, 0.83),
         sources=_sources(_A100_PEAK, bandwidth, matmul, _A100_ATTENTION, _A100_MEMORY),
+        num_units=108,
     )
 
 
@@ -147,8 +165,9 @@ def _hopper(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text
         memory_mib=memory_mib,
         bandwidth_gb=bandwidth_gb,
         tflops=_HOPPER_TFLOPS,
-        efficiency=_families(0.755, 0.38, 0.5, memory),
+        efficiency=_families(0.7, 0.38, 0.5, memory),
         sources=sources,
+        num_units=132,
     )
 
 
@@ -165,24 +184,38 @@ _H100_PCIE = _gpu(
     },
     efficiency=_families(0.65, 0.35, 0.45, 0.9),
     sources=_sources(_HOPPER_PEAK, _ML_ENGINEERING, _ESTIMATE, _HOPPER_ATTENTION, _H100_MEMORY),
+    num_units=114,
 )  # fmt: skip
-_B200 = _gpu(
-    "B200",
-    memory_mib=183359,
-    bandwidth_gb=8000,
-    tflops={
-        "float32": 80, "tfloat32": 1125, "bfloat16": 2250, "float16": 2250,
-        "float8_e4m3fn": 4500, "float8_e5m2": 4500,
+_H100_96GB = _hopper("H100-96GB", 97871, 2400, 0.91, _H100_MEMORY)
+_H100_96GB = replace(
+    _H100_96GB,
+    efficiency={**_H100_96GB.efficiency, "matmul": 0.52},
+    sources={
+        **_H100_96GB.sources,
+        "peak_flops": f"taken as the SXM5 card's; {_ML_ENGINEERING}",
+        "memory_bytes_per_second": "pytorch/torchtitan@b5bcd76 llama3_h100_202412_torchtitan.md",
+        "efficiency.matmul": _GRAND_TETON,
+        "memory_bytes": _RECALLED,
     },
-    efficiency=_families(0.73, 0.35, 0.45, 0.88),
-    sources=_sources(
-        _ML_ENGINEERING,
-        _ML_ENGINEERING,
-        f"measured 1745 of 2250 TFLOP/s at the best shape ({_ML_ENGINEERING}) {_LARGE_MATMUL}",
-        _ESTIMATE,
-        _ESTIMATE,
-    ),
-)  # fmt: skip
+)
+
+
+def _blackwell(name: str, memory_mib: int, tflops: float, matmul: str) -> Device:
+    return _gpu(
+        name,
+        memory_mib=memory_mib,
+        bandwidth_gb=8000,
+        tflops={
+            "float32": 80, "tfloat32": tflops / 2, "bfloat16": tflops, "float16": tflops,
+            "float8_e4m3fn": 2 * tflops, "float8_e5m2": 2 * tflops,
+        },
+        efficiency=_families(0.7, 0.35, 0.45, 0.88),
+        sources=_sources(_ML_ENGINEERING, _ML_ENGINEERING, matmul, _ESTIMATE, _ESTIMATE),
+        num_units=148,
+    )  # fmt: skip
+
+
+_BLACKWELL_MATMUL = f"TFLOP/s at the best shape ({_ML_ENGINEERING}), less 6 to 10 % in long runs"
 _L40S = _gpu(
     "L40S",
     memory_mib=46068,
@@ -195,6 +228,7 @@ _L40S = _gpu(
     sources=_sources(
         _ML_ENGINEERING, "store.sourcecode.com L40S page", _ESTIMATE, _ESTIMATE, _ESTIMATE
     ),
+    num_units=142,
 )  # fmt: skip
 _A10G = _gpu(
     "A10G",
@@ -210,6 +244,7 @@ _A10G = _gpu(
         _ESTIMATE,
         _ESTIMATE,
     ),
+    num_units=80,
 )
 _RTX4090 = _gpu(
     "RTX4090",
@@ -227,6 +262,7 @@ _RTX4090 = _gpu(
         _ESTIMATE,
         _ESTIMATE,
     ),
+    num_units=128,
 )  # fmt: skip
 CPU_CORE = Device(
     name="cpu",
@@ -253,7 +289,18 @@ _PRESETS = (
     Preset(_hopper("H100", 81559, 3350, 0.91, _H100_MEMORY), "nvlink4", "infiniband-ndr"),
     Preset(_H100_PCIE, "pcie5", "infiniband-ndr"),
     Preset(_hopper("H200", 143771, 4800, 0.88, _H200_MEMORY), "nvlink4", "infiniband-ndr"),
-    Preset(_B200, "nvlink5", "infiniband-ndr"),
+    Preset(_H100_96GB, "nvlink4", "infiniband-ndr"),
+    Preset(
+        _blackwell("B200", 183359, 2250, f"measured 1745 of 2250 {_BLACKWELL_MATMUL}"),
+        "nvlink5",
+        "infiniband-ndr",
+    ),
+    Preset(
+        _blackwell("GB200", 189471, 2500, f"measured 1822 of 2500 {_BLACKWELL_MATMUL}"),
+        "nvlink5",
+        "infiniband-ndr",
+        72,
+    ),
     Preset(_L40S, "pcie4", "ethernet-100g"),
     Preset(_A10G, "pcie4", "ethernet-10g"),
     Preset(_RTX4090, "pcie4", "ethernet-10g"),
@@ -270,7 +317,8 @@ DEVICE_ALIASES: Mapping[str, str] = {
     "H100-80GB": "H100", "H100-SXM": "H100", "H100-SXM5": "H100", "H100-SXM5-80GB": "H100",
     "H100-PCIe-80GB": "H100-PCIe", "H100-80GB-PCIe": "H100-PCIe", "H200-141GB": "H200",
     "H200-SXM": "H200", "H200-SXM5-141GB": "H200", "B200-180GB": "B200",
-    "B200-SXM-180GB": "B200", "L40S-48GB": "L40S", "A10G-24GB": "A10G", "4090": "RTX4090",
+    "B200-SXM-180GB": "B200", "GB200-186GB": "GB200",
+    "H100-96GB-HBM2e": "H100-96GB", "L40S-48GB": "L40S", "A10G-24GB": "A10G", "4090": "RTX4090",
     "RTX4090-24GB": "RTX4090", "RTX-4090": "RTX4090",
 }  # fmt: skip
 

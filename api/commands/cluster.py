@@ -10,6 +10,7 @@ import typer
 from autoparallel.commands.options import JsonOption, print_json, stdout_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from autoparallel.cost_model.cluster import Cluster, Device, Link
@@ -40,6 +41,21 @@ def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
     for place, link in _links(found):
         console.print(f"\n[bold]{link.name}[/] {place}")
         console.print(figure_table(link_figures(link)))
+    show_measured(found, console)
+
+
+def show_measured(cluster: Cluster, console: Console) -> None:
+    """What the user's database holds for the cluster's devices, if anything."""
+    from autoparallel.profiles import find_profile
+
+    profile = find_profile(cluster, "auto", None)
+    if profile is None:
+        console.print("\nnothing measured: autoparallel profile TARGET measures", style="dim")
+        return
+    counts = f"{profile.num_ops} ops and {profile.num_transfers} transfers"
+    console.print(f"\n[bold]measured[/] {counts} on {profile.environment}")
+    if profile.mismatch:
+        console.print(profile.mismatch, style="yellow", markup=False)
 
 
 def _links(cluster: Cluster) -> list[tuple[str, Link]]:
@@ -63,6 +79,8 @@ def device_figures(device: Device) -> Figures:
         ("usable memory", bytes_text(device.usable_memory_bytes), "usable_memory_bytes"),
         ("bandwidth", bandwidth, "memory_bytes_per_second"),
         ("launch", seconds_text(device.launch_seconds), "launch_seconds"),
+        ("issue by the host", seconds_text(device.issue_seconds), "issue_seconds"),
+        ("units", str(device.num_units), "num_units"),
     ]
     rows += [
         (f"peak {dtype}", rate_text(rate, "FLOP/s"), "peak_flops")

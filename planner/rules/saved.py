@@ -144,10 +144,10 @@ def saved_extra_bytes(
         normalized = prod(argument(node, 1, "normalized_shape"))
         return (2 if name == "layer_norm" else 1) * _rows(out, normalized) * statistic
     if name == "group_norm":
-        groups: int = argument(node, 1, "num_groups")
-        return 2 * out.shape[0] * groups * statistic
+        groups: int = argument(node, 1, "num_groups") * out.shape[1] // node.spec.shape[1]
+        return 2 * out.shape[0] * max(groups, 1) * statistic
     if name in ("batch_norm", "instance_norm", "_native_batch_norm_legit_functional"):
-        return 2 * out.shape[1] * statistic
+        return 2 * out.shape[1] * statistic + _normalized_bytes(node, out, statistic)
     if name == "cross_entropy_loss":
         return inputs[0].num_bytes
     if name.startswith(("max_pool", "adaptive_max_pool")):
@@ -155,6 +155,19 @@ def saved_extra_bytes(
     if name in ("dropout", "feature_dropout") and not is_identity(node, inputs, outputs):
         return out.numel
     return 0
+
+
+def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
+    """What a batch norm of rows on several ranks keeps besides: the normalized values.
+
+    It is written out in elementary ops, for its statistics to be summed over the ranks
+    (``passes.batch_norm``).
+    """
+    is_split = any(
+        whole != own for dim, (whole, own) in enumerate(zip(node.spec.shape, out.shape, strict=True))
+        if dim != 1
+    )  # fmt: skip
+    return out.numel * itemsize if is_split else 0
 
 
 def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:

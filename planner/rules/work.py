@@ -4,7 +4,8 @@ FLOPs count a multiply-add as two. For products, of M×K by K×N: 2MNK forward, 
 backward for each factor whose gradient is asked for. Attention of B×H heads over S queries
 and T keys: 4·B·H·S·T·D forward (half when causal), 2.5 times that backward, where the
 scores are recomputed (Dao 2023, FlashAttention-2, section 3). Bytes are what a kernel must
-read and write once.
+read and write once. Products are (batch, m, n, k) of m×k by k×n: for each factor whose gradient
+is asked for the backward has one of the same three sizes, m×n by n×k or k×m by m×n.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from ..graph import Node, OpRule, TensorSpec
 from .annotation import bind
 from .case import argument
 from .equation import parse_equation
+from .products import (
+    Product,
+    attention_product,
+    einsum_product,
+    gradient_products,
+    matmul_product,
+)
 from .saved import expert_pairs, is_identity, saved_inputs, saved_outputs
 from .table import packet
 
@@ -28,16 +36,24 @@ Family = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An op's work on one rank, forward and backward."""
+    """An op's work on one rank, forward and backward.
+
+    ``products_*`` are its matrix products where they are plain ones; of fused attention
+    (batch · heads, queries, keys, head size). ``kernels_*`` are how many a host issues for it.
+    """
 
     family: Family
     flops_forward: int
     flops_backward: int
     bytes_forward: int
     bytes_backward: int
+    products_forward: tuple[Product, ...] = ()
+    products_backward: tuple[Product, ...] = ()
+    kernels_forward: int = 1
+    kernels_backward: int = 1
 
 
-_FREE: Work = Work("view", 0, 0, 0, 0)
+_FREE: Work = Work("view", 0, 0, 0, 0, kernels_forward=0, kernels_backward=0)
 
 _FAMILIES: dict[Family, str] = {
     "matmul": "linear matmul mm bmm mv dot outer einsum addmm baddbmm experts _grouped_mm",
@@ -99,7 +115,46 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
         return _view(node, inputs, outputs)
     forward, backward = _bytes(node, inputs, outputs, family)
     flops_forward, flops_backward = _flops(node, inputs, outputs, family)
-    return Work(family, flops_forward, flops_backward, forward, backward)
+    products_forward, products_backward = _products(node, inputs, family, outputs)
+    return Work(
+        family,
+        flops_forward,
+        flops_backward,
+        forward,
+        backward,
+        products_forward=products_forward,
+        products_backward=products_backward,
+        kernels_backward=_kernels_backward(family, len(_wanted(inputs, outputs))),
+    )
+
+
+def _kernels_backward(family: Family, num_wanted: int) -> int:
+    """One per gradient where each is computed apart, one or two where they come together."""
+    if family in ("matmul", "conv", "elementwise"):
+        return num_wanted
+    return min(num_wanted, 2 if family == "norm" else 1)
+
+
+def _products(
+    node: Node, inputs: Sequence[TensorSpec], family: Family, outputs: Sequence[TensorSpec]
+) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+    wanted = _wanted(inputs, outputs)
+    name = packet(node.op)
+    if family == "attention":
+        own = (attention_product(inputs[0], inputs[1]),)
+        return own, own if wanted else ()
+    factors = _factors(node, len(inputs))
+    if family != "matmul" or len(factors) != 2 or name == "_grouped_mm":
+        return (), ()
+    shapes = [inputs[at].shape for at in factors]
+    if name == "einsum":
+        product = einsum_product(str(argument(node, 0, "equation")), shapes)
+    else:
+        product = matmul_product(name, shapes[0], shapes[1])
+    if product is None:
+        return (), ()
+    first, second = (at in wanted for at in factors)
+    return (product,), gradient_products(product, first=first, second=second)
 
 
 def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
@@ -131,9 +186,9 @@ def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec
     if not (source.requires_grad and any(spec.requires_grad for spec in outputs)):
         return _FREE
     if name in _CUTS and made > 0 and outputs[0].shape != source.shape:
-        return Work("copy", 0, 0, 0, source.num_bytes + made)
+        return Work("copy", 0, 0, 0, source.num_bytes + made, kernels_forward=0)
     if name.startswith("expand") and outputs[0].numel > source.numel:
-        return Work("reduction", 0, outputs[0].numel, 0, source.num_bytes + made)
+        return Work("reduction", 0, outputs[0].numel, 0, source.num_bytes + made, kernels_forward=0)
     return _FREE
 
 

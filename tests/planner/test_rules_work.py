@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from op_cases import OpCase, cases, graph_of, spec_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec, map_refs
 from autoparallel.planner.rules import saved, saved_extra_bytes, storage_of, work
@@ -159,3 +160,98 @@ def test_storages_of_an_attention_block_are_those_of_the_real_tensors() -> None:
         owner_of.setdefault(tensor.untyped_storage().data_ptr(), key)
     real = {key: owner_of[tensor.untyped_storage().data_ptr()] for key, tensor in values.items()}
     assert dict(owners) == real
+
+
+class ProductsRun(TorchDispatchMode):
+    """Records (batch, m, n, k) of each matrix product that PyTorch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, int, int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        factors = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "mv": 0, "addmv": 1, "dot": 0}
+        name = func._schema.name.removeprefix("aten::")
+        if name in factors:
+            first, second = (args[factors[name] + at].shape for at in (0, 1))
+            batch = first[0] if len(first) == 3 else 1
+            m = first[-2] if len(first) > 1 else 1
+            self.found.append((batch, m, second[-1] if len(second) > 1 else 1, first[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def either_way(products: Any) -> list[tuple[int, int, int, int]]:
+    """Sorted, each as itself or transposed: PyTorch may compute (a b) as (bᵀ aᵀ)ᵀ."""
+    return sorted((batch, min(m, n), max(m, n), k) for batch, m, n, k in products)
+
+
+PRODUCTS: list[tuple[str, tuple[Any, ...], list[tuple[int, ...]], int]] = [
+    ("linear.default", (Ref("a"), Ref("b")), [(2, 5, 8), (6, 8)], 0),
+    ("linear.default", (Ref("a"), Ref("b"), Ref("c")), [(2, 5, 8), (6, 8), (6,)], 0),
+    ("mm.default", (Ref("a"), Ref("b")), [(5, 8), (8, 6)], 0),
+    ("bmm.default", (Ref("a"), Ref("b")), [(3, 5, 8), (3, 8, 6)], 0),
+    ("addmm.default", (Ref("c"), Ref("a"), Ref("b")), [(6,), (5, 8), (8, 6)], 1),
+    ("baddbmm.default", (Ref("c"), Ref("a"), Ref("b")), [(3, 5, 6), (3, 5, 8), (3, 8, 6)], 1),
+    ("matmul.default", (Ref("a"), Ref("b")), [(2, 3, 5, 8), (2, 3, 8, 6)], 0),
+    ("matmul.default", (Ref("a"), Ref("b")), [(2, 5, 8), (8, 6)], 0),
+    (
+        "einsum.default",
+        ("bqhd,bkhd->bhqk", [Ref("a"), Ref("b")]),
+        [(2, 5, 3, 8), (2, 6, 3, 8)],
+        0,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "shapes", "first"),
+    PRODUCTS,
+    ids=[f"{case[0]}-{len(case[2])}" for case in PRODUCTS],
+)
+@pytest.mark.parametrize("frozen", [None, 0, 1], ids=["both", "first frozen", "second frozen"])
+def test_products_are_those_that_pytorch_runs(
+    op: str,
+    args: tuple[Any, ...],
+    shapes: list[tuple[int, ...]],
+    first: int,
+    frozen: int | None,
+) -> None:
+    trained = [at != (None if frozen is None else first + frozen) for at in range(len(shapes))]
+    tensors = [
+        torch.randn(shape).requires_grad_(own) for shape, own in zip(shapes, trained, strict=True)
+    ]
+    waiting = iter(tensors)
+    packet, overload = op.split(".")
+    call = map_refs(args, lambda _: next(waiting))
+    with ProductsRun() as forward:
+        out = getattr(getattr(torch.ops.aten, packet), overload)(*call)
+    with ProductsRun() as backward:
+        out.backward(torch.ones_like(out))
+    specs = [spec(*shape, grad=own) for shape, own in zip(shapes, trained, strict=True)]
+    found = work(node(op, args, spec(*out.shape)), specs, (spec(*out.shape),))
+    assert either_way(found.products_forward) == either_way(forward.found)
+    assert either_way(found.products_backward) == either_way(backward.found)
+    assert found.flops_forward == sum(2 * b * m * n * k for b, m, n, k in found.products_forward)
+    assert found.flops_backward == sum(2 * b * m * n * k for b, m, n, k in found.products_backward)
+
+
+def test_attention_names_its_heads_queries_keys_and_head_size() -> None:
+    query, key = spec(2, 4, 16, 8), spec(2, 4, 32, 8)
+    attention = node("scaled_dot_product_attention.default", (Ref("q"), Ref("k"), Ref("v")), query)
+    found = work(attention, (query, key, key), attention.outputs)
+    assert found.products_forward == found.products_backward == ((8, 16, 32, 8),)
+
+
+def test_kernels_are_counted_per_gradient_and_none_for_a_view() -> None:
+    """A biased linear has three gradients; a norm's parameters come together; a view has none."""
+    linear = node("linear.default", (Ref("x"), Ref("w"), Ref("b")), spec(4, 6))
+    found = work(linear, (spec(4, 8), spec(6, 8), spec(6)), linear.outputs)
+    assert (found.kernels_forward, found.kernels_backward) == (1, 3)
+    norm = node("layer_norm.default", (Ref("x"), [8], Ref("w"), Ref("b")), spec(4, 8))
+    found = work(norm, (spec(4, 8), spec(8), spec(8)), norm.outputs)
+    assert (found.kernels_forward, found.kernels_backward) == (1, 2)
+    view = node("view.default", (Ref("x"), [32]), spec(32))
+    found = work(view, (spec(4, 8),), view.outputs)
+    assert (found.kernels_forward, found.kernels_backward) == (0, 0)

@@ -1,0 +1,95 @@
+"""The matrix products inside an op, by its local shapes.
+
+In: an op's name, its two factors, its output. Out: (batch, m, n, k) of m×k by k×n, as
+``cost_model.products`` prices them; none where the op is no product of two factors (an einsum
+of three operands, experts whose rows are dealt out at run time).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ..graph import TensorSpec
+from .equation import parse_equation
+
+Product = tuple[int, int, int, int]
+Shape = tuple[int, ...]
+
+
+def matmul_product(name: str, first: Shape, second: Shape) -> Product | None:
+    """The product of two factors, batched where both are.
+
+    A factor of one dimension is a row, respectively a column. Batch dimensions of the first
+    factor alone are rows of one larger product, as PyTorch computes it.
+
+    >>> matmul_product("linear", (2, 8, 16), (32, 16))
+    (1, 16, 32, 16)
+    >>> matmul_product("bmm", (4, 8, 16), (4, 16, 8))
+    (4, 8, 8, 16)
+    """
+    if name == "outer":
+        return 1, first[0], second[0], 1
+    if not first or not second:
+        return None
+    k = first[-1]
+    if name == "linear":
+        return 1, prod(first[:-1]), second[0] if len(second) > 1 else 1, k
+    n = second[-1] if len(second) > 1 else 1
+    if len(second) <= 2:
+        return 1, prod(first[:-1]), n, k
+    m = first[-2] if len(first) > 1 else 1
+    batch = max(prod(first[:-2]), prod(second[:-2]), _broadcast(first[:-2], second[:-2]))
+    return batch, m, n, k
+
+
+def _broadcast(first: Shape, second: Shape) -> int:
+    length = max(len(first), len(second))
+    padded = [(1,) * (length - len(shape)) + shape for shape in (first, second)]
+    return prod(max(pair) for pair in zip(*padded, strict=True))
+
+
+def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
+    """The product that an einsum of two operands is.
+
+    >>> einsum_product("bqhd,bkhd->bhqk", ((2, 5, 4, 8), (2, 7, 4, 8)))
+    (8, 5, 7, 8)
+    """
+    if len(shapes) != 2:
+        return None
+    (first, second), out = parse_equation(equation, [len(shape) for shape in shapes])
+    sizes: dict[str, int] = {}
+    for names, shape in zip((first, second), shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = max(size, sizes.get(name, 1))
+
+    def count(names: set[str]) -> int:
+        return prod(sizes[name] for name in names)
+
+    both = set(first) & set(second)
+    return (
+        count(both & set(out)),
+        count(set(first) - both),
+        count(set(second) - both),
+        count(both - set(out)),
+    )
+
+
+def attention_product(query: TensorSpec, key: TensorSpec) -> Product:
+    """(batch · heads, queries, keys, head size)."""
+    return prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
+
+
+def gradient_products(product: Product, *, first: bool, second: bool) -> tuple[Product, ...]:
+    """The products that give the gradients of the factors: those that are asked for.
+
+    That of the first is the output's gradient times the second transposed, m×n by n×k; that
+    of the second the first transposed times the output's gradient, k×m by m×n.
+
+    >>> gradient_products((1, 16, 32, 8), first=True, second=True)
+    ((1, 16, 8, 32), (1, 8, 32, 16))
+    """
+    batch, m, n, k = product
+    of_first = ((batch, m, k, n),) if first else ()
+    of_second = ((batch, k, n, m),) if second else ()
+    return of_first + of_second
