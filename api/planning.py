@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.request import Forced, Request
+from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.targets import Batch, LossFn, Target, building
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.passes.deferred_init import Deferred
     from autoparallel.passes.program import Program
+    from autoparallel.planner.basis import Basis, Mode
 
 CAPTURE_BATCH = 2
 """Rows of the batch that models are captured at; the graph is rescaled to what is planned.
@@ -38,7 +40,10 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``."""
+    """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
+
+    ``database`` is the file of measured times, None the user's own.
+    """
 
     global_batch: int = 32
     seq: int | None = None
@@ -49,6 +54,8 @@ class PlanOptions:
     forced: Forced = field(default_factory=Forced)
     time_limit_seconds: float = 60.0
     top: int = 5
+    profile: Mode = "auto"
+    database: str | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
@@ -59,6 +66,8 @@ class PlanOptions:
             raise UsageError(
                 "AP114", f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}"
             )
+        if self.profile not in MODES:
+            raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
 
 
 def make_plan(
@@ -88,7 +97,40 @@ def plan_program(
     """The best plan found for a captured program."""
     from autoparallel.planner.search import plan
 
-    request = Request(
+    basis = basis_for(cluster, options, target)
+    request = request_of(program, target, options)
+    found = plan(
+        program.graph,
+        program.blocks,
+        cluster,
+        request,
+        observe=lambda what, done, total: observe("search", done, total),
+        basis=basis,
+    )
+    return stamped(found)
+
+
+def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
+    """What was measured for the cluster, as the options want it used.
+
+    Raises UsageError AP170 where times must be measured and nothing is.
+    """
+    from autoparallel.planner.basis import Basis
+
+    profile = find_profile(cluster, options.profile, options.database)
+    if options.profile == "measured" and profile is None:
+        raise UsageError(
+            "AP170",
+            "--profile measured: nothing has been measured for this cluster's devices",
+            where=str(database_path(options.database)),
+            fix=f"autoparallel profile {target.name} --cluster {cluster.name}",
+        )
+    return Basis(profile, options.profile)
+
+
+def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
+    """The options as the planner takes them."""
+    return Request(
         global_batch=options.global_batch,
         seq=options.seq if options.seq is not None else captured_seq(program),
         precision=options.precision,
@@ -101,14 +143,6 @@ def plan_program(
         target=target.name,
         settings=target.settings,
     )
-    found = plan(
-        program.graph,
-        program.blocks,
-        cluster,
-        request,
-        observe=lambda what, done, total: observe("search", done, total),
-    )
-    return stamped(found)
 
 
 def stamped(plan: Plan) -> Plan:

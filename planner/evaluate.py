@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.memory import reserve_bytes
-from ..cost_model.simulator import StageCosts, simulate
 from . import rules as default_rules
 from .assembly import GATHERED_BLOCKS
+from .basis import DEFAULT, Basis
 from .choices import inner_collectives, input_specs
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Node, Ref
@@ -23,8 +23,9 @@ from .plan import Plan, StagePlan, StagePrediction
 from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout, with_precision
 from .report_plan import prediction_of
 from .saved import saved_parts, working_bytes
-from .schedules import SCHEDULES, build_schedule
+from .schedules import SCHEDULES
 from .stage_cost import StageCost
+from .step import simulate_stages
 from .strategy import NodeLayout
 
 
@@ -40,7 +41,13 @@ class Evaluation:
 
 
 def evaluate(
-    graph: Graph, blocks: Blocks, plan: Plan, cluster: Cluster, *, rules: Rules = default_rules
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
 ) -> Evaluation:
     """Prices a plan again. Raises ``PlanError`` where it does not fit the graph.
 
@@ -52,22 +59,14 @@ def evaluate(
     starts, costs = 0, []
     for index, stage in enumerate(plan.stages):
         stop = starts + len(stage.blocks)
-        walk = _Walk(graph, blocks, plan, index, _prices(plan, stage, cluster, rules), starts, stop)
+        prices = _prices(plan, stage, cluster, rules=rules, basis=basis)
+        walk = _Walk(graph, blocks, plan, index, prices, starts, stop)
         costs.append(walk.cost())
         starts = stop
     if starts != len(blocks.blocks):
         raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
     receives = [cost.receive_seconds for cost in costs]
-    timeline = simulate(
-        build_schedule(plan.schedule, len(costs), plan.num_microbatches),
-        StageCosts(
-            forward_seconds=[cost.forward_seconds for cost in costs],
-            backward_seconds=[cost.backward_seconds for cost in costs],
-            send_seconds=[forward for forward, _ in receives[1:]],
-            send_backward_seconds=[backward for _, backward in receives[1:]],
-            step_seconds=[cost.step_seconds for cost in costs],
-        ),
-    )
+    timeline = simulate_stages(plan.schedule, plan.num_microbatches, costs)
     sends = [forward for forward, _ in receives[1:]] + [0.0]
     return Evaluation(
         timeline.step_seconds,
@@ -78,9 +77,15 @@ def evaluate(
     )
 
 
-def _prices(plan: Plan, stage: StagePlan, cluster: Cluster, rules: Rules) -> Prices:
+def _prices(
+    plan: Plan, stage: StagePlan, cluster: Cluster, *, rules: Rules, basis: Basis
+) -> Prices:
     model = plan.model
-    return Prices(stage.mesh, cluster, stage.devices, model.precision, model.optimizer, rules)
+    asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
+    return Prices(
+        stage.mesh, cluster, stage.devices, model.precision, model.optimizer, rules,
+        profile=basis.used, asked=asked, only=basis.only,
+    )  # fmt: skip
 
 
 @dataclass
@@ -155,6 +160,7 @@ class _Walk:
         wanted: dict[tuple[Ref, Layout], None] = {}
         parts: dict[tuple[str, int], None] = {}
         outside: dict[Ref, None] = {}
+        before = self.seconds
         for name in block.nodes:
             node, layout = self.graph[name], self.layout(name)
             self._op(node, layout, again=again)
@@ -170,6 +176,7 @@ class _Walk:
             parts.update(dict.fromkeys(saved_parts(node, layout, self.graph, self.prices)))
             size = working_bytes(node, layout, self.graph, self.prices)
             self.working_bytes = max(self.working_bytes, size)
+        self._meet(before)
         for ref, target in wanted:
             self._convert(ref, target, again=again)
         saved = float(sum(size for _, size in parts))
@@ -178,6 +185,21 @@ class _Walk:
         )
         self.kept_bytes += inputs if again else saved
         return saved
+
+    def _meet(self, before: Seconds) -> None:
+        """Ends a block where both device and host are done with it; see ``StageCost``."""
+        own = self.seconds
+        forward = max(
+            own.forward_compute - before.forward_compute, own.forward_issue - before.forward_issue
+        )
+        backward = max(
+            own.backward_compute - before.backward_compute,
+            own.backward_issue - before.backward_issue,
+        )
+        self.seconds = own._replace(
+            forward_issue=before.forward_issue + forward,
+            backward_issue=before.backward_issue + backward,
+        )
 
     def _op(self, node: Node, layout: NodeLayout, *, again: bool) -> None:
         inner = inner_collectives(node, self.graph, self.prices, layout)
@@ -188,6 +210,7 @@ class _Walk:
                 Seconds(
                     backward_compute=own.forward_compute,
                     backward_communication=own.forward_communication,
+                    backward_issue=own.forward_issue,
                 )
             )
 

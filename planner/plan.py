@@ -10,7 +10,7 @@ from ..cost_model.cluster import Cluster
 from .layout import Mesh
 from .strategy import NodeLayout
 
-SCHEMA = 1
+SCHEMA = 2
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -75,8 +75,31 @@ class StagePrediction:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileUse:
+    """The measurements that a plan rests on: where they were made, and how sure the rest is.
+
+    ``device``, ``driver``, ``torch`` and ``threads`` are of the environment that was measured;
+    ``mismatch`` says how it differs from the one planned for ("" if it does not).
+    ``interpolation_error`` is the mean relative error of the interpolated seconds, estimated
+    by leaving measurements out; 0 where nothing is interpolated.
+    """
+
+    device: str
+    driver: str
+    torch: str
+    threads: int
+    mismatch: str = ""
+    interpolation_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
-    """The whole step. ``sources`` is the share of the time by where the figures come from."""
+    """The whole step.
+
+    ``sources`` is the share of the time by where the figures come from ("measured",
+    "interpolated", "spec"), and adds up to 1; ``sources_of`` the same for "compute" and
+    "communication", which together add up to 1. ``profile`` is None where none was used.
+    """
 
     step_seconds: float
     bubble_fraction: float
@@ -84,6 +107,8 @@ class Prediction:
     model_flops_utilization: float
     peak_memory_bytes: int
     sources: Mapping[str, float]
+    sources_of: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    profile: ProfileUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The plan as a file: JSON with sorted keys, layouts as text, a checksum per section.
 
-``loads(dumps(plan)) == plan``. A file that was cut, edited or written by another version is
-refused with the key where it is wrong. Values are read by the types of the plan's fields.
+``loads(dumps(plan)) == plan``. A file that was cut, edited or written by a later version is
+refused with the key where it is wrong; one of an earlier schema is brought to this one.
+Values are read by the types of the plan's fields.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ def loads(text: str, where: str = "plan") -> Plan:
     """
     table = _parse(text, where)
     schema = table.get("schema")
-    if schema != SCHEMA:
+    if schema not in (1, SCHEMA):
         raise PlanError(
             "AP502",
-            f"the plan has schema {schema!r}, this version reads {SCHEMA}",
+            f"the plan has schema {schema!r}, this version reads 1 and {SCHEMA}",
             where=where,
             fix="plan again",
         )
     written = table.pop(CHECKSUMS, None)
     try:
-        plan: Plan = _decode(table, Plan, "")
+        plan: Plan = _decode(_upgraded(table), Plan, "")
     except _Damage as damage:
         raise PlanError(
             damage.code, f"the plan is damaged at {damage.key!r}", why=damage.why, where=where,
@@ -63,6 +64,15 @@ def loads(text: str, where: str = "plan") -> Plan:
                 fix="plan again; --parallel forces choices",
             )
     return plan
+
+
+def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
+    """A plan of an older schema as one of this. Schema 1 knew no profiles."""
+    prediction = table.get("prediction")
+    if table.get("schema") == SCHEMA or not isinstance(prediction, dict):
+        return table
+    new: dict[str, Any] = {"sources_of": {}, "profile": None}
+    return {**table, "schema": SCHEMA, "prediction": {**new, **prediction}}
 
 
 class _Damage(Exception):  # noqa: N818 — a signal inside this file, not an error of its own

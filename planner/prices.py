@@ -8,6 +8,9 @@ whole on that axis and local on the others. An op's time is its forward and back
 local shapes plus the collectives its strategy needs inside. A parameter that is held whole
 on an axis has a partial gradient there, summed once per step (once per micro-batch over the
 sharding axis "dp" under ZeRO 2 and 3).
+
+Every time comes from the profile where there is one that knows it (measured, or interpolated
+from measurements), and else from the device's and links' figures ("spec").
 """
 
 from __future__ import annotations
@@ -15,20 +18,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from ..cost_model.cluster import Cluster, Device, Link
-from ..cost_model.collectives import Group, collective_seconds, group_of, p2p_seconds
-from ..cost_model.compute import work_seconds
+from ..cost_model.cluster import Cluster, Device, Link, Source
+from ..cost_model.collectives import (
+    Group,
+    Library,
+    collective_seconds,
+    group_of,
+    p2p_seconds,
+)
+from ..cost_model.compute import host_seconds, work_seconds
 from ..cost_model.memory import PrecisionPolicy, policy, state_bytes
+from ..cost_model.profile.lookup import Profile, level_of
+from .asked import Asked, AskedOp
 from .graph import Graph, Node, Ref, TensorSpec
 from .layout import INVARIANT, Layout, Mesh, conversion_steps, local_shape
+from .op_case import op_case
 from .plan import Precision
+from .seconds import Priced
+from .seconds import Seconds as Seconds
+from .seconds import StateBytes as StateBytes
 from .strategy import AxisStrategy, InnerCollective, NodeLayout
+from .update import update_curve
 
 CONVERSION_SECONDS = 1e-8
 """Added to every single-axis step, so that of equal plans the one with fewer steps wins."""
+
+STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
+"""ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
 
 
 class Rules(Protocol):
@@ -45,35 +63,6 @@ class Rules(Protocol):
         self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
     ) -> int: ...
     def storage_of(self, graph: Graph) -> Mapping[tuple[str, int], tuple[str, int]]: ...
-
-
-class Seconds(NamedTuple):
-    """Seconds of a micro-batch by direction and resource; the last two are of a step.
-
-    ``forward_states``/``backward_states``: gathering parameters and scattering gradients in
-    every micro-batch (ZeRO 2 and 3), which recomputation does not repeat.
-    """
-
-    forward_compute: float = 0.0
-    forward_communication: float = 0.0
-    backward_compute: float = 0.0
-    backward_communication: float = 0.0
-    forward_states: float = 0.0
-    backward_states: float = 0.0
-    gradient_sync: float = 0.0
-    optimizer: float = 0.0
-
-    def plus(self, other: Seconds) -> Seconds:
-        return Seconds(*map(add, self, other))
-
-
-class StateBytes(NamedTuple):
-    """Bytes that a parameter holds all the time, and its whole copy while in use."""
-
-    parameters: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    gathered: float = 0.0
 
 
 def with_precision(graph: Graph, precision: Precision) -> Graph:
@@ -111,7 +100,8 @@ def boundary_layout(layout: Layout) -> Layout:
 class Prices:
     """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
 
-    ``cache`` may be shared by every use with one cluster and one graph.
+    ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records
+    what is asked for the first time. With ``only``, seconds of other sources count as none.
     """
 
     mesh: Mesh
@@ -121,6 +111,9 @@ class Prices:
     optimizer: str
     rules: Rules
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    profile: Profile | None = None
+    asked: Asked | None = field(default=None, repr=False)
+    only: Source | None = None
     device: Device = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
@@ -138,14 +131,38 @@ class Prices:
         ]
         return max(groups, key=lambda group: collective_seconds("all_reduce", 1 << 20, group))
 
-    def collective(self, kind: Any, num_bytes: float, axis: int) -> float:
-        """Seconds of one collective on an axis; ``num_bytes`` is the whole tensor's."""
-        key = ("collective", kind, num_bytes, self.groups[axis])
-        found: float | None = self.cache.get(key)
+    def collective(
+        self, kind: Any, num_bytes: float, axis: int, *, measured_as: Any = None
+    ) -> float:
+        """Seconds of one collective on an axis; ``num_bytes`` is the whole tensor's.
+
+        ``measured_as`` is the kind under which a profile has it, if another.
+        """
+        group, name = self.groups[axis], measured_as or kind
+        key = ("collective", name, num_bytes, group, self.profile)
+        found: Priced | None = self.cache.get(key)
         if found is None:
-            found = collective_seconds(kind, int(num_bytes), self.groups[axis])
+            known = self.profile.collective(name, num_bytes, group) if self.profile else None
+            seconds, source = known or (collective_seconds(kind, int(num_bytes), group), "spec")
+            found = Priced(seconds, 0.0, source)
             self.cache[key] = found
-        return found
+            if self.asked is not None and group.num_ranks > 1 and num_bytes > 0:
+                what = (name, group, self._partition(axis))
+                self.asked.transfer(what, num_bytes, seconds, source)
+        return self._counted(found).forward
+
+    def _partition(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.ranks[i] for i in members) for members in self.mesh.groups(axis))
+
+    def _counted(self, found: Priced) -> Priced:
+        if self.only is None:
+            return found
+        counts = self.only == found.source
+        return Priced(found.forward * counts, found.backward * counts, found.source)
+
+    @property
+    def _has_spec(self) -> bool:
+        return self.only in (None, "spec")
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
         """Seconds forward and backward to bring a value from one layout to another."""
@@ -153,7 +170,7 @@ class Prices:
             source, target = held_layout(source), held_layout(target)
         if source == target:
             return 0.0, 0.0
-        key = ("conversion", spec, source, target, self.mesh, self.groups)
+        key = ("conversion", spec, source, target, self.mesh, self.groups, self.profile, self.only)
         found: tuple[float, float] | None = self.cache.get(key)
         if found is None:
             found = self._conversion(spec, source, target)
@@ -173,7 +190,7 @@ class Prices:
             there, back = step.collectives
             if there == "all_to_all":
                 num_bytes //= self.mesh.shape[step.axis]
-            forward += CONVERSION_SECONDS
+            forward += CONVERSION_SECONDS * self._has_spec
             if there is not None:
                 forward += self.collective(there, num_bytes, step.axis)
             if back is not None and spec.requires_grad:
@@ -200,18 +217,43 @@ class Prices:
         self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
     ) -> tuple[float, float]:
         """Seconds forward and backward of an op's local work; ``inputs`` are global specs."""
+        return self._priced(node, inputs, layout)[:2]
+
+    def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
         local_inputs = tuple(
             self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
         )
         local_outputs = tuple(
             self.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
         )
-        key = ("op", node.name, local_inputs, local_outputs, self.device.name)
-        found: tuple[float, float] | None = self.cache.get(key)
+        key = ("op", node.name, local_inputs, local_outputs, self.device.name, self.profile)
+        found: Priced | None = self.cache.get(key)
         if found is None:
-            work = self.rules.work(node, local_inputs, local_outputs)
-            found = work_seconds(self.device, work, node.spec.dtype)
+            found = self._compute(node, local_inputs, local_outputs)
             self.cache[key] = found
+        return self._counted(found)
+
+    def _compute(
+        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    ) -> Priced:
+        work = self.rules.work(node, inputs, outputs)
+        issue = host_seconds(self.device, work)
+        analytic = Priced(*work_seconds(self.device, work, node.spec.dtype), "spec", *issue)
+        if self.profile is None and self.asked is None:
+            return analytic
+        case = op_case(node, inputs, outputs, work)
+        if case is None:
+            if self.asked is not None and analytic.forward + analytic.backward > 0:
+                self.asked.unwritten.add(node.op)
+            return analytic
+        known = self.profile.op(case) if self.profile is not None else None
+        found, error = analytic, 0.0
+        if known is not None:
+            found = Priced(known.forward_seconds, known.backward_seconds, known.source, *issue)
+            error = known.error
+        if self.asked is not None:
+            op = AskedOp(case, found.source, error=error)
+            self.asked.op(node.name, op, found.forward + found.backward)
         return found
 
     def op(
@@ -222,7 +264,7 @@ class Prices:
         inner: Sequence[tuple[int, InnerCollective]] = (),
     ) -> Seconds:
         """Seconds of an op; ``inner`` are its own collectives by axis."""
-        forward, backward = self.compute(node, inputs, layout)
+        own = self._priced(node, inputs, layout)
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
         for axis, item in inner:
@@ -232,7 +274,10 @@ class Prices:
                 if other != axis and any(each[other].is_shard for each in whole)
             )
             sent[item.backward] += self.collective(item.kind, item.num_bytes // others, axis)
-        return Seconds(forward, sent[0], backward, sent[1])
+        return Seconds(
+            own.forward, sent[0], own.backward, sent[1],
+            forward_issue=own.forward_issue, backward_issue=own.backward_issue,
+        )  # fmt: skip
 
     @property
     def shards(self) -> int:
@@ -273,13 +318,31 @@ class Prices:
         states = state_bytes(
             numel, self.policy, zero if shards > 1 else 0, shards, wrapped=shards > 1
         )
-        touched = numel * self._step_bytes / sharded
-        step = touched / self.device.memory_bytes_per_second
+        step = self._update(numel / sharded)
         seconds = Seconds(
             forward_states=forward, backward_states=backward, gradient_sync=sync, optimizer=step
         )
         gathered = parameter_bytes if zero == 3 and shards > 1 else 0
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
+
+    def _update(self, numel: float) -> float:
+        """Seconds of the optimizer's step on one parameter."""
+        key = ("update", numel, self.optimizer, self.policy, self.device.name, self.profile)
+        found: Priced | None = self.cache.get(key)
+        if found is None:
+            curve = update_curve(self.profile, self.optimizer) if self.profile else None
+            if curve is not None:
+                seconds, source = curve.at(numel * self.policy.parameter_bytes)
+                found = Priced(seconds, 0.0, source)
+            else:
+                moved = numel * self._step_bytes
+                share = self.device.efficiency.get("copy", 1.0)
+                rate = self.device.memory_bytes_per_second * share
+                found = Priced(moved / rate, 0.0, "spec")
+                if self.asked is not None:
+                    self.asked.unwritten.add("the optimizer's step")
+            self.cache[key] = found
+        return self._counted(found).forward
 
     def _frozen(self, numel: int, zero: int, shards: int) -> tuple[Seconds, StateBytes]:
         """A parameter that is not trained: sharded and gathered like others, and no more."""
@@ -298,21 +361,30 @@ class Prices:
 
     @property
     def _step_bytes(self) -> int:
-        """Bytes that a step moves per parameter: all states read, all but the gradient written."""
-        held = self.policy.parameter_bytes + self.policy.optimizer_bytes
-        return 2 * held + self.policy.gradient_bytes
+        """Bytes that a step moves per parameter: all states read, all but the gradient written.
+
+        A gradient of fewer bytes than the master is first written in its format, and read.
+        """
+        own = self.policy
+        held = own.parameter_bytes + own.optimizer_bytes
+        copied = 2 * own.parameter_bytes * (own.gradient_bytes < own.parameter_bytes)
+        return 2 * held + own.gradient_bytes + copied
 
     def _streamed(self, kind: str, num_bytes: float) -> float:
-        return max(0.0, self.collective(kind, num_bytes, 0) - self.collective(kind, 1, 0))
+        return max(0.0, self._states(kind, num_bytes) - self._states(kind, 1))
+
+    def _states(self, kind: str, num_bytes: float) -> float:
+        """Seconds of a collective of states over "dp", with the copies around it."""
+        return self.collective(kind, num_bytes, 0, measured_as=STATE_KINDS.get(kind))
 
     def block_sync(self, zero: int) -> Seconds:
         """The latency of a block's collectives of gradients and parameters over "dp"."""
         if self.shards == 1:
             return Seconds()
-        scatter = self.collective("reduce_scatter", 1, 0)
-        gather = self.collective("all_gather", 1, 0)
+        scatter = self._states("reduce_scatter", 1)
+        gather = self._states("all_gather", 1)
         if zero == 0:
-            return Seconds(gradient_sync=self.collective("all_reduce", 1, 0))
+            return Seconds(gradient_sync=self._states("all_reduce", 1))
         if zero == 1:
             return Seconds(gradient_sync=scatter + gather)
         if zero == 2:
@@ -321,5 +393,21 @@ class Prices:
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
         """Seconds forward and backward of what one rank gets from another stage."""
-        forward = p2p_seconds(self.local_bytes(spec, layout), link)
+        forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0
+
+    def _message(self, num_bytes: int, link: Link) -> float:
+        is_inter = len(self.cluster.hosts) > 1 and link == self.cluster.inter_link
+        library: Library = "nccl" if self.device.kind == "cuda" else "gloo"
+        per_host, hosts = (1, 2) if is_inter else (2, 1)
+        group = Group(2, per_host, hosts, link, link, library=library)
+        key = ("p2p", num_bytes, group, self.profile)
+        found: Priced | None = self.cache.get(key)
+        if found is None:
+            known = self.profile.p2p(num_bytes, level_of(group), library) if self.profile else None
+            seconds, source = known or (p2p_seconds(num_bytes, link), "spec")
+            found = Priced(seconds, 0.0, source)
+            self.cache[key] = found
+            if self.asked is not None and num_bytes > 0:
+                self.asked.transfer(("p2p", group, ()), num_bytes, seconds, source)
+        return self._counted(found).forward

@@ -2,7 +2,8 @@
 
 In: the candidate's stages with their layouts and costs, and those that lost. Out: a
 ``Plan``: every node's layout under its template's name, the layouts in which batch inputs
-and constants are held, predictions with their sources, and why the others lost.
+and constants are held, predictions (``sources`` adds where they come from), and why the
+others lost.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Candidate:
         communication = own.forward_communication + own.backward_communication
         states = own.forward_states + own.backward_states
         return {
-            "compute": count * (own.forward_compute + own.backward_compute),
+            "compute": count * sum(busiest.compute_seconds),
             "communication": count * (communication + states),
             "gradient sync": own.gradient_sync,
             "optimizer": own.optimizer,
@@ -225,7 +226,7 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
         seconds={
             "forward": cost.forward_seconds,
             "backward": cost.backward_seconds,
-            "compute": own.forward_compute + own.backward_compute,
+            "compute": sum(cost.compute_seconds),
             "communication": communication + own.forward_states + own.backward_states,
             "gradient_sync": own.gradient_sync,
             "optimizer": own.optimizer,
@@ -298,7 +299,7 @@ def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Predicti
         tokens_per_second=tokens / best.step_seconds,
         model_flops_utilization=flops / best.step_seconds / peak,
         peak_memory_bytes=round(best.peak_bytes),
-        sources=_sources(best, cluster),
+        sources={},
     )
 
 
@@ -310,23 +311,3 @@ def model_flops(graph: Graph, prices: Prices) -> float:
             work = prices.rules.work(node, input_specs(node, graph), node.outputs)
             total += work.flops_forward + work.flops_backward
     return total
-
-
-def _sources(best: Candidate, cluster: Cluster) -> dict[str, float]:
-    """The share of the predicted seconds by where the figures come from."""
-    device = cluster.hosts[0].device
-    computing = _source(device.sources.get("peak_flops", "spec"))
-    sending = _source(cluster.hosts[0].link.source)
-    shares: dict[str, float] = {}
-    for _, answer in best.answers:
-        own, count = answer.cost.seconds, best.num_microbatches
-        compute = (own.forward_compute + own.backward_compute) * count + own.optimizer
-        total = answer.cost.microbatch_seconds * count + answer.cost.step_seconds
-        shares[computing] = shares.get(computing, 0.0) + compute
-        shares[sending] = shares.get(sending, 0.0) + total - compute
-    whole = sum(shares.values()) or 1.0
-    return {name: seconds / whole for name, seconds in sorted(shares.items())}
-
-
-def _source(text: str) -> str:
-    return next((kind for kind in ("measured", "interpolated") if text.startswith(kind)), "spec")

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from ..cost_model.cluster import Cluster
-from ..cost_model.simulator import StageCosts, Timeline, simulate
 from . import rules as default_rules
-from .errors import InfeasibleError, TimeLimitError
+from .asked import Asked, uses_of
+from .basis import DEFAULT, Basis
+from .errors import TimeLimitError
 from .graph import Blocks, Graph
 from .inter_op import Floats, Pipeline, StageChoice, Table, pipelines
 from .intra_op import Effort, IntraOp, Limits, StageAnswer
@@ -28,10 +29,13 @@ from .layout import Mesh
 from .options import check_degrees, microbatch_rows, stage_numbers
 from .plan import Plan
 from .prices import Prices, Rules, with_precision
+from .refusals import check_measured, does_not_fit
 from .report_plan import Candidate, make_plan
 from .request import Request
-from .schedules import SCHEDULES, build_schedule
+from .schedules import SCHEDULES
+from .sources import with_sources
 from .stage_model import StageModel
+from .step import simulate_stages
 from .structure import Run, Structure
 from .submesh import meshes, restriction, submesh_sizes
 
@@ -53,14 +57,40 @@ def plan(
     *,
     observe: Observe | None = None,
     rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
 ) -> Plan:
     """The fastest plan found that fits.
 
-    Raises ``UsageError`` for a request that cannot be met, ``InfeasibleError`` (AP301) if
-    nothing fits in memory, ``TimeLimitError`` (AP701) if nothing was found in time.
+    Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
+    and are not), ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError``
+    (AP701) if nothing was found in time.
     """
+    if basis.mode == "measured":
+        basis = replace(basis, asked=Asked(uses_of(blocks)))
+    search, candidates = ranked(
+        graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis
+    )
+    if basis.mode == "measured":
+        check_measured(basis, request)
+    found = make_plan(
+        search.structure, cluster, request, candidates[0], candidates[1:], search.spent()
+    )
+    return with_sources(found, graph, blocks, basis=basis, rules=rules)
+
+
+def ranked(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Observe | None = None,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+) -> tuple[_Search, list[Candidate]]:
+    """The search and what it found: the winner, then those that lost. Raises as ``plan``."""
     check_degrees(request.forced, cluster)
-    search = _Search.of(graph, blocks, cluster, request, rules)
+    search = _Search.of(graph, blocks, cluster, request, rules=rules, basis=basis)
     rows = microbatch_rows(graph, request, cluster)
     numbers = stage_numbers(request, cluster, len(blocks.blocks))
     drafts: list[_Draft] = []
@@ -82,7 +112,7 @@ def plan(
     best = search.freed(candidates[0])
     losers = [c for c in candidates if c is not candidates[0]]
     losers += [candidate for candidate, _ in drawn[request.top :]]
-    return make_plan(search.structure, cluster, request, best, losers, search.spent())
+    return search, [best, *losers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +136,7 @@ class _Search:
     limits: Limits
     effort: Effort
     began: float
+    basis: Basis = DEFAULT
     cache: dict[Any, Any] = field(default_factory=dict)
     graphs: dict[int, Structure] = field(default_factory=dict)
     solvers: dict[object, IntraOp] = field(default_factory=dict)
@@ -113,7 +144,13 @@ class _Search:
 
     @staticmethod
     def of(
-        graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, rules: Rules
+        graph: Graph,
+        blocks: Blocks,
+        cluster: Cluster,
+        request: Request,
+        *,
+        rules: Rules,
+        basis: Basis,
     ) -> _Search:
         limit = request.memory_limit_bytes
         if limit is None:
@@ -128,6 +165,7 @@ class _Search:
             Limits(float(limit), forced.zero, forced.recompute),
             Effort(now + request.time_limit_seconds),
             now,
+            basis,
         )
 
     def at(self, rows: int) -> Structure:
@@ -180,9 +218,12 @@ class _Search:
     def _solver(self, rows: int, mesh: Mesh, first: int, *, free: bool) -> IntraOp:
         ranks = tuple(range(first, first + mesh.size))
         request = self.request
+        asked = self.basis.asked
         prices = Prices(
-            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache
-        )
+            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
+            profile=self.basis.used,
+            asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
+        )  # fmt: skip
         link = self.cluster.link(max(first - 1, 0), first)
         key = (rows, mesh, prices.groups, prices.device.name, link, free)
         if key not in self.solvers:
@@ -245,7 +286,7 @@ class _Search:
         began = time.perf_counter()
         costs = [answer.cost for _, answer in chosen]
         count = self.num_microbatches(rows)
-        timeline = simulate_stages(schedule, count, [answer for _, answer in chosen])
+        timeline = simulate_stages(schedule, count, costs)
         self._took("simulator", time.perf_counter() - began)
         return Candidate(
             rows,
@@ -294,45 +335,7 @@ class _Search:
             return TimeLimitError(
                 "AP701", "no plan was found within the time limit", fix="a longer --time-limit"
             )
-        return _does_not_fit(min(excess), self.limits, self.request, self.cluster)
-
-
-def _does_not_fit(
-    excess: float, limits: Limits, request: Request, cluster: Cluster
-) -> InfeasibleError:
-    limit = limits.memory_bytes
-    tries = []
-    if limits.recompute == "none":
-        tries.append("recompute=full")
-    if limits.zero is not None and limits.zero < 3 and cluster.num_devices > 1:
-        tries.append("zero=3")
-    if request.microbatch_size is not None and request.microbatch_size > 1:
-        tries.append("fewer rows per micro-batch")
-    devices = -(-int(cluster.num_devices * (limit + excess)) // int(limit)) + 1
-    tries.append(f"about {devices} devices")
-    return InfeasibleError(
-        "AP301",
-        f"the model does not fit: the nearest plan is {excess / 1e9:.2f} GB over",
-        why=f"each device has {limit / 1e9:.2f} GB",
-        fix=" or ".join(tries),
-    )
-
-
-def simulate_stages(schedule: str, num_microbatches: int, answers: list[StageAnswer]) -> Timeline:
-    """The step of a pipeline of these stages."""
-    costs = [answer.cost for answer in answers]
-    receives = [cost.receive_seconds for cost in costs]
-    return simulate(
-        build_schedule(schedule, len(costs), num_microbatches),
-        StageCosts(
-            forward_seconds=[cost.forward_seconds for cost in costs],
-            backward_seconds=[cost.backward_seconds for cost in costs],
-            send_seconds=[forward for forward, _ in receives[1:]],
-            send_backward_seconds=[backward for _, backward in receives[1:]],
-            step_seconds=[cost.step_seconds for cost in costs],
-            activation_bytes=[int(cost.activation_bytes) for cost in costs],
-        ),
-    )
+        return does_not_fit(min(excess), self.limits, self.request, self.cluster)
 
 
 @dataclass

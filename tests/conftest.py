@@ -1,10 +1,19 @@
-"""What every run of the suite says at its end: how many layouts of ops it proved."""
+"""For every test: a database of its own; at the end, how many layouts of ops were proved."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test sees, or adds to, what its user has measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,6 +13,7 @@ from autoparallel.planner.plan import Precision
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autoparallel.planner.basis import Mode
     from autoparallel.planning import PlanOptions
 
 TargetArgument = Annotated[
@@ -59,6 +60,15 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="a setting for build_model; repeatable"),
 ]
+ProfileOption = Annotated[
+    str,
+    typer.Option(
+        "--profile", help="times: auto (measured where they are), measured (all) or analytic"
+    ),
+]
+DatabaseOption = Annotated[
+    str | None, typer.Option("--database", metavar="FILE", help="measured times; the user's own")
+]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="training steps")]
 
 
@@ -73,8 +83,10 @@ def plan_options(
     parallel: str | None,
     time_limit: float,
     top: int = 5,
+    profile: str = "auto",
+    database: str | None = None,
 ) -> PlanOptions:
-    """The options as values. Raises UsageError (AP111 to AP117)."""
+    """The options as values. Raises UsageError (AP111 to AP117, AP173)."""
     from autoparallel.planning import PlanOptions
 
     return PlanOptions(
@@ -87,6 +99,8 @@ def plan_options(
         forced=parse_parallel(parallel),
         time_limit_seconds=time_limit,
         top=top,
+        profile=cast("Mode", profile),
+        database=database,
     )
 
 

@@ -8,6 +8,7 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
+    DatabaseOption,
     GlobalBatchOption,
     JsonOption,
     MemoryLimitOption,
@@ -16,6 +17,7 @@ from autoparallel.commands.options import (
     OutputOption,
     ParallelOption,
     PrecisionOption,
+    ProfileOption,
     SeqOption,
     SetOption,
     TargetArgument,
@@ -46,6 +48,8 @@ def plan(
     parallel: ParallelOption = None,
     time_limit: TimeLimitOption = 60.0,
     top: TopOption = 5,
+    profile: ProfileOption = "auto",
+    database: DatabaseOption = None,
     output: OutputOption = None,
     settings: SetOption = None,
     json: JsonOption = False,
@@ -62,6 +66,8 @@ def plan(
         parallel=parallel,
         time_limit=time_limit,
         top=top,
+        profile=profile,
+        database=database,
     )
     from autoparallel.targets import load_target
 

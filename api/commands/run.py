@@ -13,6 +13,7 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
+    DatabaseOption,
     GlobalBatchOption,
     MemoryLimitOption,
     MicroBatchOption,
@@ -20,6 +21,7 @@ from autoparallel.commands.options import (
     OutputOption,
     ParallelOption,
     PrecisionOption,
+    ProfileOption,
     SeqOption,
     SetOption,
     StepsOption,
@@ -66,6 +68,8 @@ def run(
     memory_limit: MemoryLimitOption = None,
     parallel: ParallelOption = None,
     time_limit: TimeLimitOption = 60.0,
+    profile: ProfileOption = "auto",
+    database: DatabaseOption = None,
     output: OutputOption = None,
     settings: SetOption = None,
     save: SaveOption = None,
@@ -82,6 +86,8 @@ def run(
         memory_limit=memory_limit,
         parallel=parallel,
         time_limit=time_limit,
+        profile=profile,
+        database=database,
     )
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training

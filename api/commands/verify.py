@@ -8,10 +8,12 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
+    DatabaseOption,
     GlobalBatchOption,
     JsonOption,
     MicroBatchOption,
     ParallelOption,
+    ProfileOption,
     SeqOption,
     SetOption,
     TimeLimitOption,
@@ -33,6 +35,8 @@ def verify(
     micro_batch: MicroBatchOption = None,
     parallel: ParallelOption = None,
     time_limit: TimeLimitOption = 60.0,
+    profile: ProfileOption = "auto",
+    database: DatabaseOption = None,
     settings: SetOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -46,6 +50,8 @@ def verify(
         memory_limit=None,
         parallel=parallel,
         time_limit=time_limit,
+        profile=profile,
+        database=database,
     )
     with plan_path(source, cluster, options, settings=settings, quiet=True) as path:
         from autoparallel.training import start_verification

@@ -36,6 +36,7 @@ from autoparallel.report.words import (
     percent_text,
     ranks_text,
     seconds_text,
+    shares_text,
 )
 
 WIDTH = 80
@@ -60,6 +61,8 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
         parts.append(section("What is split, and how", splits(plan)))
     parts.append(section(*memory(plan)))
     parts.append(section(*time(plan)))
+    if short:
+        parts.append(Padding(Group(*source_lines(plan)[:1]), (0, 0, 0, INDENT)))
     if plan.alternatives:
         parts.append(section("Considered, and lost", alternatives(plan, limit=3 if short else 10)))
     if not short:
@@ -318,14 +321,30 @@ def alternatives(plan: Plan, *, limit: int) -> RenderableType:
     return table
 
 
+def source_lines(plan: Plan) -> list[Text]:
+    """What part of the predicted time is measured; how that splits; what was measured on."""
+    prediction, profile = plan.prediction, plan.prediction.profile
+    if not prediction.sources:
+        return []
+    error = profile.interpolation_error if profile is not None else 0.0
+    lines = [Text(f"times: {shares_text(prediction.sources, error)}")]
+    lines += [
+        Text(f"  {part}: {shares_text(shares)}", style="dim")
+        for part, shares in prediction.sources_of.items()
+        if shares and len(prediction.sources) > 1
+    ]
+    if profile is not None:
+        where = f"driver {profile.driver}" if profile.driver else f"{profile.threads} thread(s)"
+        lines.append(Text(f"measured on {profile.device}, {where}, torch {profile.torch}"))
+        if profile.mismatch:
+            lines.append(Text(profile.mismatch, style="yellow"))
+    return lines
+
+
 def certainty(plan: Plan) -> RenderableType:
     """Where the figures come from, the solver's gap, and where planning time went."""
     lines: list[Text] = []
-    if plan.prediction.sources:
-        shares = ", ".join(
-            f"{percent_text(share)} {name}" for name, share in plan.prediction.sources.items()
-        )
-        lines.append(Text(f"times: {shares}"))
+    lines += source_lines(plan)
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
     solver = plan.solver
     gap = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autoparallel.planner.layout import Layout, Mesh
 
@@ -71,6 +71,25 @@ def percent_text(fraction: float) -> str:
         if abs(fraction) < 0.1
         else f"{fraction:.0%}".replace("%", " %")
     )
+
+
+SOURCE_WORDS = {
+    "measured": "measured", "interpolated": "interpolated", "spec": "from specifications"
+}  # fmt: skip
+
+
+def shares_text(shares: Mapping[str, float], error: float = 0.0) -> str:
+    """Shares of time by source; ``error`` is the relative one of what is interpolated.
+
+    >>> shares_text({"measured": 0.71, "interpolated": 0.22, "spec": 0.07}, 0.06)
+    '71 % measured, 22 % interpolated (±6.0 %), 7.0 % from specifications'
+    """
+    parts = []
+    for source, word in SOURCE_WORDS.items():
+        if shares.get(source, 0.0) > 0:
+            sure = f" (±{percent_text(error)})" if source == "interpolated" and error else ""
+            parts.append(f"{percent_text(shares[source])} {word}{sure}")
+    return ", ".join(parts)
 
 
 def _three(value: float) -> str:

@@ -32,6 +32,12 @@ def loss_fn(outputs, batch):
 """
 
 
+@pytest.fixture(autouse=True)
+def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees, or adds to, what its user has measured."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
     """A model file that keeps the contract."""

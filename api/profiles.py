@@ -1,0 +1,156 @@
+"""The profile database: where it is, and which of its measurements count for a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoparallel.planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoparallel.cost_model.cluster import Cluster, Device
+    from autoparallel.cost_model.profile.database import Database
+    from autoparallel.cost_model.profile.environment import Environment
+    from autoparallel.cost_model.profile.lookup import Profile
+    from autoparallel.planner.basis import Mode
+
+MODES: tuple[Mode, ...] = ("auto", "measured", "analytic")
+
+
+def default_database(
+    environment: Mapping[str, str] = os.environ, platform: str = sys.platform
+) -> Path:
+    """The user's own database: in the folder where the system keeps users' data.
+
+    >>> str(default_database({"XDG_DATA_HOME": "/data"}, "linux"))
+    '/data/autoparallel/profile.sqlite'
+    """
+    if platform == "win32" and "LOCALAPPDATA" in environment:
+        folder = Path(environment["LOCALAPPDATA"])
+    elif platform == "darwin":
+        folder = Path.home() / "Library" / "Application Support"
+    elif environment.get("XDG_DATA_HOME"):
+        folder = Path(environment["XDG_DATA_HOME"])
+    else:
+        folder = Path.home() / ".local" / "share"
+    return folder / "autoparallel" / "profile.sqlite"
+
+
+def database_path(text: str | None) -> Path:
+    """The file that ``--database`` names, or the user's own."""
+    return default_database() if text is None else Path(text)
+
+
+def environment_for(cluster: Cluster) -> Environment | None:
+    """The environment whose measurements count for ``cluster``; None if its devices differ.
+
+    Processes of one CPU share its memory and cores, so their number is part of the name.
+    """
+    from autoparallel.cost_model.detect import threads_per_device
+    from autoparallel.cost_model.profile.environment import environment_of
+
+    devices = {host.device.name: host.device for host in cluster.hosts}
+    if len(devices) > 1:
+        return None
+    device = next(iter(devices.values()))
+    if device.kind == "cuda":
+        return environment_of(device.name)
+    here = environment_of("cpu", threads=threads_per_device(cluster.num_devices))
+    return replace(here, device=f"{here.device}, {cluster.num_devices} processes")
+
+
+def measuring_environment(cluster: Cluster) -> Environment:
+    """The environment of this process as a device of ``cluster``.
+
+    Raises UsageError AP174 where the cluster's devices differ from each other.
+    """
+    from autoparallel.cost_model.profile.environment import environment_of
+
+    found = environment_for(cluster)
+    if found is None:
+        names = ", ".join(dict.fromkeys(host.device.name for host in cluster.hosts))
+        raise UsageError(
+            "AP174", f"this cluster has different devices: {names}",
+            fix="profile each kind on hosts of its own",
+        )  # fmt: skip
+    return environment_of("cuda") if found.kind == "cuda" else found
+
+
+def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile | None:
+    """What was measured for the devices of ``cluster``, or what ships for them; None if nothing.
+
+    Raises UsageError AP171 where ``database`` is given and there is no such file, AP172 where
+    a database cannot be read.
+    """
+    from autoparallel.cost_model.profile.database import Database
+    from autoparallel.cost_model.profile.lookup import load_shipped
+
+    if mode == "analytic":
+        return None
+    path = database_path(database) if database is None else existing(Path(database))
+    environment = environment_for(cluster)
+    if environment is None:
+        return None
+    if path.exists():
+        with explained(path), Database(path, read_only=True) as opened:
+            found = _load(opened, environment, cluster.hosts[0].device)
+        if found is not None:
+            return found
+    return load_shipped(environment.device) if environment.kind == "cuda" else None
+
+
+def _load(database: Database, environment: Environment, device: Device) -> Profile | None:
+    """By the device's name, else by the preset that a measured GPU's name stands for."""
+    from autoparallel.cost_model.detect import match_gpu_name
+    from autoparallel.cost_model.profile.lookup import load_profile
+
+    found = load_profile(database, environment)
+    if found is not None or environment.kind == "cpu":
+        return found
+    for each in database.environments():
+        preset = match_gpu_name(each.device, device.memory_bytes) if not each.threads else None
+        if preset is not None and preset.device.name == device.name:
+            return load_profile(database, each)
+    return None
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns what a profile database complains about into UsageError AP172."""
+    from autoparallel.cost_model.profile.case import ProfileError
+
+    try:
+        yield
+    except ProfileError as error:
+        raise UsageError(
+            "AP172",
+            f"the profile database cannot be used: {error.what}",
+            where=error.where or str(path),
+            fix=error.fix,
+        ) from error
+
+
+def existing(path: Path) -> Path:
+    """``path``, where there is such a file; else UsageError AP171."""
+    if not path.exists():
+        raise UsageError(
+            "AP171", f"there is no profile database {path}",
+            fix="autoparallel profile TARGET makes one",
+        )  # fmt: skip
+    return path
+
+
+def database_counts(path: Path) -> list[tuple[Environment, int, int]]:
+    """For each environment in a database its ops and transfers. Raises UsageError AP171, AP172."""
+    from autoparallel.cost_model.profile.database import Database
+
+    with explained(path), Database(existing(path), read_only=True) as opened:
+        return [
+            (where, len(opened.all(where)), len(opened.all_transfers(where)))
+            for where in opened.environments()
+        ]

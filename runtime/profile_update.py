@@ -1,0 +1,75 @@
+"""Measuring what a step does with each parameter after the last backward.
+
+In: an optimizer's name, sizes of tensors. Out: seconds per tensor of each size, on the
+slowest rank. It is what the runtime does: the norm of the gradient in float64, then the
+optimizer's step on DTensor masters. Each size is measured with as many tensors as make
+``TOTAL_BYTES``, so that small ones are a few of many and large ones come from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from .profile_links import LinkTime, agree, median_seconds
+
+TOTAL_BYTES = 1 << 26
+MOST_TENSORS = 64
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
+_ITEM_BYTES = 4
+
+
+def measure_updates(
+    optimizer: str,
+    sizes: Sequence[int] = SIZES,
+    *,
+    device: torch.device,
+    case_seconds: float,
+    until: Callable[[], bool],
+) -> Iterator[LinkTime]:
+    """For each size in bytes the seconds per parameter. Collective over all ranks."""
+    mesh = DeviceMesh(device.type, torch.arange(dist.get_world_size()))
+    for size in sorted(sizes):
+        if not agree(not until(), device):
+            return
+        count = max(1, min(MOST_TENSORS, TOTAL_BYTES // size))
+        masters = [_master(max(1, size // _ITEM_BYTES), mesh, device) for _ in range(count)]
+        step = _update(_optimizer(optimizer, masters), masters)
+        seconds, repeats = median_seconds(step, device=device, case_seconds=case_seconds)
+        yield LinkTime(size, seconds / count, repeats)
+
+
+def _master(numel: int, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    def held() -> DTensor:
+        local = torch.full((numel,), 1e-3, device=device)
+        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+
+    master = nn.Parameter(held())
+    master.grad = held()
+    return master
+
+
+def _optimizer(name: str, masters: list[nn.Parameter]) -> Optimizer:
+    if name == "sgd":
+        return SGD(masters, lr=1e-6)
+    kind = Adam if name == "adam" else AdamW
+    return kind(masters, lr=1e-6, fused=True)
+
+
+def _update(optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> Callable[[], object]:
+    def step() -> None:
+        total = torch.zeros((), dtype=torch.float64)
+        for master in masters:
+            gradient = master.grad
+            assert isinstance(gradient, DTensor)
+            local = gradient.to_local()
+            total += torch.linalg.vector_norm(local, dtype=torch.float64).square().to(total.device)
+        optimizer.step()
+
+    return step
