@@ -35,6 +35,9 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
     "bf16": "bfloat16",
     "fp64": "float64",
 }
+EXACT_MEMORY_OPS = 1000
+"""Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
+
 OPTIMIZERS = ("adamw", "adam", "sgd")
 
 
@@ -73,7 +76,12 @@ class PlanOptions:
 def make_plan(
     target: Target, cluster_text: str, options: PlanOptions, observe: Observe = ignore
 ) -> Plan:
-    """The best plan found for ``target`` on the cluster that ``cluster_text`` names."""
+    """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
+
+    Its memory is that of running its stages on fake tensors, unless they are too many.
+    """
+    from autoparallel.passes.stage_memory import num_ops, with_exact_memory
+
     observe("cluster", 0, 1)
     cluster = find_cluster(cluster_text)
     observe("cluster", 1, 1)
@@ -81,9 +89,16 @@ def make_plan(
     program = capture_target(target, options, observe)
     capture_seconds = time.perf_counter() - started
     found = plan_program(program, target, cluster, options, observe)
-    spent = {"capture": capture_seconds, **found.solver.seconds}
+    started = time.perf_counter()
+    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS:
+        found = with_exact_memory(found, program.graph, program.blocks)
+    spent = {
+        "capture": capture_seconds,
+        **found.solver.seconds,
+        "memory": time.perf_counter() - started,
+    }
     if "total" in spent:
-        spent["total"] += capture_seconds
+        spent["total"] += capture_seconds + spent["memory"]
     return replace(found, solver=replace(found.solver, seconds=spent))
 
 

@@ -94,7 +94,7 @@ def state_bytes(
     too; in both (and in stage 0 with mixed precision) a gathered copy of the parameters
     stays. Stage 3 gathers a block at a time: see ``gathered_bytes``. ``wrapped`` says that
     fully_shard holds the parameters even where nothing is sharded; it then keeps a copy
-    of its own in a group of one too.
+    of its own in a group of one too. It never does in stage 0.
 
     >>> state_bytes(1000, policy("fp32"), 0, 1)
     StateBytes(parameters=4000, gradients=4000, optimizer=8000)
@@ -104,7 +104,8 @@ def state_bytes(
     if zero not in (0, 1, 2, 3) or shards < 1:
         raise PolicyError(f"no ZeRO stage {zero} over {shards} ranks")
     part = -(-numel_local // shards) if zero >= 1 else numel_local
-    has_copy = zero < 3 and (policy.is_mixed or wrapped or (zero >= 1 and shards > 1))
+    held_by_fsdp = zero >= 1 and (wrapped or shards > 1)
+    has_copy = zero < 3 and (policy.is_mixed or held_by_fsdp)
     copy = numel_local * policy.gathered_bytes if has_copy else 0
     gradients = part if zero >= 2 else numel_local
     return StateBytes(
@@ -119,6 +120,27 @@ def gathered_bytes(numel: int, policy: PrecisionPolicy) -> int:
     return numel * policy.gathered_bytes
 
 
+def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
+    """Bytes that ``numel`` parameters of a block, and their gradients, take beside the states
+    while they are exchanged over ``shards`` ranks: half of it, as the running block and the
+    next one count alike.
+
+    ZeRO 3 holds the running block's parameters and the next one's, gathered; ZeRO 2 and 3
+    the running block's whole gradient, and the buffer in which the last one's is reduced;
+    ZeRO 0 and 1 only such a buffer. Source: FSDP2's parameter groups, and the buckets of
+    ``runtime.gradients``.
+
+    >>> exchange_bytes(1000, policy("fp32"), 3, 4), exchange_bytes(1000, policy("fp32"), 0, 4)
+    (8000.0, 2000.0)
+    """
+    if shards < 2:
+        return 0.0
+    buffer = numel * policy.gradient_bytes / 2
+    gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0
+    gathered = gathered_bytes(numel, policy) if zero == 3 else 0
+    return buffer + gradient + gathered
+
+
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
     """What the allocator hands out for a tensor: multiples of 512 bytes on CUDA, 64 on CPU.
 
@@ -129,6 +151,20 @@ def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
     """
     step = 512 if kind == "cuda" else 64
     return -(-num_bytes // step) * step
+
+
+_FRAGMENTATION = {"cuda": 0.03, "cpu": 0.0}
+
+
+def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> float:
+    """What the allocator cannot hand out of what comes and goes in a step.
+
+    On CUDA 3 % of it: the caching allocator takes memory in segments (2 MiB for tensors
+    up to 1 MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h)
+    and keeps the rests. The share is an estimate, not a measurement; states are made once,
+    in large segments, and not counted. None on a CPU, where malloc gives pages back.
+    """
+    return _FRAGMENTATION[kind] * moving_bytes
 
 
 _CUDA_CONTEXT_BYTES = 600_000_000

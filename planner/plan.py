@@ -67,7 +67,10 @@ class StagePrediction:
 
     ``seconds``: forward, backward (recomputation included), compute, communication (both
     per micro-batch), gradient_sync, optimizer (both per step), send (to the next stage).
-    ``memory_bytes``: parameters, gradients, optimizer, activations, transient, buffers, reserve.
+    ``memory_bytes``: parameters, gradients, optimizer, activations, transient, buffers, reserve
+    by the rules of ops; and where the stages were run on fake tensors also master (the copy
+    that is stepped), gathered, recomputation, communication and fragmentation, of the moment
+    at which the rank is fullest.
     """
 
     seconds: Mapping[str, float]

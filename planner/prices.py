@@ -29,7 +29,7 @@ from ..cost_model.collectives import (
     p2p_seconds,
 )
 from ..cost_model.compute import host_seconds, work_seconds
-from ..cost_model.memory import PrecisionPolicy, policy, state_bytes
+from ..cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
 from ..cost_model.profile.lookup import Profile, level_of
 from .asked import Asked, AskedOp
 from .graph import Graph, Node, Ref, TensorSpec
@@ -117,10 +117,12 @@ class Prices:
     device: Device = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
+    speed: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
         set_field(self, "device", self.cluster.slowest_device(self.ranks))
+        set_field(self, "speed", self.device.speed)
         set_field(self, "groups", tuple(self._slowest_group(a) for a in range(len(self.mesh.axes))))
         set_field(self, "policy", policy(self.precision, self.optimizer))
 
@@ -226,7 +228,7 @@ class Prices:
         local_outputs = tuple(
             self.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
         )
-        key = ("op", node.name, local_inputs, local_outputs, self.device.name, self.profile)
+        key = ("op", node.name, local_inputs, local_outputs, self.speed, self.profile)
         found: Priced | None = self.cache.get(key)
         if found is None:
             found = self._compute(node, local_inputs, local_outputs)
@@ -315,19 +317,17 @@ class Prices:
             is_sharding_axis = axis == 0 and self.mesh.axes[0] == "dp"
             if not placement.is_shard and not is_sharding_axis and self.mesh.shape[axis] > 1:
                 sync += self.collective("all_reduce", gradient_bytes // sharded, axis)
-        states = state_bytes(
-            numel, self.policy, zero if shards > 1 else 0, shards, wrapped=shards > 1
-        )
+        states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
         step = self._update(numel / sharded)
         seconds = Seconds(
             forward_states=forward, backward_states=backward, gradient_sync=sync, optimizer=step
         )
-        gathered = parameter_bytes if zero == 3 and shards > 1 else 0
+        gathered = exchange_bytes(numel, self.policy, zero, shards)
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
     def _update(self, numel: float) -> float:
         """Seconds of the optimizer's step on one parameter."""
-        key = ("update", numel, self.optimizer, self.policy, self.device.name, self.profile)
+        key = ("update", numel, self.optimizer, self.policy, self.speed, self.profile)
         found: Priced | None = self.cache.get(key)
         if found is None:
             curve = update_curve(self.profile, self.optimizer) if self.profile else None
@@ -347,7 +347,7 @@ class Prices:
     def _frozen(self, numel: int, zero: int, shards: int) -> tuple[Seconds, StateBytes]:
         """A parameter that is not trained: sharded and gathered like others, and no more."""
         gathered_bytes = numel * self.policy.gathered_bytes
-        held = state_bytes(numel, self.policy, zero, shards, wrapped=shards > 1 and zero > 0)
+        held = state_bytes(numel, self.policy, zero, shards)
         states = StateBytes(parameters=held.parameters)
         if zero == 0:
             return Seconds(), states
@@ -397,7 +397,7 @@ class Prices:
         return forward, forward if spec.requires_grad else 0.0
 
     def _message(self, num_bytes: int, link: Link) -> float:
-        is_inter = len(self.cluster.hosts) > 1 and link == self.cluster.inter_link
+        is_inter = self.cluster.joins_hosts(link)
         library: Library = "nccl" if self.device.kind == "cuda" else "gloo"
         per_host, hosts = (1, 2) if is_inter else (2, 1)
         group = Group(2, per_host, hosts, link, link, library=library)

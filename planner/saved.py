@@ -22,15 +22,28 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
         return ()
     found: dict[Part, None] = {}
     for ref in prices.rules.saved(node, graph):
-        if graph[ref.name].kind not in ("op", "input"):
-            continue
         root = storage(ref, graph, prices)
+        if not _is_kept(ref, root, node, layout, graph):
+            continue
         num_bytes = prices.local_bytes(graph.spec(root), layout_of(ref, node, layout))
         found[f"{root.name}:{root.index}", num_bytes] = None
     extra = prices.rules.saved_extra_bytes(node, *_local_specs(node, layout, graph, prices))
     if extra:
         found[f"{node.name}:extra", int(extra)] = None
     return tuple(found)
+
+
+def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) -> bool:
+    """Whether what an op keeps takes memory of its own.
+
+    A parameter and a view of one are there anyway; but a part of one that is wanted split
+    (a projection of fused ones) is made anew, as the parameter's own split cuts elsewhere.
+    """
+    kind = graph[root.name].kind
+    if kind == "parameter" and ref != root:
+        is_part = graph.spec(ref).numel < graph.spec(root).numel
+        return is_part and any(each.is_shard for each in layout_of(ref, node, layout))
+    return kind in ("op", "input")
 
 
 def layout_of(ref: Ref, node: Node, layout: NodeLayout) -> Layout:

@@ -62,6 +62,8 @@ def _links(cluster: Cluster) -> list[tuple[str, Link]]:
     links = [("within a host", host.link) for host in cluster.hosts if host.num_devices > 1]
     if len(cluster.hosts) > 1:
         links.append(("between hosts", cluster.inter_link))
+    if cluster.rack_link is not None:
+        links.append(("between racks", cluster.rack_link))
     return list(dict.fromkeys(links))
 
 

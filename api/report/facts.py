@@ -11,8 +11,17 @@ from autoparallel.planner.strategy import NodeLayout
 from autoparallel.report.words import held_text
 
 MEMORY_ORDER = (
-    "parameters", "gradients", "optimizer", "activations", "transient", "buffers", "reserve",
+    "parameters", "master", "gradients", "optimizer", "gathered", "activations", "recomputation",
+    "transient", "communication", "buffers", "fragmentation", "reserve",
 )  # fmt: skip
+
+
+def memory_source(plan: Plan) -> str:
+    """How the bytes of the stages were found."""
+    exact = sum("fragmentation" in stage.prediction.memory_bytes for stage in plan.stages)
+    if exact == len(plan.stages):
+        return "from running the stages' own ops on fake tensors"
+    return "from the rules of the ops" + (f", but for {exact} stages" if exact else "")
 
 
 def worst_stage(plan: Plan) -> int:

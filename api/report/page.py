@@ -21,6 +21,7 @@ from autoparallel.report.facts import (
     axis_uses,
     busiest_stage,
     folded_names,
+    memory_source,
     merged_splits,
     planning_seconds,
     stage_seconds,
@@ -350,6 +351,7 @@ def certainty(plan: Plan) -> RenderableType:
     gap = (
         "proven optimal" if solver.gap <= 1e-9 else f"within {percent_text(solver.gap)} of optimal"
     )
+    lines.append(Text(f"memory: {memory_source(plan)}"))
     lines.append(Text(f"layouts: {gap} for these times ({solver.num_problems} problems solved)"))
     if plan.replicated_ops:
         costs = [

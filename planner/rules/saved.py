@@ -163,10 +163,8 @@ def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
     It is written out in elementary ops, for its statistics to be summed over the ranks
     (``passes.batch_norm``).
     """
-    is_split = any(
-        whole != own for dim, (whole, own) in enumerate(zip(node.spec.shape, out.shape, strict=True))
-        if dim != 1
-    )  # fmt: skip
+    split = [whole != own for whole, own in zip(node.spec.shape, out.shape, strict=True)]
+    is_split = any(split[:1] + split[2:])
     return out.numel * itemsize if is_split else 0
 
 

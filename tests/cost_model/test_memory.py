@@ -8,6 +8,8 @@ from autoparallel.cost_model.memory import (
     PolicyError,
     PrecisionPolicy,
     allocated_bytes,
+    exchange_bytes,
+    fragmentation_bytes,
     gathered_bytes,
     policy,
     reserve_bytes,
@@ -64,9 +66,26 @@ def test_zero_by_hand_in_bf16() -> None:
     assert gathered_bytes(1000, mixed) == 2000
 
 
-def test_fully_shard_copies_even_in_a_group_of_one() -> None:
+def test_without_zero_parameters_are_there_once() -> None:
     assert state_bytes(1000, policy("fp32"), 0, 1).parameters == 4000
-    assert state_bytes(1000, policy("fp32"), 0, 1, wrapped=True).parameters == 8000
+    assert state_bytes(1000, policy("fp32"), 0, 4, wrapped=True).parameters == 4000
+    assert state_bytes(1000, policy("fp32"), 1, 4).parameters == 1000 + 4000
+    assert state_bytes(1000, policy("bf16"), 0, 4).parameters == 4000 + 2000
+
+
+def test_zero_3_holds_two_gathered_blocks_a_gradient_and_a_buffer() -> None:
+    """Of equal blocks of 1000 float32 parameters: 4 × 4000 bytes, counted for two blocks."""
+    fp32, bf16 = policy("fp32"), policy("bf16")
+    assert 2 * exchange_bytes(1000, fp32, 3, 4) == 4 * 4000
+    assert 2 * exchange_bytes(1000, bf16, 3, 4) == 2 * 2000 + 2000 + 4000
+    assert 2 * exchange_bytes(1000, fp32, 2, 4) == 4000 + 4000
+    assert 2 * exchange_bytes(1000, fp32, 0, 4) == 4000
+    assert exchange_bytes(1000, fp32, 3, 1) == 0
+
+
+def test_what_an_allocator_cannot_hand_out_is_a_share_of_what_comes_and_goes() -> None:
+    assert fragmentation_bytes("cpu", 1e9) == 0
+    assert 0 < fragmentation_bytes("cuda", 1e9) < 1e8
 
 
 def test_an_uneven_shard_rounds_up() -> None:

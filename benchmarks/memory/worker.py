@@ -1,0 +1,39 @@
+"""One rank of the memory benchmark: train by a plan and count the bytes of a step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from autoparallel.passes.inputs import random_batch
+from autoparallel.runtime.memory_counter import measure_step
+from autoparallel.runtime.process import Worker
+from autoparallel.runtime.trainer import join
+from autoparallel.worker import load_job, make_trainer
+
+WARM_UP_STEPS = 2
+MEASURED_STEPS = 3
+
+
+def measure(worker: Worker, *, plan_path: str) -> list[dict[str, Any]]:
+    """Per rank the least of a few steps' peaks, with AdamW, which the plan is for.
+
+    The least: a thread of gloo may hold a buffer a moment longer than the step needs it.
+    """
+    plan, target = load_job(plan_path)
+    target = replace(target, build_optimizer=None)
+    device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
+    trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
+    graph = trainer.program.graph
+    if graph.batch_size != plan.model.global_batch:
+        graph = graph.with_batch_size(plan.model.global_batch)
+    for step in range(WARM_UP_STEPS):
+        trainer.step(random_batch(graph, seed=step))
+    batch = random_batch(graph, seed=WARM_UP_STEPS)
+    found = [measure_step(trainer, batch) for _ in range(MEASURED_STEPS)]
+    least = min(found, key=lambda report: report.peak_bytes)
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, asdict(least))
+    return reports
