@@ -2,7 +2,7 @@
 
 Layers are found by module path (``model.layers.0``, ``model.layers.1``, …): the outermost
 numbered modules of which at least two compute the same, then, in a model that has such,
-any other numbered modules. Their structural hash covers ops,
+any other numbered modules. Their structure covers ops,
 shapes without the batch, literals, wiring by position and parameters, so equal blocks
 correspond node by node. A graph with no such layers is cut where few bytes cross
 (``passes/cut.py``).
@@ -10,13 +10,13 @@ correspond node by node. A graph with no such layers is cut where few bytes cros
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from ..planner.graph import Block, Blocks, Graph, Node, Ref, map_refs
+from ..planner.graph import Block, Blocks, Graph, Node, Ref, flat_form
 from .cut import cut_points
 
 Layer = tuple[str, int]
@@ -93,6 +93,8 @@ def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer])
         runs[-1].nodes.append(node)
     runs = _reunited(runs)
     options = [_joined(graph, runs, forward) for forward in (False, True)]
+    if [part.nodes for part in options[0]] == [part.nodes for part in options[1]]:
+        return options[0]
     return min(options, key=lambda parts: len({structure(graph, p.nodes) for p in parts}))
 
 
@@ -189,8 +191,9 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
     owned: set[str] = set()
     blocks: list[Block] = []
     names = _base_kinds(parts)
-    kinds: dict[tuple[str, str], str] = {}
+    kinds: dict[tuple[str, tuple[Any, ...]], str] = {}
     used: Counter[str] = Counter()
+    taken: set[str] = set()
     for part in parts:
         parameters = _parameters(graph, part.nodes, owned)
         owned.update(parameters)
@@ -199,9 +202,9 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
         if key not in kinds:
             kinds[key] = f"{base}.{used[base]}" if used[base] else base
             used[base] += 1
-        taken = {block.name for block in blocks}
         while name in taken:
             name += "_"
+        taken.add(name)
         blocks.append(Block(name, kinds[key], tuple(n.name for n in part.nodes), parameters))
     return tuple(blocks)
 
@@ -261,37 +264,32 @@ def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[s
     return tuple(found)
 
 
-def structure(graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None) -> str:
-    """A hash of what a run of nodes computes, equal for runs that correspond by position.
+def structure(
+    graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None
+) -> tuple[Any, ...]:
+    """What a run of nodes computes, equal for runs that correspond by position.
 
     ``parameters`` are those that the run owns (default: all that it uses). What comes from
     outside counts by its order of first use, its shape and whether it is an input, a
     constant, a shared parameter or another block's value. Which random call of the forward
     a node is (its ``number``) does not count.
     """
-    inside = {node.name: f"n{i}" for i, node in enumerate(nodes)}
     own = parameters if parameters is not None else _parameters(graph, nodes, set())
-    inside |= {name: f"p{i}" for i, name in enumerate(own)}
-    outside: dict[Ref, str] = {}
-    used_outside = {node.name for node in nodes if not inside.keys() >= set(graph.users[node.name])}
+    inside = {node.name: place for place, node in enumerate(nodes)}
+    inside |= {name: -1 - place for place, name in enumerate(own)}
+    outside: dict[Ref, tuple[Any, ...]] = {}
 
-    def named(ref: Ref) -> str:
+    def named(ref: Ref) -> tuple[Any, ...]:
         if ref.name in inside:
-            return f"{inside[ref.name]}:{ref.index}"
+            return inside[ref.name], ref.index
         if ref not in outside:
-            kind = graph[ref.name].kind
-            outside[ref] = f"x{len(outside)}:{kind}:{_shape(graph, ref)}"
+            outside[ref] = "outside", len(outside), graph[ref.name].kind, graph.spec(ref)
         return outside[ref]
 
-    lines = [f"{inside[name]}={_shape(graph, Ref(name))}" for name in own]
+    parts: list[Any] = [len(own), *(graph[name].spec for name in own)]
     for node in nodes:
+        is_used_outside = any(user not in inside for user in graph.users[node.name])
         kwargs = {key: value for key, value in node.kwargs.items() if key != "number"}
-        arguments = map_refs((node.args, kwargs), named)
-        shapes = [_shape(graph, Ref(node.name, i)) for i in range(len(node.outputs))]
-        lines.append(f"{node.op} {arguments} -> {shapes} {node.name in used_outside}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _shape(graph: Graph, ref: Ref) -> str:
-    spec = graph.spec(ref)
-    return f"{spec.dtype}{list(spec.shape)}{'g' if spec.requires_grad else ''}"
+        parts += (node.op, node.outputs, is_used_outside)
+        flat_form((node.args, kwargs), named, parts)
+    return tuple(parts)

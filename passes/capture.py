@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -16,16 +16,31 @@ from ..planner.batch import find_batch
 from ..planner.errors import CaptureError
 from ..planner.graph import Graph, OpRule
 from .blocks import find_blocks
-from .export import PREFIX, Batch, LossFn, export_loss, tensor_keys
+from .export import (
+    PREFIX,
+    Batch,
+    Exported,
+    LossFn,
+    export_loss,
+    export_repeats,
+    tensor_keys,
+)
 from .fused import SplitFused
 from .hoist import Hoist
-from .lower import lower
+from .lower import Lowered, lower
 from .masks import SimplifyMasks
 from .program import Dtype, Program
+from .repeat_calls import RepeatError, Repeats
+from .repeat_graph import expand
+from .repeats import find_repeats
 from .rows import AlignRows
 from .runner import Observe, Pass, check, run_passes
 from .tie import find_tied
+from .uncollected import uncollected
 from .unfold import Unfold
+
+NUM_TRIES = 2
+"""Captures of alike layers: with those not captured hidden, then with all in sight."""
 
 PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
 """The graph passes of a capture, in order."""
@@ -53,16 +68,33 @@ def capture(
 
     Raises ``CaptureError`` naming the user's line.
     """
-    rows = batch_size if batch_size is not None else _rows(batch)
+    with uncollected():
+        return _captured(
+            model, batch, _Way(loss_fn, dtype, batch_size or _rows(batch), rules or {}),
+            buffers=buffers or {}, observe=observe,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a model is captured: its loss, the dtype, the rows of the batch, the user's rules."""
+
+    loss_fn: LossFn | None
+    dtype: Dtype
+    rows: int
+    rules: Mapping[str, OpRule]
+
+
+def _captured(
+    model: nn.Module, batch: Batch, way: _Way, *, buffers: Mapping[str, Tensor],
+    observe: Observe | None,
+) -> Program:  # fmt: skip
     timed = _Timer(observe)
-    exported = export_loss(model, batch, loss_fn=loss_fn, dtype=dtype)
-    graph, literals = lower(
-        exported.program, prefix=PREFIX, inputs=list(exported.inputs), tied=find_tied(model),
-        batch_size=rows, rules={**(rules or {}), **exported.rules},
-    )  # fmt: skip
+    exported, lowered = _lowered(model, batch, way)
+    graph, literals = lowered.graph, lowered.literals
     check(graph, "lower")
     timed("export", graph)
-    known = {**literals, **(buffers or {})}
+    known = {**literals, **buffers}
     passes = tuple(
         replace(one, buffers=known) if isinstance(one, AlignRows | SimplifyMasks) else one
         for one in PASSES
@@ -78,11 +110,39 @@ def capture(
         graph=graph,
         blocks=blocks,
         model=model,
-        dtype=dtype,
+        dtype=way.dtype,
         inputs={name: key for name, key in exported.inputs.items() if name in names},
         literals={name: value for name, value in literals.items() if name in names},
         unused=tuple(name for name, _ in model.named_parameters() if name not in names),
     )
+
+
+def _lowered(model: nn.Module, batch: Batch, way: _Way) -> tuple[Exported, Lowered]:
+    """The exported program and its graph; of alike layers only a few are exported if that is
+    sure to give the same."""
+    tied = find_tied(model)
+
+    def lowered(exported: Exported) -> Lowered:
+        return lower(
+            exported.program, prefix=PREFIX, inputs=list(exported.inputs), tied=tied,
+            batch_size=way.rows, rules={**way.rules, **exported.rules},
+        )  # fmt: skip
+
+    groups = find_repeats(model)
+    is_hidden = bool(groups)
+    for _ in range(NUM_TRIES if groups else 0):
+        repeats = Repeats(model, groups, is_hidden=is_hidden)
+        try:
+            exported = export_repeats(model, batch, repeats, loss_fn=way.loss_fn, dtype=way.dtype)
+            made = lowered(exported)
+            graph = expand(made.graph, repeats.calls, model, made.bases)
+            return exported, replace(made, graph=graph)
+        except Exception as error:  # noqa: BLE001 - whatever it is, all layers are captured
+            is_hidden = False
+            if not (isinstance(error, RepeatError) and error.is_hidden):
+                break
+    exported = export_loss(model, batch, loss_fn=way.loss_fn, dtype=way.dtype)
+    return exported, lowered(exported)
 
 
 def _rows(batch: Batch) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .recording import Log, UnrecordableError, record
+from .uncollected import uncollected
 
 OnTensor = Callable[[str, Tensor], None]
 
@@ -49,7 +50,7 @@ def record_build(build: Callable[[], nn.Module], seed: int | Tensor = 0) -> Defe
     own; where it does, the model is built on ``meta`` if it can be, else really.
     """
     try:
-        with seeded(seed):
+        with seeded(seed), uncollected():
             model, log = record(build)
         slots = {name: log.slot(tensor) for name, tensor in _named_tensors(model)}
         _check_untouched(model, log)

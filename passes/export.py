@@ -31,6 +31,7 @@ from .locate import capture_error
 from .modes import explicit_casts, promote_to_float64
 from .opaque import annotated_modules, opaque_modules, whole_functions
 from .program import BatchKey, Dtype
+from .repeat_calls import Repeats
 
 PREFIX = "captured"
 
@@ -67,6 +68,24 @@ class _WithLoss(nn.Module):
         model = self.get_submodule(PREFIX)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else counter_random():
             return find_loss(call_model(model, batch), batch, self._loss_fn)
+
+
+class _WithMarks(_WithLoss):
+    """The same, and the marks of alike layers, which so stay in the graph."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, keys: tuple[BatchKey, ...],
+        loss_fn: LossFn | None, repeats: Repeats,
+    ) -> None:  # fmt: skip
+        super().__init__(model, batch, keys, loss_fn)
+        self._repeats = repeats
+
+    def forward(self, *tensors: Tensor) -> Any:
+        batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
+        with counter_random() as draws:
+            self._repeats.start(draws)
+            outputs = call_model(self.get_submodule(PREFIX), batch)
+            return find_loss(outputs, batch, self._loss_fn), *self._repeats.marks
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -133,6 +152,25 @@ def export_loss(
             raise
         except Exception as error:  # noqa: BLE001
             program = _climb(wrapped, tensors, dtype, error, rules)
+    return Exported(program, {input_name(key): key for key in keys}, rules)
+
+
+def export_repeats(
+    model: nn.Module, batch: Batch, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
+) -> Exported:
+    """The same, with alike layers captured a few times and then only named (``repeat_calls``).
+
+    Raises whatever stands in the way: ``export_loss`` then says what is wrong, if anything is.
+    """
+    keys = tensor_keys(batch)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    target = getattr(torch, dtype)
+    with repeats.active(), fake_parameters(model, mode, dtype=target), capturable_experts():
+        wrapped = _WithMarks(model, batch, keys, loss_fn, repeats).train(model.training)
+        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        rules: dict[str, OpRule] = {}
+        with opaque_modules(annotated_modules(model), rules):
+            program = _export(wrapped, tensors, strict=False, dtype=dtype)
     return Exported(program, {input_name(key): key for key in keys}, rules)
 
 

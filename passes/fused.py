@@ -98,8 +98,10 @@ def split_fused(graph: Graph) -> Graph:
     made: list[Node] = []
     for node in graph.nodes:
         for each in (*inserted.get(node.name, ()), node):
-            args, kwargs = map_refs(each.args, now), map_refs(dict(each.kwargs), now)
-            made.append(replace(each, args=args, kwargs=kwargs))
+            if any(ref in renamed for ref in each.inputs):
+                args, kwargs = map_refs(each.args, now), map_refs(dict(each.kwargs), now)
+                each = replace(each, args=args, kwargs=kwargs)
+            made.append(each)
     return replace(graph, nodes=tuple(made), loss=now(graph.loss))
 
 

@@ -57,8 +57,8 @@ def drop_dead(graph: Graph) -> Graph:
     for node in reversed(graph.nodes):
         if node.name in live:
             live.update(ref.name for ref in node.inputs)
-    return replace(
-        graph,
-        nodes=tuple(node for node in graph.nodes if node.name in live),
-        tied={name: first for name, first in graph.tied.items() if first in live},
-    )
+    nodes = tuple(node for node in graph.nodes if node.name in live)
+    if len(nodes) == len(graph.nodes):
+        return graph
+    tied = {name: first for name, first in graph.tied.items() if first in live}
+    return replace(graph, nodes=nodes, tied=tied)

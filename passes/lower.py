@@ -9,7 +9,7 @@ or on defaults: sizes are written out and every factory says its dtype.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from .batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
 from .functionalize import functional_path
 from .interpret import LITERAL
 from .locate import user_source
+from .names import Names, base_name
 from .ops import has_argument, mutated_argument, path_of
 
 LITERAL_ELEMENTS = 4096
@@ -57,16 +58,27 @@ class _Lowering:
     nodes: dict[str, Node] = field(default_factory=dict)
     literals: dict[str, Tensor] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    renamed: dict[str, Ref] = field(default_factory=dict)
     updates: dict[str, Ref] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
+    bases: dict[str, str] = field(default_factory=dict)
     grad_enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """``graph``, the ``literals`` (tensors that the model's code makes of numbers, by name), and
+    the ``bases`` of the ops' names: those without their numbers."""
+
+    graph: Graph
+    literals: dict[str, Tensor]
+    bases: Mapping[str, str]
 
 
 def lower(
     exported: ExportedProgram, *, prefix: str, inputs: list[str], tied: Mapping[str, str],
     batch_size: int, rules: Mapping[str, OpRule] | None = None,
-) -> tuple[Graph, dict[str, Tensor]]:  # fmt: skip
-    """The graph of an exported program, and the literal tensors that its code makes.
+) -> Lowered:  # fmt: skip
+    """The graph of an exported program.
 
     ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of
     the user inputs in order, ``tied`` maps further names of parameters to the first,
@@ -86,10 +98,18 @@ def lower(
             _lower_node(state, node, exported.graph_module)
     assert isinstance(loss, Ref)
     used_ties = {name: first for name, first in tied.items() if first in state.nodes}
-    graph = Graph(
-        tuple(state.nodes.values()), loss, batch_size, tied=used_ties, updates=state.updates
-    )
-    return graph, state.literals
+    nodes = tuple(state.nodes.values())
+    updates = in_order(state.updates, nodes)
+    graph = Graph(nodes, loss, batch_size, tied=used_ties, updates=updates)
+    return Lowered(graph, state.literals, state.bases)
+
+
+def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref]:
+    """Buffers' new values in the order in which they are made."""
+    if not updates:
+        return {}
+    place = {node.name: position for position, node in enumerate(nodes)}
+    return dict(sorted(updates.items(), key=lambda item: (place[item[1].name], item[1].index)))
 
 
 def _placeholder(state: _Lowering, node: fx.Node, spec: Any, remaining: list[str]) -> Ref:
@@ -190,7 +210,7 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     state.values[node] = _add(
         state,
         Node(
-            node.name, "op", written or path, args, kwargs, outputs,
+            _op_name(state, node.name), "op", written or path, args, kwargs, outputs,
             module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
             rule=state.rules.get(path),
         ),
@@ -261,13 +281,18 @@ def _factory(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _add(state: _Lowering, node: Node) -> Ref:
-    name = node.name
-    while name in state.nodes:
-        name += "_"
-    if name != node.name:
-        node = replace(node, name=name)
-    state.nodes[name] = node
-    return Ref(name)
+    if node.name not in state.bases:
+        node = replace(node, name=state.names.take(node.name))
+    state.nodes[node.name] = node
+    return Ref(node.name)
+
+
+def _op_name(state: _Lowering, traced: str) -> str:
+    """Ops of one name are numbered in their order here, whatever their numbers in the trace."""
+    base = base_name(traced)
+    name = state.names.next(base)
+    state.bases[name] = base
+    return name
 
 
 def _arguments(state: _Lowering, value: Any) -> Any:

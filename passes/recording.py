@@ -22,6 +22,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _WHOLE = "_no_grad_trunc_normal_"
 _OVERWRITES = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", _WHOLE})
+_FILLS = {
+    op: (str(op._schema.name), torch.Tag.nondeterministic_seeded in op.tags)
+    for op in (
+        torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default,
+        torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar,
+    )
+}  # fmt: skip
+"""Ops that overwrite a tensor and change nothing else: noted, there is nothing to run."""
+
 _UNINITIALIZED = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like"})
 
 
@@ -102,6 +111,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.initial_seed() != self.seed:
             raise UnrecordableError("the build seeds the random generator")
+        if func in _FILLS and isinstance(args[0], FakeTensor) and not kwargs:
+            return self._fill(func, args)
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
             raise UnrecordableError("the build uses a random generator of its own")
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -116,6 +127,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Call(func._schema.name, is_random, func, noted[0], noted[1], outputs, reads, written)
         )
         return result
+
+    def _fill(self, func: Any, args: tuple[Any, ...]) -> Any:
+        slot = self.log.slot(args[0])
+        name, is_random = _FILLS[func]
+        noted = (Slot(slot), *args[1:])
+        self.log.calls.append(Call(name, is_random, func, noted, {}, (slot,), (slot,), (slot,)))
+        return args[0]
 
     def _noted(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):

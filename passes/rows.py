@@ -38,6 +38,8 @@ class AlignRows:
 
 def align_rows(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     """The graph with look-ups of rows by their number made look-ups within each row."""
+    if not any(_may_align(node, graph) for node in graph.nodes):
+        return graph
     nodes: list[Node] = []
     for node in graph.nodes:
         nodes += _aligned(node, graph, buffers) if _may_align(node, graph) else (node,)

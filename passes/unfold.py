@@ -31,11 +31,12 @@ class Unfold:
 
 def unfold(graph: Graph) -> Graph:
     """The graph in which rows and their copies are never one dimension."""
-    state = _Unfolding(graph, [])
+    state, is_changed = _Unfolding(graph, []), False
     for node in graph.nodes:
         changed = state.folded(node) if node.kind == "op" and node.op in _RESHAPES else None
+        is_changed |= changed is not None
         state.nodes.append(changed or node)
-    return replace(graph, nodes=tuple(state.nodes))
+    return replace(graph, nodes=tuple(state.nodes)) if is_changed else graph
 
 
 @dataclass

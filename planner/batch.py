@@ -11,8 +11,9 @@ in any other way has no batch dimension to scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from .graph import Accumulation, Graph, Node, Ref
+from .graph import Accumulation, Graph, Node, Ref, flat_form
 from .layout import PARTIAL, Placement, shard
 from .rules.annotation import FLOATS
 from .rules.case import argument
@@ -22,6 +23,7 @@ from .strategy import AxisStrategy
 
 BatchDims = dict[str, tuple[int | None, ...]]
 _Labels = dict[Ref, Placement]
+_Form = tuple[Any, ...]
 
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
@@ -78,9 +80,11 @@ def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Acc
     for node in graph:
         if node.kind != "op":
             continue
-        held = [label for ref in node.inputs if (label := labels.get(ref)) and label.is_shard]
         is_reduced = labels.get(Ref(node.name)) == PARTIAL
         name = packet(node.op)
+        if not is_reduced and name not in BATCH_NORMS:
+            continue
+        held = [label for ref in node.inputs if (label := labels.get(ref)) and label.is_shard]
         if held and is_reduced and not is_mean(node):
             sums.append(node.name)
         elif held and is_reduced and name in CLASS_LOSSES and _has_classes(graph, node):
@@ -121,6 +125,18 @@ def is_data(graph: Graph, ref: Ref) -> bool:
     return True
 
 
+def _form(node: Node, graph: Graph) -> _Form:
+    """What a node's strategies depend on: equal for the same op in equal layers."""
+    parts: list[Any] = [node.op, node.rule, node.outputs]
+    for ref in node.inputs:
+        producer = graph.by_name[ref.name]
+        parts += (producer.outputs[ref.index], producer.kind == "op")
+    positions: dict[Ref, int] = {}
+    arguments = node.args, {k: v for k, v in node.kwargs.items() if k != "number"}
+    flat_form(arguments, lambda ref: positions.setdefault(ref, len(positions)), parts)
+    return tuple(parts)
+
+
 class _Propagation:
     """The labels of one graph; a value without a label is the same for every row."""
 
@@ -128,7 +144,11 @@ class _Propagation:
         self.graph = graph
         self.labels: _Labels = {}
         self.totals: dict[Ref, None] = {}
-        self._strategies: dict[str, tuple[AxisStrategy, ...]] = {}
+        self._forms: dict[str, int] = {}
+        self._numbers: dict[_Form, int] = {}
+        self._strategies: list[tuple[AxisStrategy, ...]] = []
+        self._candidates: dict[tuple[Any, ...], list[AxisStrategy]] = {}
+        self._verdicts: dict[tuple[Any, ...], bool] = {}
         self._equal_rows: dict[tuple[Ref, int], bool] = {}
 
     def run(self) -> _Labels | None:
@@ -165,10 +185,19 @@ class _Propagation:
         return False
 
     def strategies(self, node: Node) -> tuple[AxisStrategy, ...]:
-        if node.name not in self._strategies:
-            found = op_strategies(node, self.graph, self.graph.batch_size)
-            self._strategies[node.name] = found
-        return self._strategies[node.name]
+        return self._strategies[self._form(node)]
+
+    def _form(self, node: Node) -> int:
+        """The number of a node's form; its strategies are found once."""
+        number = self._forms.get(node.name)
+        if number is None:
+            found = len(self._strategies)
+            number = self._numbers.setdefault(_form(node, self.graph), found)
+            self._forms[node.name] = number
+            if number == found:
+                size = self.graph.batch_size
+                self._strategies.append(op_strategies(node, self.graph, size))
+        return number
 
     def _advance(self, node: Node) -> bool:
         """Label a node's outputs from its inputs; False when no strategy continues them."""
@@ -176,8 +205,11 @@ class _Propagation:
         held = [self._used(ref) for ref in refs]
         if not any(held) or (node.outputs and Ref(node.name) in self.labels):
             return True
-        candidates = [strategy for strategy in self.strategies(node) if _continues(strategy, held)]
-        for strategy in sorted(candidates, key=lambda strategy: _num_demands(strategy, held)):
+        key = (self._form(node), *held)
+        if key not in self._candidates:
+            candidates = [each for each in self.strategies(node) if _continues(each, held)]
+            self._candidates[key] = sorted(candidates, key=lambda each: _num_demands(each, held))
+        for strategy in self._candidates[key]:
             found: _Labels = {}
             if self._demand_inputs(refs, strategy, found):
                 self.labels |= found
@@ -227,11 +259,14 @@ class _Propagation:
         made = [self.labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
         if not any(held) and not any(made):
             return True
-        return any(
-            all(_agrees(placement, label) for placement, label in zip(s.inputs, held, strict=True))
-            and all(_equals(p, label) for p, label in zip(s.outputs, made, strict=True))
-            for s in self.strategies(node)
-        )
+        key = (self._form(node), *held, *made)
+        if key not in self._verdicts:
+            self._verdicts[key] = any(
+                all(_agrees(p, label) for p, label in zip(s.inputs, held, strict=True))
+                and all(_equals(p, label) for p, label in zip(s.outputs, made, strict=True))
+                for s in self.strategies(node)
+            )
+        return self._verdicts[key]
 
     def has_equal_rows(self, ref: Ref, dim: int) -> bool:
         """Whether a constant's ``batch_size`` parts along ``dim`` are provably equal."""

@@ -93,6 +93,7 @@ class Node:
     module: str = ""
     source: str = ""
     rule: OpRule | None = None
+    _inputs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def spec(self) -> TensorSpec:
@@ -102,9 +103,24 @@ class Node:
     @property
     def inputs(self) -> tuple[Ref, ...]:
         """Every ``Ref`` among the arguments, in call order (repeated uses repeated)."""
-        refs: list[Ref] = []
-        map_refs((self.args, tuple(self.kwargs.values())), lambda ref: refs.append(ref))
-        return tuple(refs)
+        if self._inputs is None:
+            refs: list[Ref] = []
+            _collect(self.args, refs)
+            for value in self.kwargs.values():
+                _collect(value, refs)
+            object.__setattr__(self, "_inputs", tuple(refs))
+        return self._inputs or ()
+
+
+def _collect(value: Any, refs: list[Ref]) -> None:
+    if isinstance(value, Ref):
+        refs.append(value)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _collect(item, refs)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, refs)
 
 
 def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
@@ -112,10 +128,35 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
     if isinstance(value, Ref):
         return function(value)
     if isinstance(value, tuple | list):
-        return type(value)(map_refs(item, function) for item in value)
+        return type(value)([map_refs(item, function) for item in value])
     if isinstance(value, dict):
         return {key: map_refs(item, function) for key, item in value.items()}
     return value
+
+
+def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None:
+    """Append to ``parts`` what arguments hold, in order, with each ``Ref`` as ``named`` has it.
+
+    Equal lists then mean equal arguments: ``1``, ``1.0`` and ``True`` differ.
+
+    >>> parts = []
+    >>> flat_form((Ref("x"), [1]), lambda ref: 0, parts)
+    >>> [part.__name__ if isinstance(part, type) else part for part in parts]
+    ['tuple', 2, 'Ref', 0, 'list', 1, 'int', 1]
+    """
+    parts.append(type(value))
+    if isinstance(value, Ref):
+        parts.append(named(value))
+    elif isinstance(value, tuple | list):
+        parts.append(len(value))
+        for item in value:
+            flat_form(item, named, parts)
+    elif isinstance(value, dict):
+        parts.append(tuple(value))
+        for item in value.values():
+            flat_form(item, named, parts)
+    else:
+        parts.append(value)
 
 
 @dataclass(frozen=True, slots=True)

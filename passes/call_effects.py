@@ -1,0 +1,172 @@
+"""What a call of a layer depends on, what it gives, and what else it does.
+
+In: a module, what it is called with and what it returns, while a model is exported. Out: a key
+that is equal for calls of alike layers that must do the same (``call_key``), the form of the
+result (``call_result``), and what shows that a call has done more than to return it
+(``state_of``, ``watched``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from .repeats import Count
+
+_LITERALS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a layer returned: its structure, and each leaf.
+
+    A leaf is ``("made", i)``, the ``i``-th tensor that it made; ``("given", i)``, the ``i``-th
+    that it was called with; or ``("literal", value)``. ``forms`` are the shapes, strides and
+    dtypes of those made, as the op ``repeat`` takes them.
+    """
+
+    structure: TreeSpec
+    leaves: tuple[tuple[str, Any], ...]
+    forms: str
+
+
+def call_key(flat: Sequence[Any], structure: TreeSpec) -> Any:
+    """What a call's effect may depend on, but for values; None where that cannot be told."""
+    objects: dict[int, int] = {}
+    storages: dict[int, int] = {}
+    leaves: list[Any] = []
+    for value in flat:
+        if isinstance(value, Tensor):
+            leaves.append((
+                objects.setdefault(id(value), len(objects)),
+                storages.setdefault(_storage(value), len(storages)),
+                tuple(value.shape), value.stride(), value.storage_offset(), value.dtype,
+                value.requires_grad, isinstance(value, nn.Parameter),
+            ))  # fmt: skip
+        elif isinstance(value, _LITERALS):
+            leaves.append((type(value), value))
+        else:
+            return None
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return (*modes, repr(structure), tuple(leaves)) if objects else None
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def call_result(
+    output: Any, given: Sequence[Tensor], layer: nn.Module
+) -> tuple[list[Tensor], Result | None]:
+    """The tensors that a layer made, and its result; None where it cannot be repeated."""
+    flat, structure = tree_flatten(output)
+    own = [*layer.parameters(), *layer.buffers()]
+    taken = {_storage(tensor) for tensor in (*given, *own)}
+    has_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    inputs = {id(tensor): at for at, tensor in enumerate(given)}
+    made: dict[int, Tensor] = {}
+    leaves: list[tuple[str, Any]] = []
+    for value in flat:
+        if id(value) in inputs:
+            leaves.append(("given", inputs[id(value)]))
+        elif isinstance(value, Tensor):
+            is_new = id(value) not in made
+            if is_new and (_storage(value) in taken or value.requires_grad != (
+                has_grad and value.is_floating_point()
+            )):  # fmt: skip
+                return [], None
+            made.setdefault(id(value), value)
+            taken.add(_storage(value))
+            leaves.append(("made", list(made).index(id(value))))
+        elif isinstance(value, _LITERALS):
+            leaves.append(("literal", value))
+        else:
+            return [], None
+    tensors = list(made.values())
+    forms = [
+        (list(t.shape), list(t.stride()), str(t.dtype).removeprefix("torch.")) for t in tensors
+    ]
+    result = Result(structure, tuple(leaves), json.dumps(forms))
+    return tensors, result if tensors else None
+
+
+class _Same:
+    """An object, equal to itself alone; it is kept, so that no other takes its place."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+    """What a layer's forward may change: its settings, its arguments and their values."""
+    flat, structure = tree_flatten((args, kwargs))
+    found: list[Any] = [repr(structure)]
+    found += [(_Same(value), getattr(value, "_version", 0)) for value in flat]
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            found.append((name, _Same(value), [_Same(item) for item in _held(value)]))
+    return found
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What a setting holds, one level down; of modules and tensors nothing."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, Tensor | nn.Module | type) or callable(value):
+        return ()
+    return getattr(value, "__dict__", {}).values()
+
+
+@contextmanager
+def watched(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
+    """While inside, notes each time that one of the attributes ``counts`` is read."""
+    reads: list[Count] = []
+    names: dict[str, list[str]] = {}
+    for path, name in counts:
+        names.setdefault(path, []).append(name)
+    with ExitStack() as undo:
+        for path, own in names.items():
+            module = layer.get_submodule(path)
+            undo.callback(setattr, module, "__class__", type(module))
+            module.__class__ = _watching(type(module), path, own, reads)
+        yield reads
+
+
+def _watching(
+    kind: type[nn.Module], path: str, names: Sequence[str], reads: list[Count]
+) -> type[nn.Module]:
+    """A class like ``kind`` whose attributes ``names`` say when they are read."""
+
+    def property_of(name: str) -> property:
+        def read(module: nn.Module) -> Any:
+            reads.append((path, name))
+            return vars(module)[name]
+
+        def write(module: nn.Module, value: Any) -> None:
+            reads.append((path, name))
+            vars(module)[name] = value
+
+        return property(read, write)
+
+    members: dict[str, Any] = {name: property_of(name) for name in names}
+    for key in ("__module__", "__qualname__", "__doc__"):
+        members[key] = getattr(kind, key)
+    made: type[nn.Module] = type(kind)(kind.__name__, (kind,), members)  # type: ignore[misc]
+    return made

@@ -1,0 +1,49 @@
+"""Names of ops: what they do, and the how manieth of their kind they are."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Iterable
+
+_NUMBERED = re.compile(r"(.+?)(?:_\d+)?")
+
+
+def base_name(name: str) -> str:
+    """A node's name without its number.
+
+    >>> base_name("linear_7"), base_name("linear"), base_name("relu_")
+    ('linear', 'linear', 'relu_')
+    """
+    found = _NUMBERED.fullmatch(name)
+    assert found is not None
+    return found[1]
+
+
+class Names:
+    """Numbers names in the order they are asked for.
+
+    >>> names = Names(["add_1"])
+    >>> [names.next(base) for base in ("add", "add", "pow", "add")]
+    ['add', 'add_1_', 'pow_1', 'add_2']
+    """
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._counts: dict[str, int] = {}
+
+    def take(self, name: str) -> str:
+        """``name``, with an underscore for each time that it is taken already."""
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+    def next(self, base: str) -> str:
+        """The next name of an op; as in ``torch.fx``, Python's own words start with a number."""
+        number = self._counts.get(base)
+        if number is None:
+            number = int(keyword.iskeyword(base) or hasattr(builtins, base))
+        self._counts[base] = number + 1
+        return self.take(f"{base}_{number}" if number else base)

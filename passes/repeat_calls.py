@@ -1,0 +1,253 @@
+"""While a model is exported: alike layers are run a few times, and then only named.
+
+Of each group of alike layers (``repeats``) the first two and the last are captured as ever,
+between two marks that say which values entered and which left. A layer between them that is
+called just as those were leaves a single op in the graph, ``autoparallel::repeat``, from the
+tensors it is called with to the tensors it would return; ``repeat_graph`` puts the nodes in
+its place. The code around the layers runs in full, with every layer's own number.
+
+Layers so named are empty while the export runs: they have no submodules and no parameters.
+Where one turns out to be called as no captured one was, or to read its own number, or to
+change anything, nothing may be said of it: it is captured, or where it is empty, there is a
+``RepeatError``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .call_effects import Result, call_key, call_result, state_of, watched
+from .repeats import Repeat
+
+if TYPE_CHECKING:
+    from .counter_random import counter_random
+
+REPEATS = ("autoparallel.repeat.default", "autoparallel.repeat_one.default")
+"""The ops that stand for a layer: of any number of results, and of one."""
+
+MARK = "autoparallel.mark.default"
+NUM_CAPTURED = 2
+"""So many layers of a kind are captured before one is named."""
+
+NUM_SHOWN = 3
+"""So many of a group are not hidden: the first may be called in a way of its own."""
+
+
+def _repeat(tensors: list[Tensor], call: int, made: str) -> list[Tensor]:
+    return [
+        torch.empty_strided(shape, stride, dtype=dtype, device=tensors[0].device)
+        for shape, stride, dtype in _forms(made)
+    ]
+
+
+def _repeat_one(tensors: list[Tensor], call: int, made: str) -> Tensor:
+    return _repeat(tensors, call, made)[0]
+
+
+@cache
+def _forms(made: str) -> list[tuple[list[int], list[int], torch.dtype]]:
+    return [(shape, stride, getattr(torch, name)) for shape, stride, name in json.loads(made)]
+
+
+def _mark(tensors: list[Tensor], call: int, entered: bool) -> Tensor:
+    return torch.empty(0, device=tensors[0].device)
+
+
+_OPS = {
+    "repeat(Tensor[] tensors, int call, str made) -> Tensor[]": _repeat,
+    "repeat_one(Tensor[] tensors, int call, str made) -> Tensor": _repeat_one,
+    "mark(Tensor[] tensors, int call, bool entered) -> Tensor": _mark,
+}
+_library: Any = torch.library.Library("autoparallel", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _function in _OPS.items():
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
+
+
+class RepeatError(Exception):
+    """Layers that looked alike cannot be captured as such.
+
+    ``is_hidden``: they may be if none is hidden.
+    """
+
+    def __init__(self, text: str, *, is_hidden: bool = False) -> None:
+        super().__init__(text)
+        self.is_hidden = is_hidden
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an alike layer. ``key`` is equal for calls that must do the same.
+
+    ``first_draw`` is the number of its first random call, ``draws`` how many there are. A call
+    that is neither captured nor named by another's ``result`` has none. A call that is named
+    says which captured call it is ``like``, and of which of its tensors it is given the
+    ``same``: its op in the graph takes the others only.
+    """
+
+    path: str
+    key: Any
+    is_captured: bool
+    first_draw: int
+    draws: int = 0
+    result: Result | None = None
+    like: int = -1
+    same: tuple[bool, ...] = ()
+
+
+_Value = tuple[Tensor, int]
+"""A tensor at one version: it may be written to."""
+
+
+@dataclass
+class _Kind:
+    """What is known of calls with one key. ``first`` is the number of the first, which was
+    ``given`` those tensors."""
+
+    captured: list[Call] = field(default_factory=list)
+    is_clean: bool = True
+    first: int = -1
+    given: tuple[_Value, ...] = ()
+
+
+class Repeats:
+    """The alike layers of one export, and their calls in order.
+
+    ``is_hidden``: those that are to be named are empty meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Repeat], *, is_hidden: bool) -> None:
+        self.calls: list[Call] = []
+        self.marks: list[Tensor] = []
+        self._model = model
+        self._groups = groups
+        self._is_hidden = is_hidden
+        self._kinds: dict[Any, _Kind] = {}
+        self._draws: counter_random | None = None
+        self._readers: set[int] = set()
+
+    def start(self, draws: counter_random) -> None:
+        """A forward begins, whose random calls ``draws`` counts."""
+        for held in (self.calls, self.marks, self._kinds, self._readers):
+            held.clear()
+        self._draws = draws
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While inside, calls of alike layers are captured or named."""
+        with ExitStack() as undo:
+            for number, group in enumerate(self._groups):
+                for place, path in enumerate(group.members):
+                    layer = self._model.get_submodule(path)
+                    is_last = place == len(group.members) - 1
+                    is_hidden = self._is_hidden and place >= NUM_SHOWN and not is_last
+                    forward = self._forward(number, path, layer, is_hidden=is_hidden)
+                    layer.forward = forward
+                    undo.callback(vars(layer).pop, "forward")
+                    if is_hidden:
+                        undo.callback(vars(layer).update, _hide(layer))
+            yield
+
+    def _forward(
+        self, number: int, path: str, layer: nn.Module, *, is_hidden: bool
+    ) -> Callable[..., Any]:
+        plain, group = layer.forward, self._groups[number]
+        may_name = path != group.members[-1]
+
+        @wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            flat, structure = tree_flatten((args, kwargs))
+            with torch._C.DisableTorchFunction():  # shapes are asked for, past all modes
+                key = (number, call_key(flat, structure))
+                given = tuple((each, each._version) for each in flat if isinstance(each, Tensor))
+            kind = self._kinds.setdefault(key, _Kind(is_clean=key[1] is not None))
+            usable = kind.is_clean and number not in self._readers
+            if may_name and usable and len(kind.captured) >= NUM_CAPTURED:
+                return self._name(path, key, kind, given)
+            if is_hidden:
+                raise RepeatError(f"{path} is called in a way of its own", is_hidden=usable)
+            if not usable:
+                return plain(*args, **kwargs)
+            call = Call(path, key, True, self._count)
+            if not kind.captured:
+                kind.first, kind.given = len(self.calls), given
+            with watched(layer, group.counts) as reads:
+                output = self._capture(call, layer, plain, args, kwargs)
+            if reads:
+                self._readers.add(number)
+                call.result = None
+            if call.result is None or any(not _equal(call, each) for each in kind.captured):
+                kind.is_clean = False
+            kind.captured.append(call)
+            return output
+
+        return forward
+
+    @property
+    def _count(self) -> int:
+        assert self._draws is not None
+        return self._draws.count
+
+    def _capture(
+        self, call: Call, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run the layer between two marks; a call that can be repeated gets a result."""
+        number, given = len(self.calls), _tensors((args, kwargs))
+        self.calls.append(call)
+        before = state_of(layer, args, kwargs)
+        self.marks.append(torch.ops.autoparallel.mark.default(given, number, True))
+        output = plain(*args, **kwargs)
+        made, result = call_result(output, given, layer)
+        if result is not None and state_of(layer, args, kwargs) == before:
+            self.marks.append(torch.ops.autoparallel.mark.default(made, number, False))
+            call.result, call.draws = result, self._count - call.first_draw
+        return output
+
+    def _name(self, path: str, key: Any, kind: _Kind, given: tuple[_Value, ...]) -> Any:
+        """What the layer would return, from one op that stands for it."""
+        assert self._draws is not None
+        result, draws = kind.captured[0].result, kind.captured[0].draws
+        assert result is not None
+        same = [
+            one is other and version == before
+            for (one, version), (other, before) in zip(given, kind.given, strict=True)
+        ]
+        same[0] = same[0] and not all(same)  # an op of no tensor would not be traced
+        number, call = len(self.calls), Call(path, key, False, self._count, draws, result)
+        call.like, call.same = kind.first, tuple(same)
+        self.calls.append(call)
+        self._draws.count += draws
+        others = [one for (one, _), is_same in zip(given, same, strict=True) if not is_same]
+        ops = torch.ops.autoparallel
+        if len(_forms(result.forms)) == 1:
+            made = [ops.repeat_one.default(others, number, result.forms)]
+        else:
+            made = ops.repeat.default(others, number, result.forms)
+        held = {"made": made, "given": [one for one, _ in given]}
+        leaves = [held[of][at] if of in held else at for of, at in result.leaves]
+        return tree_unflatten(leaves, result.structure)
+
+
+def _equal(one: Call, other: Call) -> bool:
+    return one.result == other.result and one.draws == other.draws
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [value for value in tree_flatten(tree)[0] if isinstance(value, Tensor)]
+
+
+def _hide(layer: nn.Module) -> dict[str, Any]:
+    """Make a layer empty; what it held."""
+    names = ("_modules", "_parameters", "_buffers")
+    held = {name: vars(layer)[name] for name in names}
+    vars(layer).update({name: {} for name in names})
+    return held
