@@ -13,6 +13,14 @@ from itertools import product
 
 from .graph import Graph, Node, TensorSpec
 from .layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
+from .positions import (
+    Dims,
+    by_entries,
+    features_only,
+    position_dims,
+    positions_where_whole,
+    splits,
+)
 from .prices import Prices
 from .strategy import AxisStrategy, InnerCollective, NodeLayout, combine, keeps_groups
 
@@ -34,11 +42,16 @@ class Restriction:
     On an axis of ``split_batch`` every value that counts the batch is split along it and
     parameters are replicated. On one of ``split_parameters`` no value is split along the
     batch and every parameter of two or more dimensions that the axis divides is split, and
-    used split where an op can.
+    used split where an op can; ``sequence_parallel`` says whether values outside such ops are
+    split along positions there, as in Megatron-LM with and without sequence parallelism (None
+    leaves it to the solver). On one of ``split_positions`` every value that counts positions
+    is split along them and parameters are replicated (context parallelism).
     """
 
     split_batch: tuple[int, ...] = ()
     split_parameters: tuple[int, ...] = ()
+    sequence_parallel: bool | None = None
+    split_positions: tuple[int, ...] = ()
 
 
 def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
@@ -108,8 +121,50 @@ def _axis_strategies(
     if axis in restriction.split_batch and graph.batch_dims:
         return _batch_split(node, graph, strategies)
     if axis in restriction.split_parameters:
-        return _parameters_split(node, graph, _batch_whole(node, graph, strategies))
+        fitting = _batch_whole(node, graph, strategies)
+        if restriction.sequence_parallel is None:
+            return _parameters_split(node, graph, fitting)
+        return _as_megatron(node, graph, fitting, _dims(graph, size, prices), restriction)
+    if axis in restriction.split_positions:
+        whole = _batch_whole(node, graph, strategies)
+        return _positions_split(node, whole, _dims(graph, size, prices))
     return strategies
+
+
+def _dims(graph: Graph, size: int, prices: Prices) -> Dims:
+    """The dimensions of rows and positions, made once per graph and size of an axis."""
+    key = ("positions", size, graph.batch_size)
+    found: Dims | None = prices.cache.get(key)
+    if found is None:
+        found = position_dims(graph, lambda node: _strategies(node, graph, size, prices))
+        prices.cache[key] = found
+    return found
+
+
+def _as_megatron(
+    node: Node,
+    graph: Graph,
+    strategies: tuple[AxisStrategy, ...],
+    dims: Dims,
+    restriction: Restriction,
+) -> tuple[AxisStrategy, ...]:
+    """Weights split and used split, tables of the batch by entries, positions as restricted."""
+    if restriction.sequence_parallel:
+        fitting = positions_where_whole(node, strategies, dims)
+    else:
+        fitting = features_only(node, strategies, dims)
+    return by_entries(node, _parameters_split(node, graph, fitting), dims)
+
+
+def _positions_split(
+    node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split what they make along positions, or else use nothing split."""
+    fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
+    making = tuple(
+        strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)
+    )
+    return making or fitting or features_only(node, strategies, dims)
 
 
 def _batch_split(
@@ -186,15 +241,22 @@ def _divides(
 
 
 def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[Layout, ...]:
-    """The layouts a parameter may be held in: split or replicated on each axis."""
+    """The layouts a parameter may be held in: split or replicated on each axis.
+
+    Where positions stay whole (``sequence_parallel`` False) its gradient is the same on all
+    ranks of the axis, so it may be ``I``.
+    """
     shape = node.spec.shape
+    same = INVARIANT if restriction.sequence_parallel is False else REPLICATE
     options: list[list[Placement]] = []
     for axis, size in enumerate(prices.mesh.shape):
         splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
-        if axis in restriction.split_batch or size == 1:
+        if axis in (*restriction.split_batch, *restriction.split_positions) or size == 1:
             options.append([REPLICATE])
         elif axis in restriction.split_parameters and len(shape) >= 2 and splits:
             options.append(list(splits))
+        elif axis in restriction.split_parameters:
+            options.append([*splits, same])
         else:
             options.append([*splits, REPLICATE])
     return tuple(

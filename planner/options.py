@@ -17,14 +17,16 @@ from .request import Forced, Request, divisors
 def check_degrees(forced: Forced, cluster: Cluster) -> None:
     """Raises ``UsageError`` where the forced degrees cannot use every device exactly once."""
     degrees = {
-        name: value for name in ("dp", "tp", "pp") if (value := getattr(forced, name)) is not None
+        name: value
+        for name in ("dp", "tp", "pp", "cp")
+        if (value := getattr(forced, name)) is not None
     }
     product = 1
     for value in degrees.values():
         product *= value
     total = cluster.num_devices
     said = " × ".join(f"{name}={value}" for name, value in degrees.items())
-    if len(degrees) == 3 and product != total:
+    if {"dp", "tp", "pp"} <= set(degrees) and product != total:
         raise UsageError(
             "AP127",
             f"{said} is {product} devices, the cluster has {total}",
@@ -35,10 +37,6 @@ def check_degrees(forced: Forced, cluster: Cluster) -> None:
             "AP127",
             f"{said} does not divide the cluster's {total} devices",
             fix=f"degrees whose product divides {total}: {', '.join(map(str, divisors(total)))}",
-        )
-    if forced.recompute == "selective":
-        raise UsageError(
-            "AP126", "selective recomputation is not planned", fix="recompute=full or none"
         )
 
 
@@ -114,5 +112,6 @@ def stage_numbers(request: Request, cluster: Cluster, num_blocks: int) -> tuple[
         )
     if forced is not None:
         return (forced,)
-    most = cluster.num_devices // ((request.forced.dp or 1) * (request.forced.tp or 1))
+    asked = request.forced
+    most = cluster.num_devices // ((asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1))
     return tuple(range(1, min(most, num_blocks) + 1))

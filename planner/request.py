@@ -19,7 +19,9 @@ class Forced:
     ``dp=k``: a mesh axis "dp" of size k that splits the batch and replicates parameters.
     ``tp=k``: a mesh axis "tp" of size k that does not split the batch of the inputs and
     splits, and computes split with, every parameter of two or more dimensions that it
-    divides. ``pp=k``: k stages.
+    divides. ``pp=k``: k stages. ``cp=k``: a mesh axis "cp" of size k that splits positions.
+    ``sequence_parallel``: whether values between the split parameters of "tp" are split along
+    positions (True), whole (False), or as the solver finds (None).
     """
 
     dp: int | None = None
@@ -29,9 +31,11 @@ class Forced:
     recompute: Recompute | None = None
     schedule: str | None = None
     num_microbatches: int | None = None
+    cp: int | None = None
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "num_microbatches"):
+        for name in ("dp", "tp", "pp", "cp", "num_microbatches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")

@@ -1,0 +1,228 @@
+"""``published_runs.csv``: what its cells say, as configurations.
+
+In: a row. Out: a ``Run``. Texts that say nothing that can be priced raise with the reason:
+accelerators without a preset, fp8, sharding found by another planner, offloading, schedules
+that are not built, missing cells.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner.configuration import Configuration
+from autoparallel.planner.plan import Recompute
+from autoparallel.planner.schedules import SCHEDULES
+
+from .clusters import make_cluster
+from .models import Family, Kernels, Shape
+from .sources import CUDNN_ATTENTION
+from .tables import (
+    Row,
+    Run,
+    UnusableRowError,
+    check_degrees,
+    half_policy,
+    measured,
+    microbatches,
+    number,
+    padded,
+)
+
+GIB = 2**30
+STEP_METRICS = ("iter_time_s", "tokens/s", "TFLOPs/GPU", "samples/s")
+
+
+def published(row: Row, line: int) -> Run:
+    """The run of a row."""
+    metric = row.get("measured_metric", "")
+    if not metric.startswith(STEP_METRICS):
+        raise UnusableRowError(f"{metric or 'no figure'} is not the time of a step")
+    assumed: list[str] = []
+    cluster, missing = _cluster(
+        row.get("gpu_type", ""), number(row, "n_gpus"),
+        number(row, "gpus_per_node", default=8), row.get("interconnect", ""),
+        row.get("attention_impl", ""),
+    )  # fmt: skip
+    assumed += missing
+    configuration = _configuration(row, assumed)
+    shape = _shape(row, configuration.tp, assumed)
+    schedule, chunks = _schedule(row, configuration, shape.layers, assumed)
+    configuration = replace(configuration, schedule=schedule, num_chunks=chunks, depth=shape.layers)
+    check_degrees(shape, configuration, cluster.num_devices)
+    is_oom = "OOM" in row.get("measured_value", "")
+    memory = row.get("peak_memory_gib", "")
+    return Run(
+        row.get("row_id") or f"line {line}",
+        row.get("source", ""),
+        shape,
+        cluster,
+        configuration,
+        None if is_oom else measured(row.get("derived_iter_time_s", ""), "derived_iter_time_s"),
+        measured(memory, "peak_memory_gib") * GIB if memory and not is_oom else None,
+        is_oom,
+        row.get("quality") or "A",
+        assumed=tuple(assumed),
+    )
+
+
+@cache
+def _cluster(
+    gpu: str, num_devices: int, per_host: int, interconnect: str, attention: str
+) -> tuple[Cluster, tuple[str, ...]]:
+    cluster, missing = make_cluster(gpu, num_devices, per_host, interconnect)
+    if "cuDNN" in attention and gpu.startswith("H"):
+        cluster = CUDNN_ATTENTION.seen(cluster)
+    return cluster, missing
+
+
+def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
+    hidden, heads = number(row, "hidden"), number(row, "heads")
+    ffn = number(row, "ffn", default=4 * hidden)
+    kv_heads = number(row, "kv_heads", default=heads)
+    if "not stated" in row.get("vocab", ""):
+        assumed.append("vocab")
+        vocab = 51200
+    else:
+        vocab = number(row, "vocab")
+    family = _family(row.get("model", ""), hidden, ffn)
+    attention = _attention(row, family, assumed)
+    dropped = family == "gpt" and attention == "unfused" and "ALiBi" not in row["attention_impl"]
+    if kv_heads < tp and tp % kv_heads == 0:
+        kv_heads = tp
+    return Shape(
+        family, hidden, heads, kv_heads, ffn, number(row, "layers"), number(row, "seq_len"),
+        padded(vocab, tp), attention, 0.1 if dropped else 0.0, _fuses(row), family == "gpt",
+    )  # fmt: skip
+
+
+def _fuses(row: Row) -> bool:
+    """Whether rotary positions and the activation are single kernels."""
+    return "TransformerEngine" in row["attention_impl"] or "torch.compile" in row["precision"]
+
+
+def _family(model: str, hidden: int, ffn: int) -> Family:
+    name = model.lower()
+    if "llama" in name:
+        return "llama"
+    if "nemotron" in name:
+        return "nemotron"
+    if "amoeba" in name or "resnet" in name or "moe" in name:
+        raise UnusableRowError(f"{model} is not a dense decoder")
+    return "gpt" if ffn == 4 * hidden else "llama"
+
+
+def _attention(row: Row, family: Family, assumed: list[str]) -> Kernels:
+    """As stated; else as Megatron-LM has GPTs by default, unfused, and others use flash."""
+    text = row.get("attention_impl", "").lower()
+    if "unfused" in text:
+        return "unfused"
+    if "flash" in text or "fused" in text:
+        return "flash"
+    assumed.append("attention")
+    return "unfused" if family == "gpt" else "flash"
+
+
+def _configuration(row: Row, assumed: list[str]) -> Configuration:
+    """Degrees, batch, precision, ZeRO and recomputation; the schedule comes after."""
+    dp, tp, pp, cp = (number(row, name) for name in ("dp", "tp", "pp", "cp"))
+    rows = number(row, "micro_batch")
+    zero = _zero(row)
+    return Configuration(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        zero=zero,
+        recompute=_recompute(row, assumed),
+        microbatch_size=rows * dp,
+        num_microbatches=microbatches(number(row, "global_batch_seqs"), dp, rows),
+        overlap=_overlaps(row, zero),
+        sequence_parallel=_sequence_parallel(row, tp),
+        precision="bf16",
+        policy=half_policy(_gradient_bytes(row)),
+    )
+
+
+def _gradient_bytes(row: Row) -> int:
+    """Bytes of a gradient that is kept and reduced: float32 in Megatron-LM's and FSDP's bf16."""
+    text = row.get("precision", "").lower()
+    if "fp8" in text or "float8" in text:
+        raise UnusableRowError("products in 8 bits are not priced")
+    if not text or text.startswith(("not stated", "fp32")):
+        raise UnusableRowError(f"precision {text!r} is not mixed half precision")
+    return 4 if "bf16" in text and "fp16/bf16" not in text else 2
+
+
+def _zero(row: Row) -> int:
+    text = row.get("zero_stage/fsdp", "")
+    if any(word in text for word in ("auto", "ILP", "offload", "HSDP", "replicate across")):
+        raise UnusableRowError(f"sharding {text!r}")
+    stage = re.search(r"ZeRO-(\d)", text)
+    if text.startswith("not stated") or not text or text == "n/a":
+        raise UnusableRowError(f"sharding {text or 'is missing'!r}")
+    if stage:
+        return int(stage[1])
+    if "FULL_SHARD" in text:
+        return 3
+    if "distributed optimizer" in text:
+        return 1
+    if text.startswith("0"):
+        return 0
+    raise UnusableRowError(f"sharding {text!r}")
+
+
+def _overlaps(row: Row, zero: int) -> bool:
+    """Whether gradients and parameters travel while others compute: FSDP, or where stated."""
+    text = row.get("zero_stage/fsdp", "")
+    return zero >= 2 or "overlap" in text
+
+
+def _recompute(row: Row, assumed: list[str]) -> Recompute:
+    text = row.get("recompute", "")
+    if text.startswith("full"):
+        return "full"
+    if text.startswith("none"):
+        return "none"
+    if "default none" in text:
+        assumed.append("recompute")
+        return "none"
+    if text.startswith("selective (attention core)") or text == "selective + sequence parallel":
+        return "selective"
+    raise UnusableRowError(f"recomputation {text or 'is missing'!r}")
+
+
+def _sequence_parallel(row: Row, tp: int) -> bool | None:
+    """As stated; else on with TransformerEngine or DTensor, as their recipes have it, else off."""
+    if tp == 1:
+        return None
+    text = " ".join(row.get(name, "") for name in ("recompute", "notes", "attention_impl"))
+    if re.search(r"no sequence parallel|no SP\b", text):
+        return False
+    if "sequence parallel" in row.get("recompute", ""):
+        return True
+    return "TransformerEngine" in text or "SDPA" in text
+
+
+def _schedule(row: Row, own: Configuration, layers: int, assumed: list[str]) -> tuple[str, int]:
+    """The schedule's name and the chunks of a rank."""
+    text = row.get("schedule", "")
+    if own.pp == 1:
+        return "1f1b", 1
+    chunks = re.search(r"\bv=(\d+)", text)
+    if "interleaved" in text and "1 layer per chunk" in text:
+        return "interleaved-1f1b", max(1, layers // own.pp)
+    if "interleaved" in text and chunks:
+        return "interleaved-1f1b", int(chunks[1])
+    if text.startswith("1F1B"):
+        if "not stated" in text:
+            assumed.append("schedule")
+        return "1f1b", 1
+    if text.startswith("GPipe"):
+        return "gpipe", 1
+    name = text.split(" ")[0].lower().rstrip(",;")
+    if name in SCHEDULES:
+        return name, 1
+    raise UnusableRowError(f"schedule {text or 'is missing'!r}")

@@ -1,0 +1,89 @@
+"""Which dimensions of every tensor count what the inputs count: rows and positions.
+
+In: a graph, the strategies of its ops. Out: per value the dimensions that descend from a
+dimension of an input of the batch. A dimension descends from another where some strategy of
+the op between them splits both: ``linear: "*b i, o i -> *b o"`` carries the dims of ``*b`` and
+makes a new one, ``o``. What is left are the features: heads, hidden units, vocabulary.
+
+Tensor parallelism as Megatron-LM has it splits features alone; its sequence parallelism
+splits what lies between two tensor-parallel regions along positions (Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from .graph import Graph, Node, Ref
+from .strategy import AxisStrategy
+
+Dims = Mapping[Ref, frozenset[int]]
+Strategies = Callable[[Node], tuple[AxisStrategy, ...]]
+
+
+def position_dims(graph: Graph, strategies: Strategies) -> Dims:
+    """For each value that depends on the batch its dimensions of rows and positions."""
+    found: dict[Ref, frozenset[int]] = {
+        Ref(node.name): frozenset(range(len(node.spec.shape))) for node in graph.inputs
+    }
+    for node in graph:
+        refs = node.inputs
+        if node.kind != "op" or not any(found.get(ref) for ref in refs):
+            continue
+        for index in range(len(node.outputs)):
+            found[Ref(node.name, index)] = frozenset(
+                strategy.outputs[index].dim
+                for strategy in strategies(node)
+                if strategy.outputs[index].is_shard and _follows(strategy, refs, found)
+            )
+    return found
+
+
+def _follows(strategy: AxisStrategy, refs: Sequence[Ref], dims: Dims) -> bool:
+    """Whether an input is split along one of its dimensions of rows or positions."""
+    return any(
+        placement.is_shard and placement.dim in dims.get(ref, ())
+        for ref, placement in zip(refs, strategy.inputs, strict=True)
+    )
+
+
+def features_only(
+    node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split no tensor along rows or positions, if there are any."""
+    fitting = tuple(strategy for strategy in strategies if not splits(node, strategy, dims))
+    return fitting or strategies
+
+
+def positions_where_whole(
+    node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
+) -> tuple[AxisStrategy, ...]:
+    """Without the strategies on whole tensors, if one along positions can stand for them."""
+    if not any(splits(node, strategy, dims) for strategy in strategies):
+        return strategies
+    return tuple(strategy for strategy in strategies if strategy.label not in ("I", "R"))
+
+
+def splits(node: Node, strategy: AxisStrategy, dims: Dims) -> bool:
+    """Whether a strategy splits a value that it reads or makes along rows or positions."""
+    made = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
+    return any(
+        placement.is_shard and placement.dim in dims.get(ref, ())
+        for ref, placement in zip(
+            (*node.inputs, *made), (*strategy.inputs, *strategy.outputs), strict=True
+        )
+    )
+
+
+def by_entries(
+    node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
+) -> tuple[AxisStrategy, ...]:
+    """Of an embedding of the batch, the strategies that split its table by entries."""
+    if not node.op.startswith("aten.embedding.") or not dims.get(node.inputs[1]):
+        return strategies
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if strategy.inputs[0].is_shard and strategy.inputs[0].dim == 0
+    )
+    return fitting or strategies

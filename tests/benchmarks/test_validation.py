@@ -1,0 +1,130 @@
+"""``benchmarks/validation``: what it reports of small files of measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.validation.pricing import Result
+from benchmarks.validation.run import DATA, TABLES, Report, main, report
+from benchmarks.validation.run import Pricer as PricerOfRuns
+from benchmarks.validation.scores import kendall_tau, regrets, score
+from benchmarks.validation.tables import Run, Skipped, padded, read
+from benchmarks.validation.vtrain import single_node
+
+HEADER = (
+    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
+    "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
+)
+GROUP = ("2,8,2,256,4,6,128,1,2,1,30", "2,8,4,256,4,6,128,2,1,1,20", "2,8,1,256,4,6,128,1,1,2,40")
+BAD = {
+    "2,8,2,256,4,6,128,1,1,1,30": "is not 2 devices",
+    "2,8,3,256,4,6,128,1,2,1,30": "is not dp 2 × micro-batches of 3",
+    "2,8,2,256,4,6,128,,2,1,30": "tensor parallelism is ''",
+    "2,8,2,256,4,6,128,1,2,1,OOM": "iteration time is 'OOM'",
+    "6,8,2,252,4,6,128,3,2,1,30": "tp 3 does not divide 4 heads",
+}
+RUNS_HEADER = (DATA / "published_runs.csv").read_text(encoding="utf-8").splitlines()[0]
+FIGURES = (
+    "n", "mean_abs_error", "median_abs_error", "mean_regret", "worst_regret", "oom_right", "rows",
+)  # fmt: skip
+
+
+def write(folder: Path, lines: tuple[str, ...], header: str = HEADER) -> Path:
+    path = folder / "rows.csv"
+    path.write_text("\n".join((header, *lines)) + "\n", encoding="utf-8")
+    return path
+
+
+def result(run: Run, seconds: float) -> Result:
+    return Result(run, seconds, 0.0, True)
+
+
+def runs_of(folder: Path, lines: tuple[str, ...]) -> list[Run]:
+    return [each for each in read(write(folder, lines), single_node) if isinstance(each, Run)]
+
+
+def test_the_json_has_the_figures_and_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, (*GROUP, *BAD))
+    assert main(["--vtrain-single", str(path), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert list(found) == ["vtrain_single"]
+    own = found["vtrain_single"]
+    assert set(FIGURES) <= set(own)
+    assert (own["n"], own["skipped"], len(own["rows"])) == (3, len(BAD), 3 + len(BAD))
+    assert [row["measured_seconds"] for row in own["rows"][:3]] == [0.03, 0.02, 0.04]
+    errors = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1)
+              for row in own["rows"][:3]]  # fmt: skip
+    assert own["mean_abs_error"] == pytest.approx(sum(errors) / 3)
+    assert own["median_abs_error"] == pytest.approx(sorted(errors)[1])
+    chosen = min(own["rows"][:3], key=lambda row: row["predicted_seconds"])
+    assert own["mean_regret"] == pytest.approx(chosen["measured_seconds"] / 0.02 - 1)
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD.items(), ids=list(BAD.values()))
+def test_a_row_that_cannot_be_priced_says_why(tmp_path: Path, line: str, reason: str) -> None:
+    (found,) = read(write(tmp_path, (line,)), single_node)
+    assert isinstance(found, Skipped)
+    assert reason in found.reason
+
+
+def test_regret_is_what_the_choice_loses_to_the_best_measured(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, GROUP)
+    right = [result(run, seconds) for run, seconds in zip(runs, (3.0, 1.0, 4.0), strict=True)]
+    wrong = [result(run, seconds) for run, seconds in zip(runs, (1.0, 3.0, 4.0), strict=True)]
+    assert list(regrets(right).values()) == [0.0]
+    assert list(regrets(wrong).values()) == [pytest.approx(0.5)]
+    assert regrets(wrong[:1]) == {}, "one configuration is no choice"
+    assert list(regrets(wrong[::2], runs).values()) == [pytest.approx(0.5)], "20 ms was there"
+
+
+def test_order_and_verdicts_are_counted(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, GROUP)
+    found = [result(run, seconds) for run, seconds in zip(runs, (3.0, 1.0, 4.0), strict=True)]
+    assert kendall_tau(found) == 1.0
+    found[1] = result(runs[1], 3.5)
+    assert kendall_tau(found) == pytest.approx(1 / 3)
+    assert (score(found).fit_right, score(found).oom_rows) == (3, 0)
+
+
+def test_a_published_run_out_of_memory_is_judged_by_whether_it_fits(tmp_path: Path) -> None:
+    cells = dict.fromkeys(RUNS_HEADER.split(","), "")
+    cells |= {
+        "source": "handmade", "model": "GPT", "layers": "4", "hidden": "256", "heads": "4",
+        "vocab": "1000", "seq_len": "128", "gpu_type": "A100-80GB-SXM4", "n_gpus": "2",
+        "gpus_per_node": "8", "interconnect": "NVLink3", "global_batch_seqs": "8",
+        "micro_batch": "2", "dp": "2", "tp": "1", "pp": "1", "cp": "1", "zero_stage/fsdp": "ZeRO-3",
+        "recompute": "full", "schedule": "no pipeline", "precision": "fp16",
+        "attention_impl": "unfused", "measured_metric": "iter_time_s", "quality": "A",
+    }  # fmt: skip
+    rows = [
+        {**cells, "row_id": "ran", "measured_value": "0.1", "derived_iter_time_s": "0.1"},
+        {**cells, "row_id": "oom", "measured_value": "OOM"},
+        {**cells, "row_id": "tpu", "gpu_type": "TPUv3 core 16GB"},
+        {**cells, "row_id": "fp8", "precision": "fp8", "quality": "B"},
+    ]
+    path = write(tmp_path, tuple(",".join(row.values()) for row in rows), RUNS_HEADER)
+    found: Report = report(TABLES[2], path, PricerOfRuns())
+    own = found.headline
+    assert (own.n, own.skipped, own.oom_rows, own.oom_right, own.fit_right) == (1, 1, 1, 0, 1)
+    reasons = {each.name: each.reason for each in found.results if isinstance(each, Skipped)}
+    assert set(reasons) == {"tpu", "fp8"}
+    assert "TPU" in reasons["tpu"]
+    assert "8 bits" in reasons["fp8"]
+
+
+def test_the_copied_measurements_are_read() -> None:
+    single = read(DATA / "vtrain_a100_single_node.csv", single_node)
+    assert len(single) == 900
+    assert all(isinstance(each, Run) for each in single)
+    assert len({each.group for each in single if isinstance(each, Run)}) == 90
+
+
+def test_the_vocabulary_is_padded_as_megatron_pads_it() -> None:
+    assert padded(51200, 8) == 51200
+    assert padded(50257, 1) == 50304
