@@ -48,6 +48,7 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     flops: Callable[..., float] | None = None,
+    saved_bytes: Callable[..., float] | None = None,
 ) -> Callable[[Any], Any]:
     """Say how an op's dimensions correspond, so that plans may split it.
 
@@ -67,7 +68,9 @@ def register_op(
     without a type are tensors, or of their default's type. ``fake`` (default: from the
     annotation) makes empty outputs of the right shape; ``backward`` and ``setup_context``
     are those of ``torch.library.register_autograd`` (default: the function is run again,
-    and differentiated as it is written). ``flops`` estimates the forward from the input shapes.
+    and differentiated as it is written). ``flops`` estimates the forward from the input shapes,
+    ``saved_bytes`` what its ``backward`` reads of its own (a mask) where it reads no input;
+    without it every input is counted as kept.
 
     Raises UsageError AP160 where the annotation cannot be read, AP161 where it does not fit
     the function, AP163 where another function has the name.
@@ -77,7 +80,7 @@ def register_op(
     def mark(thing: Any) -> Any:
         found = existing_op(thing)
         if found is not None:
-            _RULES[found] = OpRule(annotation, flops)
+            _RULES[found] = OpRule(annotation, flops, saved_bytes)
             return thing
         if isinstance(thing, type) and issubclass(thing, torch.nn.Module):
             setattr(thing, ANNOTATION, annotation)
@@ -87,7 +90,7 @@ def register_op(
             raise _misfit(annotation, f"{thing!r} is no op, function or autograd.Function")
         maker = _Maker(thing, is_class, pattern, annotation, fake)
         op = maker.make(name, backward, setup_context)
-        _RULES[op.path] = OpRule(annotation, flops)
+        _RULES[op.path] = OpRule(annotation, flops, saved_bytes)
         if is_class:
             thing.apply = op
             return thing

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cost_model.cluster import Cluster, Link
+from ..cost_model.cluster import Cluster, Device, Link
+from ..cost_model.compute import op_seconds
 from ..cost_model.memory import PrecisionPolicy, state_bytes
 from ..cost_model.stage_costs import Overlap
 from ..cost_model.timeline import Timeline
@@ -51,15 +52,26 @@ class Program:
 
     ``message_seconds``: to start a transfer between stages, besides the link's own.
     ``loss_seconds``: of the host on the last stage per micro-batch, half in each direction,
-    for a loss in more kernels than one.
+    for a loss in more kernels than one. ``second_gradients``: bytes of gradients held besides
+    those that are reduced, over the latter's (half-precision ones that are added to float32).
+    ``accumulation``: bytes that adding a micro-batch's gradients to those before moves, over
+    the gradients' own (two read, one written: 3), where no product does so as it ends.
     """
 
     message_seconds: float = 0.0
     loss_seconds: float = 0.0
+    second_gradients: float = 0.0
+    accumulation: float = 0.0
 
-    def around(self, cost: StageCost, *, is_first: bool, is_last: bool) -> StageCost:
+    def around(
+        self, cost: StageCost, device: Device, *, is_first: bool, is_last: bool
+    ) -> StageCost:
         """A stage's cost with them."""
         seconds, (forward, backward) = cost.seconds, cost.receive_seconds
+        if self.accumulation:
+            moved = self.accumulation * cost.memory_bytes["gradients"]
+            added = op_seconds(device, "elementwise", 0.0, moved, "bfloat16")
+            seconds = seconds._replace(backward_compute=seconds.backward_compute + added)
         if is_last and self.loss_seconds:
             half = self.loss_seconds / 2
             seconds = seconds._replace(
@@ -70,7 +82,10 @@ class Program:
             )
         if not is_first:
             forward, backward = forward + self.message_seconds, backward + self.message_seconds
-        return replace(cost, seconds=seconds, receive_seconds=(forward, backward))
+        gradients = cost.memory_bytes["gradients"] * (1 + self.second_gradients)
+        memory = {**cost.memory_bytes, "gradients": gradients}
+        received = (forward, backward)
+        return replace(cost, seconds=seconds, receive_seconds=received, memory_bytes=memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +232,10 @@ def price(
     runs = stage_runs(work.structure, _layers(configuration, work.structure))
     costs = tuple(
         configuration.program.around(
-            work.stage(stage, run), is_first=stage == 0, is_last=stage == len(runs) - 1
+            work.stage(stage, run),
+            cluster.hosts[0].device,
+            is_first=stage == 0,
+            is_last=stage == len(runs) - 1,
         )
         for stage, run in enumerate(runs)
     )

@@ -56,11 +56,13 @@ class OpRule:
     """How an op that the user registered can be split; it travels with the op's nodes.
 
     ``annotation`` is in the grammar of ``planner.rules.annotation``. ``flops`` gives the
-    forward's from the (local) shapes of the input tensors.
+    forward's from the (local) shapes of the input tensors; ``saved_bytes`` what the backward
+    reads of its own (masks, statistics), from the same, where it reads no input.
     """
 
     annotation: str
     flops: Callable[..., float] | None = None
+    saved_bytes: Callable[..., float] | None = None
 
 
 NodeKind = Literal["input", "parameter", "buffer", "constant", "op"]

@@ -19,7 +19,9 @@ kernel would be: one pass over memory, as torch's on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -59,13 +61,18 @@ class Shape:
         return self.hidden // self.heads
 
 
-@register_op("* -> *", name="validation_dropout")
+def mask_bytes(shape: Sequence[int], *_others: Sequence[int]) -> int:
+    """Dropout's mask: one byte per element."""
+    return prod(shape)
+
+
+@register_op("* -> *", name="validation_dropout", saved_bytes=mask_bytes)
 def fused_dropout(x: Tensor, probability: float) -> Tensor:
     """Dropout in one kernel."""
     return F.dropout(x, probability)
 
 
-@register_op("*b _ + _ + *b _ -> *b _", name="validation_bias_dropout_add")
+@register_op("*b _ + _ + *b _ -> *b _", name="validation_bias_dropout_add", saved_bytes=mask_bytes)
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, probability: float) -> Tensor:
     """What follows a row-parallel product in Megatron-LM, in one kernel, on whole features."""
     return residual + F.dropout(x + bias, probability)

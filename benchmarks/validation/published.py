@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import cache
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.planner.configuration import Configuration
+from autoparallel.planner.configuration import Configuration, Program
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.schedules import SCHEDULES
 
 from .clusters import make_cluster
 from .models import Family, Kernels, Shape
-from .sources import CUDNN_ATTENTION
+from .sources import ACCUMULATING, BF16_OPTIMIZER, CUDNN_ATTENTION
 from .tables import (
     Row,
     Run,
@@ -50,7 +50,10 @@ def published(row: Row, line: int) -> Run:
     configuration = _configuration(row, assumed)
     shape = _shape(row, configuration.tp, assumed)
     schedule, chunks = _schedule(row, configuration, shape.layers, assumed)
-    configuration = replace(configuration, schedule=schedule, num_chunks=chunks, depth=shape.layers)
+    configuration = replace(
+        configuration, schedule=schedule, num_chunks=chunks, depth=shape.layers,
+        layers=_uneven(row, configuration.pp * chunks, shape.layers),
+    )  # fmt: skip
     check_degrees(shape, configuration, cluster.num_devices)
     is_oom = "OOM" in row.get("measured_value", "")
     memory = row.get("peak_memory_gib", "")
@@ -130,6 +133,7 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
     dp, tp, pp, cp = (number(row, name) for name in ("dp", "tp", "pp", "cp"))
     rows = number(row, "micro_batch")
     zero = _zero(row)
+    num_microbatches = microbatches(number(row, "global_batch_seqs"), dp, rows)
     return Configuration(
         dp=dp,
         tp=tp,
@@ -138,11 +142,12 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         zero=zero,
         recompute=_recompute(row, assumed),
         microbatch_size=rows * dp,
-        num_microbatches=microbatches(number(row, "global_batch_seqs"), dp, rows),
+        num_microbatches=num_microbatches,
         overlap=_overlaps(row, zero),
         sequence_parallel=_sequence_parallel(row, tp),
         precision="bf16",
         policy=half_policy(_gradient_bytes(row)),
+        program=_program(row, num_microbatches),
     )
 
 
@@ -180,6 +185,16 @@ def _overlaps(row: Row, zero: int) -> bool:
     return zero >= 2 or "overlap" in text
 
 
+def _program(row: Row, num_microbatches: int) -> Program:
+    """How gradients are accumulated, where they are: DeepSpeed's, and Megatron-LM's of 2021."""
+    if num_microbatches == 1:
+        return Program()
+    if "BF16_Optimizer" in row["zero_stage/fsdp"]:
+        return BF16_OPTIMIZER
+    is_unfused = "DeepSpeed" in row["zero_stage/fsdp"] or "SC21" in row["source"]
+    return ACCUMULATING if is_unfused else Program()
+
+
 def _recompute(row: Row, assumed: list[str]) -> Recompute:
     text = row.get("recompute", "")
     if text.startswith("full"):
@@ -213,7 +228,7 @@ def _schedule(row: Row, own: Configuration, layers: int, assumed: list[str]) -> 
         return "1f1b", 1
     chunks = re.search(r"\bv=(\d+)", text)
     if "interleaved" in text and "1 layer per chunk" in text:
-        return "interleaved-1f1b", max(1, layers // own.pp)
+        return "interleaved-1f1b", -(-layers // own.pp)
     if "interleaved" in text and chunks:
         return "interleaved-1f1b", int(chunks[1])
     if text.startswith("1F1B"):
@@ -226,3 +241,10 @@ def _schedule(row: Row, own: Configuration, layers: int, assumed: list[str]) -> 
     if name in SCHEDULES:
         return name, 1
     raise UnusableRowError(f"schedule {text or 'is missing'!r}")
+
+
+def _uneven(row: Row, stages: int, layers: int) -> tuple[int, ...] | None:
+    """Chunks of one layer, of which the ends have none: they have the embedding and the head."""
+    if "1 layer per chunk" not in row.get("schedule", "") or stages - layers != 2:
+        return None
+    return (0, *(1,) * layers, 0)

@@ -65,5 +65,19 @@ CUDNN_ATTENTION = Source("cuDNN's fused attention on Hopper", attention=0.5)
 """The preset's figure is PyTorch's FlashAttention-2 kernel; cuDNN's is made for Hopper. Chosen on
 Llama 8B and Nemotron 15B in bfloat16 (NVIDIA/dgxc-benchmarking@v25.02)."""
 
-VTRAIN_MULTI = Source("VIA-Research/vTrain validation data, multi node (MIT)", start_seconds=45e-6)
+VTRAIN_MULTI = Source(
+    "VIA-Research/vTrain validation data, multi node (MIT)",
+    start_seconds=45e-6,
+    program=Program(accumulation=3.0),
+)
 """Whole iterations of a running job; an all-reduce waits for the last of its ranks."""
+
+ACCUMULATING = Program(accumulation=3.0)
+"""Gradients of a micro-batch are added to those before by kernels of their own, as autograd and
+Megatron-LM did before it fused that into the products (2022)."""
+
+BF16_OPTIMIZER = Program(second_gradients=0.5, accumulation=4.5)
+"""DeepSpeed's BF16_Optimizer: float32 gradients of all parameters of a rank, and besides them the
+bfloat16 ones of the last backward until the next begins; these are cast (2 bytes read, 4
+written) and added (8 read, 4 written) after every backward: 18 bytes for 4
+(deepspeed/runtime/bf16_optimizer.py, update_hp_grads)."""

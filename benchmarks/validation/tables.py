@@ -128,7 +128,7 @@ def check_degrees(shape: Shape, own: Configuration, num_devices: int) -> None:
         )
     if shape.heads % own.tp or shape.hidden % shape.heads or shape.ffn % own.tp:
         raise UnusableRowError(f"tp {own.tp} does not divide {shape.heads} heads")
-    if shape.layers < own.num_stages:
+    if shape.layers < own.num_stages and own.layers is None:
         raise UnusableRowError(f"{shape.layers} layers for {own.num_stages} stages")
 
 

@@ -72,12 +72,16 @@ def _shape(n: dict[str, int]) -> Shape:
 
 def _run(row: Row, line: int, shape: Shape, source: Source, recompute: Recompute) -> Run:
     n = {key: number(row, name) for key, name in CELLS.items()}
+    num_microbatches = microbatches(n["batch"], n["dp"], n["rows"])
+    program = source.program
+    if num_microbatches == 1:
+        program = replace(program, accumulation=0.0)
     configuration = Configuration(
         dp=n["dp"], tp=n["tp"], pp=n["pp"], recompute=recompute,
         microbatch_size=n["rows"] * n["dp"],
-        num_microbatches=microbatches(n["batch"], n["dp"], n["rows"]),
+        num_microbatches=num_microbatches,
         depth=n["layers"], sequence_parallel=False, precision="bf16", policy=half_policy(2),
-        program=source.program,
+        program=program,
     )  # fmt: skip
     check_degrees(shape, configuration, n["gpus"])
     seconds = measured(row.get("iteration time (ms)", ""), "iteration time") / 1e3

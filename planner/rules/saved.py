@@ -84,6 +84,8 @@ def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
 
 def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int) -> tuple[int, ...]:
     """The positions among ``node.inputs`` that the backward reads."""
+    if node.rule is not None and node.rule.saved_bytes is not None:
+        return ()
     wants = [True] * count if inputs is None else [spec.requires_grad for spec in inputs]
     name = packet(node.op)
     rule = _RULE.get(name, INPUT) if name else INPUTS
@@ -131,6 +133,8 @@ def saved_extra_bytes(
     """The bytes that autograd keeps besides inputs and outputs, at these (local) shapes."""
     if not any(spec.requires_grad for spec in outputs):
         return 0
+    if node.rule is not None and node.rule.saved_bytes is not None:
+        return int(node.rule.saved_bytes(*(spec.shape for spec in inputs)))
     name, out = packet(node.op), outputs[0]
     statistic = max(_STATISTIC_BYTES, out.itemsize)
     if name == "experts":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.validation.pricing import Result
+from benchmarks.validation.published import published
 from benchmarks.validation.run import DATA, TABLES, Report, main, report
 from benchmarks.validation.run import Pricer as PricerOfRuns
 from benchmarks.validation.scores import kendall_tau, regrets, score
@@ -128,3 +129,24 @@ def test_the_copied_measurements_are_read() -> None:
 def test_the_vocabulary_is_padded_as_megatron_pads_it() -> None:
     assert padded(51200, 8) == 51200
     assert padded(50257, 1) == 50304
+
+
+def copied_runs() -> dict[str, Run]:
+    rows = read(DATA / "published_runs.csv", published)
+    return {each.name: each for each in rows if isinstance(each, Run)}
+
+
+def test_chunks_of_one_layer_leave_the_ends_to_embedding_and_head() -> None:
+    """22 layers, 24 with the embedding and the head: 3 chunks on each of 8 ranks."""
+    own = copied_runs()["zb_1.5B_1F1B-I_24mb"].configuration
+    assert (own.pp, own.num_chunks, own.layers) == (8, 3, (0, *(1,) * 22, 0))
+
+
+def test_gradients_are_accumulated_as_the_row_says() -> None:
+    runs = copied_runs()
+    bf16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-28"].configuration.program
+    fp16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-27"].configuration.program
+    one = runs["dlperf_ds_gpt2s_8_z0"].configuration
+    assert (bf16.second_gradients, bf16.accumulation) == (0.5, 4.5)
+    assert (fp16.second_gradients, fp16.accumulation) == (0.0, 3.0)
+    assert (one.num_microbatches, one.program.accumulation) == (1, 0.0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.compute import op_seconds
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
@@ -140,6 +141,19 @@ def test_a_program_adds_to_every_microbatch_and_message() -> None:
     two = priced(4, 2, pp=2, num_microbatches=1)
     late = priced(4, 2, pp=2, num_microbatches=1, program=Setup(message_seconds=0.5))
     assert late.step_seconds == pytest.approx(two.step_seconds + 2 * 0.5)
+
+
+def test_gradients_that_are_kept_twice_and_added_by_kernels_cost_bytes_and_passes() -> None:
+    base = priced(4, 1, num_microbatches=3)
+    own = priced(4, 1, num_microbatches=3, program=Setup(second_gradients=0.5, accumulation=3.0))
+    gradients = base.memory_bytes[0]["gradients"]
+    assert own.peak_bytes - base.peak_bytes == pytest.approx(gradients / 2)
+    device = cluster(1).hosts[0].device
+    added = op_seconds(device, "elementwise", 0.0, 3 * gradients, "bfloat16")
+    assert added > 3 * gradients / device.memory_bytes_per_second
+    before, after = (step.stages[0].seconds for step in (base, own))
+    assert after.backward_compute - before.backward_compute == pytest.approx(added)
+    assert after.forward_compute == before.forward_compute
 
 
 def test_context_parallel_ranks_share_the_pairs_of_causal_attention() -> None:

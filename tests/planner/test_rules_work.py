@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 from op_cases import OpCase, cases, graph_of, spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from autoparallel.planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
 from autoparallel.planner.rules import saved, saved_extra_bytes, storage_of, work
+from autoparallel.register import register_op, registered_rules
 
 EXACT = (
     "linear mm bmm addmm mul div add sub gelu silu relu sigmoid tanh softmax log_softmax exp rsqrt "
@@ -107,6 +110,36 @@ def test_saved_bytes_are_what_autograd_keeps(case: OpCase) -> None:
         listed[storage.data_ptr()] = storage.nbytes()
     extra = saved_extra_bytes(found, [graph.spec(ref) for ref in found.inputs], found.outputs)
     assert sum(listed.values()) + extra == sum(kept.values())
+
+
+def _keeps_a_mask(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[0] > 0)
+
+
+def _masked(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * ctx.saved_tensors[0]
+
+
+def test_a_registered_op_keeps_what_it_says_instead_of_its_inputs() -> None:
+    path = "autoparallel_user.masked_positive.default"
+    marked = register_op(
+        "* => *", name="masked_positive", backward=_masked, setup_context=_keeps_a_mask,
+        saved_bytes=prod,
+    )(positive)  # fmt: skip
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        marked(torch.randn(3, 5, requires_grad=True))
+    made = spec(3, 5)
+    stated = Node("y", "op", path, (Ref("x"),), {}, (made,), rule=registered_rules()[path])
+    assert saved(stated) == ()
+    assert saved_extra_bytes(stated, (made,), (made,)) == sum(each.nbytes for each in kept) == 15
+    silent = replace(stated, rule=OpRule("* => *"))
+    assert saved(silent) == (Ref("x"),)
+    assert saved_extra_bytes(silent, (made,), (made,)) == 0
+
+
+def positive(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)
 
 
 def run(steps: list[tuple[str, str, tuple[Any, ...]]]) -> tuple[Graph, dict[tuple[str, int], Any]]:
