@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 ActionKind = Literal[
@@ -66,18 +67,58 @@ Table = tuple[Row, ...]
 """The actions of each pipeline rank, in order."""
 
 
-@dataclass(frozen=True, slots=True)
+Edges = tuple[tuple[int, int], ...]
+"""Pairs of stages, earlier and later: the later one needs what the earlier one makes."""
+
+
+def chain(num_stages: int) -> Edges:
+    """The edges of stages that each need the one before.
+
+    >>> chain(3)
+    ((0, 1), (1, 2))
+    """
+    return tuple((stage, stage + 1) for stage in range(num_stages - 1))
+
+
+class Wiring(NamedTuple):
+    """By stage, whose results it needs and who needs its results, in ascending order.
+
+    The gradients of a stage's inputs go back to its producers.
+    """
+
+    producers: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(num_stages: int, edges: Edges) -> Wiring:
+        """
+        >>> Wiring.of(3, ((0, 2), (1, 2)))
+        Wiring(producers=((), (), (0, 1)), consumers=((2,), (2,), ()))
+        """
+        producers: list[list[int]] = [[] for _ in range(num_stages)]
+        consumers: list[list[int]] = [[] for _ in range(num_stages)]
+        for source, target in sorted(edges):
+            if not 0 <= source < target < num_stages:
+                raise ValueError(f"no edge from stage {source} to {target} of {num_stages}")
+            producers[target].append(source)
+            consumers[source].append(target)
+        return Wiring(tuple(map(tuple, producers)), tuple(map(tuple, consumers)))
+
+
+@dataclass(frozen=True)
 class Schedule:
     """A table and who owns what.
 
     ``stage_rank[s]`` is the pipeline rank (the row of ``table``) that owns stage ``s``. A
-    pipeline rank stands for all devices of its submesh and may own several stages.
+    pipeline rank stands for all devices of its submesh and may own several stages. ``edges``
+    say which stages need which; None for a chain, in which each needs the one before.
     """
 
     name: str
     num_microbatches: int
     stage_rank: tuple[int, ...]
     table: Table
+    edges: Edges | None = None
 
     @property
     def num_stages(self) -> int:
@@ -86,6 +127,11 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         return len(self.table)
+
+    @cached_property
+    def wiring(self) -> Wiring:
+        edges = chain(self.num_stages) if self.edges is None else self.edges
+        return Wiring.of(self.num_stages, edges)
 
 
 def parse_action(text: str) -> Action:
@@ -122,15 +168,17 @@ def parse_table(text: str) -> Table:
     return tuple(tuple(parse_action(action) for action in row) for row in rows)
 
 
-def matching_receive(send: Action) -> Action:
-    """The receive in the adjacent stage that takes what ``send`` sends.
+def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
+    """The receives, one per stage it goes to, that take what ``send`` sends.
 
-    >>> str(matching_receive(Action("SEND_F", 1, 0))), str(matching_receive(Action("SEND_B", 1, 0)))
-    ('2RECV_F0', '0RECV_B0')
+    >>> wiring = Wiring.of(3, ((0, 2), (1, 2)))
+    >>> [str(receive) for receive in matching_receives(Action("SEND_B", 2, 0), wiring)]
+    ['0RECV_B0', '1RECV_B0']
     """
-    if send.kind == SEND_FORWARD:
-        return Action(RECV_FORWARD, send.stage + 1, send.microbatch)
-    return Action(RECV_BACKWARD, send.stage - 1, send.microbatch)
+    kind, stage, m = send
+    if kind == SEND_FORWARD:
+        return tuple(Action(RECV_FORWARD, target, m) for target in wiring.consumers[stage])
+    return tuple(Action(RECV_BACKWARD, target, m) for target in wiring.producers[stage])
 
 
 def compute_only(row: Sequence[Action]) -> Row:

@@ -5,7 +5,7 @@ GB is 1e9 bytes, GiB is 2**30. Rates are bytes per second in one direction per d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -56,6 +56,16 @@ class Device:
     issue_seconds: float = 0.0
     num_units: int = 0
 
+    @property
+    def speed(self) -> str:
+        """Equal for devices that run every op in the same time."""
+        figures = (
+            self.name, self.kind, self.memory_bytes_per_second, sorted(self.peak_flops.items()),
+            sorted(self.efficiency.items()), self.launch_seconds, self.issue_seconds,
+            self.num_units,
+        )  # fmt: skip
+        return repr(figures)
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -76,20 +86,25 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Equal devices joined by one link."""
+    """Equal devices joined by one link. ``rack`` names the hosts that stand together."""
 
     device: Device
     num_devices: int
     link: Link
+    rack: str = ""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts joined by ``inter_link``. Ranks number the devices host by host."""
+    """Hosts joined by ``inter_link``. Ranks number the devices host by host.
+
+    Hosts of different racks are joined by ``rack_link``, where there is one.
+    """
 
     name: str
     hosts: tuple[Host, ...]
     inter_link: Link
+    rack_link: Link | None = None
 
     @property
     def num_devices(self) -> int:
@@ -106,12 +121,53 @@ class Cluster:
         return self.hosts[self.host_of[rank]].device
 
     def link(self, first: int, second: int) -> Link:
-        """The link that two ranks talk over."""
-        host = self.host_of[first]
-        return self.hosts[host].link if host == self.host_of[second] else self.inter_link
+        """The link that two ranks talk over: the host's, that between hosts, or between racks."""
+        host, other = self.host_of[first], self.host_of[second]
+        if host == other:
+            return self.hosts[host].link
+        return self.host_link({self.hosts[host].rack, self.hosts[other].rack})
+
+    def host_link(self, racks: Collection[str]) -> Link:
+        """The slowest link on the way between hosts that stand in these racks."""
+        return self.inter_link if self.rack_link is None or len(racks) < 2 else self.rack_link
+
+    def joins_hosts(self, link: Link) -> bool:
+        """Whether a link is one between hosts, where there are several."""
+        return len(self.hosts) > 1 and link in (self.inter_link, self.rack_link)
 
     def slowest_device(self, ranks: Sequence[int]) -> Device:
-        return min(
-            (self.device(rank) for rank in ranks),
-            key=lambda device: max(device.peak_flops.values(), default=0.0),
-        )
+        """What the ranks are as one: the device itself if equal, else the worst of each figure.
+
+        Devices that work on one op together wait for the slowest, which may differ by op.
+        """
+        hosts = dict.fromkeys(self.host_of[rank] for rank in ranks)
+        devices: list[Device] = []
+        for host in hosts:
+            if self.hosts[host].device not in devices:
+                devices.append(self.hosts[host].device)
+        return devices[0] if len(devices) == 1 else _worst(devices)
+
+
+def _worst(devices: Sequence[Device]) -> Device:
+    """A device that is nowhere better than any of these."""
+    dtypes = set.intersection(*(set(device.peak_flops) for device in devices))
+    lowest = {dtype: min(device.peak_flops[dtype] for device in devices) for dtype in dtypes}
+    slowest = min(devices, key=lambda device: max(device.peak_flops.values(), default=0.0))
+    families = {family for device in devices for family in device.efficiency}
+    kinds = {device.kind for device in devices}
+    return Device(
+        name="+".join(sorted({device.name for device in devices})),
+        kind="cpu" if "cpu" in kinds else "cuda",
+        memory_bytes=min(device.memory_bytes for device in devices),
+        usable_memory_bytes=min(device.usable_memory_bytes for device in devices),
+        memory_bytes_per_second=min(device.memory_bytes_per_second for device in devices),
+        peak_flops=dict(sorted(lowest.items())) or slowest.peak_flops,
+        efficiency={
+            family: min(device.efficiency.get(family, 1.0) for device in devices)
+            for family in sorted(families)
+        },
+        launch_seconds=max(device.launch_seconds for device in devices),
+        sources={"name": "the worst of each figure of devices that work together"},
+        issue_seconds=max(device.issue_seconds for device in devices),
+        num_units=slowest.num_units,
+    )

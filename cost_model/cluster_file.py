@@ -17,7 +17,18 @@ A file names what is there; a preset's name stands for its table, and a table wi
     device = { preset = "A100-80GB", usable_memory_bytes = "70GB" }
     link = { preset = "pcie4", bytes_per_second = "20GB/s" }
 
-``inter_link`` and ``link`` default to what the devices usually come with.
+``inter_link`` and ``link`` default to what the devices usually come with, between hosts to
+the slowest of them. Hosts that stand together name their ``rack``, and ``rack_link`` joins
+hosts of different racks, ``inter_link`` those of one::
+
+    inter_link = "infiniband-ndr"
+    rack_link = { preset = "ethernet-100g", bytes_per_second = "5GB/s" }
+
+    [[hosts]]
+    count = 2
+    num_devices = 8
+    device = "H100"
+    rack = "north"
 """
 
 from __future__ import annotations
@@ -54,49 +65,70 @@ def load_cluster(text: str, where: str = "cluster file") -> Cluster:
 
 def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
     """The cluster of a dict as ``to_dict`` or a TOML file gives it. Raises ``ClusterError``."""
-    _check_keys(table, ("name", "inter_link", "hosts"), where)
+    _check_keys(table, ("name", "inter_link", "rack_link", "hosts"), where)
     groups = table.get("hosts")
     if not isinstance(groups, list) or not groups:
         raise ClusterError("a cluster needs hosts", f"{where}: hosts", "add a [[hosts]] table")
     hosts: list[Host] = []
-    fabric = ""
+    usual: list[Link] = []
     for index, group in enumerate(groups):
         at = f"{where}: hosts[{index}]"
-        count, host, usual_fabric = _host_group(_table(group, at), at)
+        count, host, fabric = _host_group(_table(group, at), at)
         hosts += [host] * count
-        fabric = fabric or usual_fabric
-    inter_link = table.get("inter_link", fabric or None)
-    if inter_link is None:
-        if len(hosts) > 1:
-            raise ClusterError("no link between the hosts", f"{where}: inter_link", "name one")
-        inter_link = asdict(hosts[0].link)
+        usual += [find_link(fabric)] if fabric else []
     name = _text(table.get("name", _default_name(hosts)), f"{where}: name")
-    link = _link(inter_link, f"{where}: inter_link")
-    return Cluster(name=name, hosts=tuple(hosts), inter_link=link)
+    rack_link = _rack_link(table.get("rack_link"), hosts, f"{where}: rack_link")
+    return Cluster(name, tuple(hosts), _inter_link(table, hosts, usual, where), rack_link)
+
+
+def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], where: str) -> Link:
+    """The link between hosts: as given, else the slowest usual one."""
+    at = f"{where}: inter_link"
+    if "inter_link" in table:
+        return _link(table["inter_link"], at)
+    if usual:
+        return min(usual, key=lambda link: link.bytes_per_second)
+    if len(hosts) > 1:
+        raise ClusterError("no link between the hosts", at, "name one")
+    return hosts[0].link
+
+
+def _rack_link(value: Any, hosts: list[Host], at: str) -> Link | None:
+    """The link between racks; there must be one exactly where there are several racks."""
+    racks = {host.rack for host in hosts}
+    if value is not None and len(racks) < 2:
+        raise ClusterError("a link between racks, but one rack", at, 'add rack = "NAME" to hosts')
+    if value is None and len(racks) > 1:
+        raise ClusterError("no link between the racks", at, "name one")
+    return None if value is None else _link(value, at)
 
 
 def to_dict(cluster: Cluster) -> dict[str, Any]:
     """The cluster as JSON can hold it, equal hosts in a row counted; ``from_dict`` inverts it."""
     hosts = []
     for host, run in groupby(cluster.hosts):
-        hosts.append(
-            {
-                "count": len(list(run)),
-                "num_devices": host.num_devices,
-                "device": asdict(host.device),
-                "link": asdict(host.link),
-            }
-        )
-    return {"name": cluster.name, "inter_link": asdict(cluster.inter_link), "hosts": hosts}
+        group: dict[str, Any] = {
+            "count": len(list(run)),
+            "num_devices": host.num_devices,
+            "device": asdict(host.device),
+            "link": asdict(host.link),
+        }
+        hosts.append(group | ({"rack": host.rack} if host.rack else {}))
+    table: dict[str, Any] = {"name": cluster.name, "inter_link": asdict(cluster.inter_link)}
+    if cluster.rack_link is not None:
+        table["rack_link"] = asdict(cluster.rack_link)
+    return table | {"hosts": hosts}
 
 
 def dump_cluster(cluster: Cluster) -> str:
     """The cluster as TOML with every figure; ``load_cluster`` gives an equal cluster back."""
     table = to_dict(cluster)
     lines = [f"name = {_toml(table['name'])}"]
-    _dump_table(lines, "[inter_link]", table["inter_link"])
+    for key in ("inter_link", "rack_link"):
+        if key in table:
+            _dump_table(lines, f"[{key}]", table[key])
     for group in table["hosts"]:
-        plain = {key: group[key] for key in ("count", "num_devices")}
+        plain = {key: group[key] for key in ("count", "num_devices", "rack") if key in group}
         _dump_table(lines, "[[hosts]]", plain)
         _dump_table(lines, "[hosts.link]", group["link"])
         _dump_table(lines, "[hosts.device]", group["device"])
@@ -119,7 +151,7 @@ def _toml(value: Any) -> str:
 
 def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
     """(how many equal hosts, one of them, the usual link between such hosts or "")."""
-    _check_keys(group, ("count", "num_devices", "device", "link"), at)
+    _check_keys(group, ("count", "num_devices", "device", "link", "rack"), at)
     if "device" not in group:
         raise ClusterError("no device", at, 'add device = "H100", or a table')
     device, preset_name = _device(group["device"], f"{at}.device")
@@ -134,7 +166,9 @@ def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
         raise ClusterError("how many devices?", at, "add num_devices = 8")
     num_devices = _count(group["num_devices"], f"{at}.num_devices")
     count = _count(group.get("count", 1), f"{at}.count")
-    return count, Host(device, num_devices, link), preset.fabric if preset else ""
+    rack = _text(group.get("rack", ""), f"{at}.rack")
+    host = Host(device, num_devices, link, rack)
+    return count, host, preset.fabric if preset else ""
 
 
 def _default_name(hosts: list[Host]) -> str:

@@ -91,6 +91,9 @@ class Group:
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
     """The group that ``ranks`` of ``cluster`` form, with the slowest link of its hosts.
 
+    Between hosts it is priced as two levels: where it spans racks, every step between hosts
+    counts as one between racks, which is what the slowest step of a ring waits for.
+
     >>> from .shorthand import parse_cluster
     >>> group = group_of(parse_cluster("4x8xH100"), range(0, 32, 8))
     >>> group.num_hosts, group.ranks_per_host
@@ -107,7 +110,7 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
         ranks_per_host=min(counts.values()),
         num_hosts=len(counts),
         intra=min((host.link for host in hosts), key=lambda link: link.bytes_per_second),
-        inter=cluster.inter_link,
+        inter=cluster.host_link({host.rack for host in hosts}),
         library="nccl" if on_gpus else "gloo",
     )
 

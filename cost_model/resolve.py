@@ -21,7 +21,7 @@ def resolve_cluster(text: str) -> Cluster:
         return detect_local()
     if is_shorthand(word):
         cluster = parse_cluster(word)
-        is_cpu_here = word.lower().startswith("cpu:") and "@" not in word
+        is_cpu_here = word.lower().startswith("cpu:") and not set("@+") & set(word)
         return detect_cpu(cluster.num_devices) if is_cpu_here else cluster
     path = Path(word)
     try:

@@ -3,6 +3,10 @@
 In: an action table and the seconds and bytes of each stage. Out: a timeline: the length of
 the step, the bubble, the exposed communication and the memory of each pipeline rank.
 
+Stages form a chain or, with the schedule's ``edges``, any directed acyclic graph: a stage
+waits for the messages of all that it needs, and stages that do not need each other run at the
+same time.
+
 A rank has one compute stream that runs its compute actions in order. Each pair of ranks has
 one channel per direction that carries messages one after the other; a message starts when
 it is sent, its receive is posted and the channel is free. Gradient sums and parameter
@@ -34,6 +38,7 @@ from .actions import (
     Action,
     Row,
     Schedule,
+    chain,
 )
 from .overlap import Collectives
 from .stage_costs import Overlap, StageCosts
@@ -70,6 +75,10 @@ def simulate(
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_stages}"
         )
+    if schedule.edges is not None and costs.edges is not None and schedule.edges != costs.edges:
+        raise ValueError(f"costs of the edges {costs.edges} for a schedule of {schedule.edges}")
+    if (schedule.edges is None) != (costs.edges is None) and costs.send_seconds:
+        raise ValueError("the costs are of a chain and the schedule is none, or the reverse")
     if len(replicas) not in (0, schedule.num_ranks):
         raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
     return _Simulation(schedule, costs, overlap).run(tuple(replicas))
@@ -111,7 +120,8 @@ class _Simulation:
         self.zero = 0 * costs.forward_seconds[0]
         self.seconds = _action_seconds(costs)
         self.inside = _inside_seconds(costs)
-        self.send = (costs.send_seconds, costs.send_backward_seconds or costs.send_seconds)
+        self.wiring = schedule.wiring
+        self.send = _send_seconds(schedule, costs)
         self.activation = costs.activation_bytes or zeros
         static = [0] * schedule.num_ranks
         for stage, num_bytes in enumerate(costs.static_bytes):
@@ -122,7 +132,9 @@ class _Simulation:
         trains = any(rank.last_backwards for rank in self.ranks)
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
         number = 2 * stages * schedule.num_microbatches
-        self.sent: list[float | None] = [None] * number
+        self.sent: dict[tuple[int, int], float] = {}
+        self.partly: dict[int, tuple[int, float, float]] = {}
+        self.missing = _num_messages(schedule)
         self.posted: list[float | None] = [None] * number
         self.begun: list[float] = [self.zero] * number
         self.arrived: list[float | None] = [None] * number
@@ -180,14 +192,17 @@ class _Simulation:
                     rank.at = at
                     return number
             elif kind in RECEIVES:
-                number += kind == RECV_BACKWARD
+                backward = kind == RECV_BACKWARD
+                number += backward
                 posted[number] = rank.clock
-                self._transfer(number)
+                for source in self.wiring[backward][stage]:
+                    self._transfer(number, source)
             elif kind in SENDS:
-                ahead = 2 * num_microbatches
-                number += ahead if kind == SEND_FORWARD else 1 - ahead
-                self.sent[number] = rank.clock
-                self._transfer(number)
+                backward = kind == SEND_BACKWARD
+                for target in self.wiring[not backward][stage]:
+                    number = 2 * (target * num_microbatches + m) + backward
+                    self.sent[number, stage] = rank.clock
+                    self._transfer(number, stage)
             elif kind == WEIGHT_BACKWARD:
                 self._compute(rank, action, None, self.zero)
             elif kind == REDUCE:
@@ -198,27 +213,40 @@ class _Simulation:
         rank.at = at
         return NOTHING
 
-    def _transfer(self, number: int) -> None:
-        """Puts a message on its channel once both sides are there, and wakes its receiver."""
-        sent, posted = self.sent[number], self.posted[number]
+    def _transfer(self, number: int, source: int) -> None:
+        """Puts a message on its channel once both sides are there, and wakes its receiver.
+
+        The compute that needs message ``number`` waits for the last of those it comes from.
+        """
+        sent, posted = self.sent.get((number, source)), self.posted[number]
         if sent is None or posted is None:
             return
         stage, m = divmod(number // 2, self.schedule.num_microbatches)
         backward = number & 1
-        source = stage + 1 if backward else stage - 1
         ranks = self.schedule.stage_rank
         pair = (ranks[source], ranks[stage])
         start = max(sent, posted, self.channel.get(pair, sent))
         seconds = self.send[backward]
-        end = start + seconds[min(source, stage)] if seconds else start
+        end = start + seconds[source, stage] if seconds else start
         self.channel[pair] = end
-        self.begun[number] = start
-        self.arrived[number] = end
         action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m)
         stream: Stream = "send backward" if backward else "send forward"
-        self.ranks[pair[0]].events.append(Event(action, start, end, stream))
-        if number in self.waiting:
+        self.ranks[pair[0]].events.append(Event(action, start, end, stream, stage))
+        if self._is_last(number, stage, start, end) and number in self.waiting:
             self.ready.append(self.waiting.pop(number))
+
+    def _is_last(self, number: int, stage: int, start: float, end: float) -> bool:
+        """Whether all that ``number`` is made of has now come; books the one that ends last."""
+        needed = self.missing[number & 1][stage]
+        if needed > 1:
+            come, latest, begun = self.partly.get(number, (0, end, start))
+            if end < latest:
+                start, end = begun, latest
+            self.partly[number] = (come + 1, end, start)
+            if come + 1 < needed:
+                return False
+        self.begun[number], self.arrived[number] = start, end
+        return True
 
     def _compute(self, rank: _Rank, action: Action, arrival: float | None, begun: float) -> None:
         """A forward or backward, from when the rank is free and its message there."""
@@ -320,6 +348,28 @@ class _Simulation:
             memory_bytes=tuple(tuple(rank.memory) for rank in ranks),
             replicas=replicas,
         )
+
+
+def _send_seconds(
+    schedule: Schedule, costs: StageCosts
+) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+    """The seconds of the messages of each direction, by (sending stage, receiving stage)."""
+    edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
+    forward = costs.send_seconds
+    backward = costs.send_backward_seconds or forward
+    there = dict(zip(edges, forward, strict=False))
+    back = {(target, source): s for (source, target), s in zip(edges, backward, strict=False)}
+    return there, back
+
+
+def _num_messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many messages of other ranks each stage's forward and backward wait for."""
+    ranks = schedule.stage_rank
+    forward, backward = (
+        tuple(sum(ranks[other] != ranks[s] for other in needed) for s, needed in enumerate(side))
+        for side in schedule.wiring
+    )
+    return forward, backward
 
 
 def _action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:

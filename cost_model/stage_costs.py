@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .actions import Edges
+
 MEASURED_SLOWDOWN = 1.189
 """Compute beside communication takes this much longer: 18.9 % on average and 40 % at most,
 over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114, abstract).
@@ -33,7 +35,7 @@ class StageCosts:
     which ``forward_communication_seconds`` and ``backward_communication_seconds`` give again.
     ``send_seconds[s]``: one micro-batch's message from stage s to s+1, and the same backwards
     unless ``send_backward_seconds[s]`` (from s+1 to s) says otherwise; one entry less than
-    there are stages.
+    there are stages. With ``edges`` between stages they have one entry per edge.
     ``gather_seconds``: gathering sharded parameters, once, before the first forward.
     ``gradient_sync_seconds``: summing gradients, once, after the last backward; with an
     ``Overlap`` both go bucket by bucket beside that forward and that backward, in
@@ -57,12 +59,16 @@ class StageCosts:
     gradient_buckets: Sequence[int] = ()
     forward_communication_seconds: Sequence[float] = ()
     backward_communication_seconds: Sequence[float] = ()
+    edges: Edges | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
+        num_edges = stages - 1 if self.edges is None else len(self.edges)
         for name in self.__slots__:
+            if name == "edges":
+                continue
             found = len(getattr(self, name))
-            length = stages - 1 if name.startswith("send_") else stages
+            length = num_edges if name.startswith("send_") else stages
             if found != length and not (found == 0 and name != "backward_seconds"):
                 raise ValueError(f"{name} has {found} entries for {stages} stages, not {length}")
         if any(buckets < 1 for buckets in self.gradient_buckets):

@@ -19,18 +19,22 @@ STREAMS: tuple[Stream, ...] = (
 )  # fmt: skip
 
 
+NO_STAGE = -1
+
+
 class Event(NamedTuple):
     """An action on a stream of its rank: when it starts and ends.
 
-    A message is one event, on a sending stream of its sender. A collective is one event per
-    bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``. A forward
-    that waits for parameters within is one event, its wait included.
+    A message is one event, on a sending stream of its sender, ``to`` a stage. A collective is
+    one event per bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``.
+    A forward that waits for parameters within is one event, its wait included.
     """
 
     action: Action
     start_seconds: float
     end_seconds: float
     stream: Stream
+    to: int = NO_STAGE
 
 
 class Exposed(NamedTuple):

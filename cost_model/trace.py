@@ -18,7 +18,7 @@ from .actions import (
     SEND_FORWARD,
     SENDS,
     Action,
-    matching_receive,
+    ActionKind,
 )
 from .timeline import STREAMS, Event, Timeline
 
@@ -112,12 +112,13 @@ def _takers(timeline: Timeline) -> Takers:
 
 def _flow(rank: int, event: Event, takers: Takers) -> Iterator[TraceEvent]:
     """An arrow from a message to the compute that needed it."""
-    receiver, taker = takers[matching_receive(event.action)]
-    _, stage, m = event.action
+    kind, stage, m = event.action
+    receive: ActionKind = "RECV_F" if kind == SEND_FORWARD else "RECV_B"
+    receiver, taker = takers[Action(receive, event.to, m)]
     common = {
-        "name": "activations" if event.action.kind == SEND_FORWARD else "gradients",
+        "name": "activations" if kind == SEND_FORWARD else "gradients",
         "cat": "message",
-        "id": f"{event.action.kind}-{stage}-{m}",
+        "id": f"{kind}-{stage}-{event.to}-{m}",
     }
     yield {
         **common, "ph": "s", "pid": rank, "tid": STREAMS.index(event.stream),

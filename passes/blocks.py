@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..planner.graph import Block, Blocks, Graph, Node, Ref, flat_form
+from .branches import before_join, branches_apart
 from .cut import cut_points
 
 Layer = tuple[str, int]
@@ -37,6 +38,8 @@ def find_blocks(graph: Graph) -> Blocks:
     layers = _find_layers(graph, ops)
     parts = _layer_parts(graph, ops, layers) if layers else _cut_parts(graph, ops)
     parts = _forward_only(graph, parts)
+    if layers:
+        parts = _branched(graph, parts)
     return Blocks(_named(graph, parts))
 
 
@@ -171,6 +174,21 @@ def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
     kept = [_Part(p.layer, [n for n in p.nodes if n.name not in sunk]) for p in parts[:-1]]
     kept.append(_Part(parts[-1].layer, moved + parts[-1].nodes))
     return [part for part in kept if part.nodes]
+
+
+def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
+    """What lies between and after layers cut into the branches that it belongs to."""
+    if len(parts) < 3:
+        return parts
+    found = parts[:1]
+    for part in parts[1:-1]:
+        groups = [part.nodes] if part.layer else branches_apart(graph, part.nodes)
+        found += [_Part(part.layer, nodes) for nodes in groups]
+    if parts[-1].layer is None:
+        ends, rest = before_join(graph, [part.nodes for part in (*found, parts[-1])])
+        if rest:
+            return [*found, *(_Part(None, nodes) for nodes in ends), _Part(None, rest)]
+    return [*found, parts[-1]]
 
 
 def _light(graph: Graph, node: Node) -> bool:

@@ -21,7 +21,7 @@ from ..cost_model.memory import PrecisionPolicy, fragmentation_bytes, policy, re
 from ..planner.graph import Blocks, Graph
 from ..planner.layout import local_shape
 from ..planner.plan import Plan, StagePlan
-from ..planner.prices import with_precision
+from ..planner.precision import with_precision
 from ..planner.schedules import SCHEDULES
 from .saved_tensors import INPUTS, Moment, StageActivations, run_microbatch
 from .stage_cut import Boundary, boundaries, leaf_layout, stage_ranges

@@ -5,8 +5,8 @@ flight, a memory limit. Out: an ``ilp.Problem`` whose objective is the seconds p
 micro-batch, a step's seconds divided by its micro-batches. Equal blocks share their
 variables, weighted by their number; every distinct edge between kinds is kept.
 
-Recomputed blocks run their forward twice and keep only what they read from outside. They
-are the first ``level`` blocks in the run's ``recompute_order``.
+Recomputed blocks run their forward twice and keep only what they read from outside, and
+selectively recomputed ones what ``recompute`` says besides.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import numpy as np
 from ..cost_model.memory import reserve_bytes
 from .decisions import Decision, Floats
 from .ilp import Alternative, Coupling, Memory, Problem, SharedBytes, Side
+from .ladder import NOTHING, Rung
 from .prices import Seconds
-from .stage_model import StageModel
+from .stage_model import Kept, StageModel
 from .structure import Edge, Run, Weights
 
 Solution = Mapping[str, tuple[int, ...]]
@@ -34,12 +35,13 @@ GATHERED_BLOCKS = 2
 class Setting:
     """How a run is trained: ZeRO stage, micro-batches per step and in flight, blocks recomputed.
 
-    ``limit_bytes`` limits its memory; ``memory_weight`` is a price in seconds per byte.
+    ``rung`` says how many blocks of each of the run's classes are recomputed. ``limit_bytes``
+    limits its memory; ``memory_weight`` is a price in seconds per byte.
     """
 
     num_microbatches: int = 1
     zero: int = 0
-    level: int = 0
+    rung: Rung = NOTHING
     in_flight: int = 1
     limit_bytes: float | None = None
     memory_weight: float = 0.0
@@ -70,7 +72,7 @@ class Assembly:
 
     def problem(self, setting: Setting) -> Problem:
         """The integer program."""
-        weight = self.run.weights(setting.level)
+        weight = self.run.weights(setting.rung)
         costs = [
             self._own_cost(position, weight, setting) for position in range(len(self.decisions))
         ]
@@ -91,7 +93,7 @@ class Assembly:
 
     def _sync(self, setting: Setting) -> float:
         """The latencies of gradient synchronization, which no choice changes."""
-        share = np.array((1.0,) * 6 + (1 / setting.num_microbatches,) * 2)
+        share = np.array((1.0,) * 6 + (1 / setting.num_microbatches,) * 2 + (0.0,) * 2)
         return float(
             sum(
                 count * (np.array(self.model.block_sync(kind, setting.zero)) @ share)
@@ -114,8 +116,10 @@ class Assembly:
             count + again, count + again, count, count, count, count,
             count / microbatches, count / microbatches,
         )  # fmt: skip
-        cost: Floats = self.decisions[position].seconds[setting.zero] @ np.array(per)
-        return cost
+        decision = self.decisions[position]
+        partly = weight.kinds_selective.get(owner, 0)
+        cost: Floats = decision.seconds[setting.zero] @ np.array(per)
+        return cost - partly * decision.kept_seconds[:, 0] if partly else cost
 
     def _add_boundaries(self, costs: list[Floats]) -> None:
         model = self.model
@@ -175,9 +179,13 @@ class Assembly:
         ]
         shared: list[SharedBytes] = []
         for kind, count in weight.kinds.items():
+            model = self.model.kind(kind)
+            partly = weight.kinds_selective.get(kind, 0)
             kept = count - weight.kinds_again.get(kind, 0)
             if kept:
-                shared += self._saved(kind, float(kept * setting.in_flight))
+                shared += self._saved(kind, model.saved, float(kept * setting.in_flight))
+            if partly:
+                shared += self._saved(kind, model.selected, float(partly * setting.in_flight))
         for edge, again in weight.edges_again.items():
             if edge.origin != "parameter":
                 side = self._source(edge)
@@ -198,11 +206,10 @@ class Assembly:
             dtype=np.float64,
         )
 
-    def _saved(self, kind: str, factor: float) -> list[SharedBytes]:
+    def _saved(self, kind: str, kept: Kept, factor: float) -> list[SharedBytes]:
         """What a kind's block keeps, one entry per storage."""
-        model = self.model.kind(kind)
         holders: dict[str, dict[int, list[set[int]]]] = {}
-        for number, choices in enumerate(model.saved):
+        for number, choices in enumerate(kept):
             for index, parts in enumerate(choices):
                 for root, num_bytes in parts:
                     own = holders.setdefault(root, {}).setdefault(number, [set() for _ in choices])
@@ -233,9 +240,32 @@ class Assembly:
                 (start + number, GATHERED_BLOCKS * decision.states[zero, :, 3])
                 for number, decision in enumerate(model.decisions)
             )
-            again = weight.kinds_again.get(kind, 0)
-            blocks.append(Alternative(gathered, tuple(self._saved(kind, 1.0)) if again else ()))
+            partly = weight.kinds_selective.get(kind, 0)
+            fully = weight.kinds_again.get(kind, 0) - partly
+            if fully:
+                blocks.append(Alternative(gathered, tuple(self._saved(kind, model.saved, 1.0))))
+            elif partly:
+                blocks.append(self._partly(kind, gathered))
+            else:
+                blocks.append(Alternative(gathered))
         return tuple(working), tuple(blocks)
+
+    def _partly(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
+        """What a selectively recomputed block makes again: all that it keeps or needs, less
+        what it has kept."""
+        model = self.model.kind(kind)
+        either = tuple(
+            tuple((*own, *kept) for own, kept in zip(saved, selected, strict=True))
+            for saved, selected in zip(model.saved, model.selected, strict=True)
+        )
+        less = [
+            np.array([float(sum(size for _, size in own)) for own in kept])
+            for kept in model.selected
+        ]
+        linear = tuple(
+            (position, sizes - kept) for (position, sizes), kept in zip(gathered, less, strict=True)
+        )
+        return Alternative(linear, tuple(self._saved(kind, either, 1.0)))
 
 
 def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:

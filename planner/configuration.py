@@ -28,7 +28,8 @@ from .intra_op import Effort, IntraOp, Limits
 from .layout import INVARIANT, Layout, Mesh
 from .plan import Precision, Recompute
 from .positions import Dims, position_dims
-from .prices import Prices, Seconds, StateBytes, with_precision
+from .precision import with_precision
+from .prices import Prices, Seconds, StateBytes
 from .request import Forced
 from .rules.case import argument
 from .seconds import Priced

@@ -20,6 +20,7 @@ from .choices import Restriction, Way, held_for, held_layouts, input_specs, ways
 from .graph import Block, Graph, Node, Ref
 from .layout import Layout
 from .prices import Prices, Seconds, StateBytes
+from .recompute import is_kept
 from .strategy import NodeLayout
 
 ZEROS = (0, 1, 2, 3)
@@ -29,11 +30,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice of a decision: the layouts of its members, seconds and state bytes per ZeRO."""
+    """One choice of a decision: the layouts of its members, seconds and state bytes per ZeRO.
+
+    ``kept_seconds``: the part of the forward, of device and host, that selective recomputation
+    does not run again.
+    """
 
     layouts: Mapping[str, NodeLayout]
     seconds: tuple[Seconds, ...]
     states: tuple[StateBytes, ...]
+    kept_seconds: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Decision:
     """Nodes that are decided together. ``members`` are op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` hold the fields of ``Seconds`` and
-    ``StateBytes``.
+    ``StateBytes``; ``kept_seconds[choice]`` those of ``Choice``.
     """
 
     name: str
@@ -49,12 +55,15 @@ class Decision:
     choices: tuple[Choice, ...]
     seconds: Floats = field(init=False)
     states: Floats = field(init=False)
+    kept_seconds: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         seconds = np.array([choice.seconds for choice in self.choices])
         states = np.array([choice.states for choice in self.choices])
         object.__setattr__(self, "seconds", seconds.swapaxes(0, 1))
         object.__setattr__(self, "states", states.swapaxes(0, 1))
+        kept = np.array([choice.kept_seconds for choice in self.choices])
+        object.__setattr__(self, "kept_seconds", kept)
 
 
 @dataclass(slots=True)
@@ -169,7 +178,8 @@ def _finish(
         for way in option.values():
             seconds = seconds.plus(run[id(way)])
         zeros = len(ZEROS)
-        partial = [Choice(base, (seconds,) * zeros, (StateBytes(),) * zeros)]
+        kept = _kept_seconds([run[id(way)] for name, way in option.items() if is_kept(graph[name])])
+        partial = [Choice(base, (seconds,) * zeros, (StateBytes(),) * zeros, kept)]
         for name, position, ref in parameters:
             wanted = base[name].inputs[position]
             partial = [
@@ -180,6 +190,11 @@ def _finish(
         choices += partial
     members = (*draft.members, *(ref.name for _, _, ref in parameters))
     return Decision(draft.members[0], members, prune(choices, _exposed(members, graph)))
+
+
+def _kept_seconds(own: Sequence[Seconds]) -> tuple[float, float]:
+    """Of ops that selective recomputation keeps: the forward's seconds of device and host."""
+    return sum(each.forward_compute for each in own), sum(each.forward_issue for each in own)
 
 
 Held = Mapping[Layout, tuple[tuple[Seconds, StateBytes], ...]]
@@ -209,6 +224,7 @@ def _with_parameter(
             StateBytes(*map(add, own, states))
             for own, (_, states) in zip(choice.states, held, strict=True)
         ),
+        choice.kept_seconds,
     )
 
 
@@ -243,6 +259,7 @@ def prune(choices: Sequence[Choice], exposed: Sequence[str]) -> tuple[Choice, ..
         groups.setdefault(key, []).append(index)
     figures = np.array(
         [np.ravel((*choice.seconds,)).tolist() + np.ravel((*choice.states,)).tolist()
+         + [choice.seconds[0].forward_compute - choice.kept_seconds[0]]
          for choice in choices]
     )  # fmt: skip
     kept: list[int] = []

@@ -7,7 +7,7 @@ as the runtime does; nothing is taken from the solvers' tables but the unit pric
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..cost_model.cluster import Cluster
@@ -15,18 +15,22 @@ from ..cost_model.memory import reserve_bytes
 from . import rules as default_rules
 from .assembly import GATHERED_BLOCKS
 from .basis import DEFAULT, Basis
+from .branches import Places, stage_depths, stage_edges, stage_starts
 from .choices import inner_collectives, input_specs
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Node, Ref
 from .layout import INVARIANT, Layout, conversion_steps
-from .plan import Plan, StagePlan, StagePrediction
-from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout, with_precision
+from .plan import Plan, Recompute, StagePlan, StagePrediction
+from .precision import with_precision
+from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout
+from .recompute import is_kept, kept_parts
 from .report_plan import prediction_of
-from .saved import saved_parts, working_bytes
-from .schedules import SCHEDULES
+from .saved import Part, saved_parts, working_bytes
+from .schedules import in_flight
 from .stage_cost import StageCost
-from .step import simulate_stages
+from .step import send_seconds, simulate_stages
 from .strategy import NodeLayout
+from .structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +60,20 @@ def evaluate(
     graph = with_precision(graph, plan.model.precision)
     if graph.batch_size != plan.microbatch_size:
         graph = graph.with_batch_size(plan.microbatch_size)
+    places = Places(cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
+    edges = stage_edges(Structure(graph, blocks), stage_starts(plan), places)
+    depths = stage_depths(edges, len(plan.stages))
     starts, costs = 0, []
     for index, stage in enumerate(plan.stages):
         stop = starts + len(stage.blocks)
         prices = _prices(plan, stage, cluster, rules=rules, basis=basis)
-        walk = _Walk(graph, blocks, plan, index, prices, starts, stop)
+        walk = _Walk(graph, blocks, plan, index, prices, starts, stop, depths[index])
         costs.append(walk.cost())
         starts = stop
     if starts != len(blocks.blocks):
         raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
-    receives = [cost.receive_seconds for cost in costs]
-    timeline = simulate_stages(plan.schedule, plan.num_microbatches, costs)
-    sends = [forward for forward, _ in receives[1:]] + [0.0]
+    timeline = simulate_stages(plan.schedule, plan.num_microbatches, costs, edges=edges)
+    sends = send_seconds(costs, edges)
     return Evaluation(
         timeline.step_seconds,
         timeline.bubble_fraction,
@@ -99,12 +105,12 @@ class _Walk:
     prices: Prices
     start: int
     stop: int
+    depth: int
     made: dict[Ref, Layout] = field(default_factory=dict)
     parameters: dict[str, Layout] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
     receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kept_bytes: float = 0.0
-    recomputed_bytes: float = 0.0
     working_bytes: float = 0.0
 
     @property
@@ -126,11 +132,10 @@ class _Walk:
             self.blocks.blocks[self.start : self.stop], self.stage.blocks, strict=True
         ):
             before = set(self.parameters)
-            saved = self._block(block, again=decided.recompute == "full")
+            made_again = self._block(block, decided.recompute)
             own = {name for name in self.parameters if name not in before and self._owned(name)}
             whole = GATHERED_BLOCKS * sum(self._states(name)[1].gathered for name in own)
-            back = saved if decided.recompute == "full" else 0.0
-            gathered = max(gathered, whole, whole + back)
+            gathered = max(gathered, whole + made_again)
             if block.parameters:
                 self._add(self.prices.block_sync(self.stage.zero))
         self._ends()
@@ -155,15 +160,16 @@ class _Walk:
     def _add(self, seconds: Seconds) -> None:
         self.seconds = self.seconds.plus(seconds)
 
-    def _block(self, block: Block, *, again: bool) -> float:
-        """Adds a block; returns the bytes that its backward needs."""
+    def _block(self, block: Block, mode: Recompute) -> float:
+        """Adds a block; returns the bytes that its backward makes again."""
         wanted: dict[tuple[Ref, Layout], None] = {}
-        parts: dict[tuple[str, int], None] = {}
+        parts: dict[Part, None] = {}
+        selected: dict[Part, None] = {}
         outside: dict[Ref, None] = {}
         before = self.seconds
         for name in block.nodes:
             node, layout = self.graph[name], self.layout(name)
-            self._op(node, layout, again=again)
+            self._op(node, layout, mode)
             for ref, target in zip(node.inputs, layout.inputs, strict=True):
                 self._receive(ref, target)
                 if self.graph[ref.name].kind == "parameter":
@@ -174,17 +180,21 @@ class _Walk:
             for index, made in enumerate(layout.outputs):
                 self.made[Ref(name, index)] = made
             parts.update(dict.fromkeys(saved_parts(node, layout, self.graph, self.prices)))
+            if mode == "selective":
+                selected.update(dict.fromkeys(kept_parts(node, layout, self.graph, self.prices)))
             size = working_bytes(node, layout, self.graph, self.prices)
             self.working_bytes = max(self.working_bytes, size)
         self._meet(before)
         for ref, target in wanted:
-            self._convert(ref, target, again=again)
-        saved = float(sum(size for _, size in parts))
+            self._convert(ref, target, again=mode != "none")
+        if mode == "none":
+            self.kept_bytes += _total(parts)
+            return 0.0
         inputs = sum(
             self.prices.local_bytes(self.graph.spec(ref), self.made[ref]) for ref in outside
         )
-        self.kept_bytes += inputs if again else saved
-        return saved
+        self.kept_bytes += inputs + _total(selected)
+        return _total(part for part in parts if part not in selected)
 
     def _meet(self, before: Seconds) -> None:
         """Ends a block where both device and host are done with it; see ``StageCost``."""
@@ -201,18 +211,16 @@ class _Walk:
             backward_issue=before.backward_issue + backward,
         )
 
-    def _op(self, node: Node, layout: NodeLayout, *, again: bool) -> None:
+    def _op(self, node: Node, layout: NodeLayout, mode: Recompute) -> None:
         inner = inner_collectives(node, self.graph, self.prices, layout)
         own = self.prices.op(node, input_specs(node, self.graph), layout, inner)
         self._add(own)
-        if again:
-            self._add(
-                Seconds(
-                    backward_compute=own.forward_compute,
-                    backward_communication=own.forward_communication,
-                    backward_issue=own.forward_issue,
-                )
-            )
+        if mode == "none":
+            return
+        self._add(Seconds(backward_communication=own.forward_communication))
+        if mode == "full" or not is_kept(node):
+            again = Seconds(backward_compute=own.forward_compute, backward_issue=own.forward_issue)
+            self._add(again)
 
     def _receive(self, ref: Ref, target: Layout) -> None:
         """Takes a value of an earlier stage, as its first use wants it."""
@@ -220,7 +228,8 @@ class _Walk:
             return
         layout = boundary_layout(target)
         self.made[ref] = layout
-        link = self.prices.cluster.link(self.stage.devices[0] - 1, self.stage.devices[0])
+        before = self.plan.stages[self.index - 1].devices[-1]
+        link = self.prices.cluster.link(before, self.stage.devices[0])
         forward, backward = self.prices.transfer(self.graph.spec(ref), layout, link)
         self.receive[0] += forward
         self.receive[1] += backward
@@ -259,12 +268,8 @@ class _Walk:
 
     def _memory(self, gathered: float) -> Mapping[str, float]:
         states = [self._states(name)[1] for name in self.parameters]
-        num_stages = len(self.plan.stages)
-        in_flight = 1
-        if num_stages > 1:
-            in_flight = SCHEDULES[self.plan.schedule].in_flight(
-                num_stages, self.plan.num_microbatches, self.index
-            )
+        plan = self.plan
+        held = in_flight(plan.schedule, self.depth, len(plan.stages), plan.num_microbatches)
         leaves = {
             ref.name
             for block in self.blocks.blocks[self.start : self.stop]
@@ -277,10 +282,14 @@ class _Walk:
             "parameters": sum(each.parameters for each in states),
             "gradients": sum(each.gradients for each in states),
             "optimizer": sum(each.optimizer for each in states),
-            "activations": self.kept_bytes * in_flight,
+            "activations": self.kept_bytes * held,
             "transient": gathered + self.working_bytes,
             "buffers": float(
                 sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
             ),
             "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
         }
+
+
+def _total(parts: Iterable[Part]) -> float:
+    return float(sum(size for _, size in parts))

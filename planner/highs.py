@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Status = Literal["optimal", "time_limit", "infeasible"]
+Status = Literal["optimal", "time_limit", "infeasible", "cutoff"]
 
 INTEGRALITY = 1e-6
 """How far from 0 and 1 a binary may be and still count as integral."""
@@ -57,8 +57,19 @@ class Raw:
     lp_integral: bool
 
 
-def solve(program: Program, *, time_limit_seconds: float = 60.0, seed: int = 0) -> Raw:
-    """The linear program's answer; with integers only where the relaxation is fractional."""
+def solve(
+    program: Program,
+    *,
+    time_limit_seconds: float = 60.0,
+    seed: int = 0,
+    gap: float = 0.0,
+    cutoff: float = np.inf,
+) -> Raw:
+    """The linear program's answer; with integers only where the relaxation is fractional.
+
+    Integers are solved up to a relative ``gap``, and not at all if the relaxation is not
+    below ``cutoff``: nothing of interest can be.
+    """
     highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
@@ -74,10 +85,12 @@ def solve(program: Program, *, time_limit_seconds: float = 60.0, seed: int = 0) 
     binaries = values[: program.num_binaries]
     if np.abs(binaries - np.round(binaries)).max(initial=0.0) <= INTEGRALITY:
         return Raw("optimal", values, bound, True)
+    if bound >= cutoff:
+        return Raw("cutoff", values, bound, False)
     columns = np.arange(program.num_binaries, dtype=np.int32)
     kinds = np.full(program.num_binaries, highspy.HighsVarType.kInteger)
     highs.changeColsIntegrality(program.num_binaries, columns, kinds)
-    highs.setOptionValue("mip_rel_gap", 1e-9)
+    highs.setOptionValue("mip_rel_gap", max(gap, 1e-9))
     highs.setOptionValue("mip_abs_gap", 1e-12)
     highs.run()
     status = _status(highs)

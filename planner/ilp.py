@@ -284,17 +284,32 @@ def invert(problem: Problem, raw: Raw) -> tuple[int, ...]:
     return tuple(choices)
 
 
-def optimize(problem: Problem, *, time_limit_seconds: float = 60.0, seed: int = 0) -> Answer:
+def optimize(
+    problem: Problem,
+    *,
+    time_limit_seconds: float = 60.0,
+    seed: int = 0,
+    gap: float = 0.0,
+    cutoff: float = np.inf,
+) -> Answer:
     """``build``, ``solve`` and ``invert``, with the answer priced again from its choices.
 
-    Raises ``TimeLimitError`` if nothing was found in time.
+    The answer's objective is within a relative ``gap`` of the best, unless nothing below
+    ``cutoff`` can be: then it is any, and its bound says so. Raises ``TimeLimitError`` if
+    nothing was found in time.
     """
     began = time.perf_counter()
     scale, scaled = _scaled(problem)
     program = build(scaled)
-    raw = solve(program, time_limit_seconds=time_limit_seconds, seed=seed)
+    raw = solve(
+        program,
+        time_limit_seconds=time_limit_seconds,
+        seed=seed,
+        gap=gap,
+        cutoff=(cutoff - problem.constant) * scale,
+    )
     match raw.status:
-        case "optimal" | "time_limit" if raw.values.any():
+        case "optimal" | "time_limit" | "cutoff" if raw.values.any():
             choices = invert(problem, raw)
         case "infeasible":
             raise AssertionError("the only limit has a slack: this is never infeasible")

@@ -1,29 +1,42 @@
 """The pipeline: which blocks make a stage, on how many devices each.
 
-In: the cost of every run of blocks on every submesh at every position. Out: the stages
-that minimize
+In: what every run of blocks takes on every submesh at every position. Out: the stages that
+minimize
 
-    T = Σ_i t_i + (B − 1)·max_i t_i
+    T = Σ_i q_i + max_i m_i
 
-over runs of blocks and submeshes that tile all devices in order (Zheng et al. 2022, Alpa,
-equations 2 to 4). For each bound t_max on a stage's cost, from the smallest,
+over runs of blocks and submeshes that tile all devices in order. With q = t and m = (B − 1)·t
+of a stage of t seconds per micro-batch that is the step of a pipeline of B micro-batches
+(Zheng et al. 2022, Alpa, equations 2 to 4); the search puts into q and m apart what is paid
+once, B − 1 times or at the end of the step.
 
-    F(s, k, d) = min over i, n of  t(k..i, n at d, s) + F(s − 1, i, d + n),  t ≤ t_max
-
-is the least sum for the blocks from k on, on the devices from d on, in s stages. T is taken
-with the stages' own maximum. No bound above the best T divided by B can win. The number s of
-stages still to come gives the micro-batches in flight, hence the memory, of a stage.
+For a bound on m, the least Σ q within it comes from one pass over the stages
+(``inter_op_sweep``), and so does the least bound there is a pipeline for. A pipeline whose
+largest m lies between two bounds has at least the Σ q of the upper and the m of the lower one:
+intervals of bounds are halved until none of them can hold a better pipeline (Alpa goes through
+all bounds instead). The number of stages still to come gives the micro-batches in flight, hence
+the memory, of a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .inter_op_sweep import Band, Combine, Move, Sweep, Tiling, add, larger, turning
+
 Floats = NDArray[np.float64]
+
+HALVED = 1e-4
+"""Bounds closer than this, relatively, are not halved further but counted down one by one."""
+
+MOST_SWEEPS = 200
+
+COMBINES: Mapping[str, Combine] = {"sum": add, "largest": larger, "turning": turning}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,113 +70,141 @@ class Table:
     sizes: Callable[[int], Sequence[int]]
     costs: Callable[[int, int, int], Floats]
 
+    def tiling(self, most: int) -> Tiling:
+        """Every submesh as a move, each a place of its own."""
+        moves: list[Move] = []
+        for first in range(self.num_devices):
+            for size in self.sizes(first):
+                if first + size <= self.num_devices:
+                    moves.append(Move(first, first + size, len(moves), first, size))
+        return Tiling(self.num_devices, tuple(moves), most)
+
+
+@dataclass
+class _TableBands:
+    """The costs of a table as bands."""
+
+    table: Table
+    tiling: Tiling
+    num_microbatches: int
+    _made: dict[tuple[int, int], Floats] = field(default_factory=dict)
+
+    def __call__(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
+        if (left, place) not in self._made:
+            move = self.tiling.moves[place]
+            cost = self.table.costs(left, move.first_device, move.num_devices)
+            self._made[left, place] = banded(cost)
+        once = self._made[left, place]
+        slowest = np.where(np.isfinite(once), 0.0, np.inf)
+        if self.num_microbatches > 1:
+            slowest = once * (self.num_microbatches - 1)
+        within = slowest <= bound
+        return np.where(within, once, np.inf), np.where(within, slowest, np.inf)
+
+
+def banded(matrix: Floats) -> Floats:
+    """``t[k, j]`` of the blocks k to k + j from ``t[k, i]`` of the blocks k to i − 1."""
+    size = len(matrix) - 1
+    padded = np.full((size + 1, 2 * size + 1), np.inf)
+    padded[:, : size + 1] = matrix
+    rows = np.arange(size + 1)[:, None]
+    found: Floats = padded[rows, rows + 1 + np.arange(size)[None, :]]
+    return found
+
 
 def pipelines(
     table: Table, num_microbatches: int, num_stages: Iterable[int], *, tolerance: float = 0.0
 ) -> tuple[Pipeline, ...]:
     """For each number of stages the best pipeline, if there is one; the best first.
 
-    ``tolerance`` takes bounds within that factor of each other as the largest of them: T is
-    then within it of the best.
+    T is within ``tolerance`` of the best.
     """
-    found = []
-    for stages in num_stages:
-        best = _best(table, num_microbatches, stages, tolerance)
-        if best is not None:
-            found.append(best)
+    numbers = sorted(set(num_stages))
+    if not numbers:
+        return ()
+    tiling = table.tiling(min(numbers[-1], table.num_blocks, table.num_devices))
+    bands = _TableBands(table, tiling, num_microbatches)
+    search = PipelineSearch(tiling, table.num_blocks, bands, tolerance)
+    found = [each for number in numbers if (each := search.best(number)) is not None]
     return tuple(sorted(found, key=lambda pipeline: (pipeline.seconds, len(pipeline.stages))))
 
 
-def _best(
-    table: Table, num_microbatches: int, num_stages: int, tolerance: float
-) -> Pipeline | None:
-    entries = _entries(table, num_stages)
-    bounds = np.unique(
-        np.concatenate([cost[np.isfinite(cost)] for _, _, _, cost in entries] or [np.empty(0)])
-    )
-    best: Pipeline | None = None
-    index = 0
-    while index < len(bounds):
-        if best is not None and num_microbatches * bounds[index] >= best.seconds:
-            break
-        end = int(np.searchsorted(bounds, bounds[index] * (1 + tolerance), side="right"))
-        index = max(end, index + 1)
-        stages = _within(table, entries, num_stages, float(bounds[index - 1]))
-        if stages is None:
-            continue
-        seconds = _seconds(entries, stages, num_microbatches)
-        if best is None or seconds < best.seconds:
-            best = Pipeline(stages, seconds)
-    return best
+@dataclass
+class PipelineSearch:
+    """The best pipelines of a tiling, by number of stages.
 
+    ``cutoff``: pipelines that take as long or longer are not sought.
+    """
 
-def _entries(table: Table, num_stages: int) -> list[tuple[int, int, int, Floats]]:
-    """(stages left, first device, devices, costs), only where the ends can be reached."""
-    found = []
-    for left in range(1, num_stages + 1):
-        for first in range(table.num_devices):
-            if (left == num_stages) != (first == 0):
-                continue
-            for size in table.sizes(first):
-                ends = first + size == table.num_devices
-                if first + size > table.num_devices or ends != (left == 1):
-                    continue
-                cost = table.costs(left, first, size)
-                if np.isfinite(cost).any():
-                    found.append((left, first, size, cost))
-    return found
+    tiling: Tiling
+    num_blocks: int
+    band: Band
+    tolerance: float = 0.0
+    cutoff: float = float("inf")
+    _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
+    def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
+        """A pass with a bound, over all numbers of stages unless only one is asked for."""
+        key = (what, bound)
+        if key not in self._sweeps:
+            self._sweeps[key] = Sweep.of(
+                self.tiling, self.num_blocks, self.band, COMBINES[what],
+                bound=bound, most=num_stages,
+            )  # fmt: skip
+        return self._sweeps[key]
 
-def _within(
-    table: Table,
-    entries: Sequence[tuple[int, int, int, Floats]],
-    num_stages: int,
-    bound: float,
-) -> tuple[StageChoice, ...] | None:
-    """The stages of least sum whose costs keep to the bound."""
-    blocks = table.num_blocks
-    done = np.full(blocks + 1, np.inf)
-    done[blocks] = 0.0
-    value: dict[tuple[int, int], Floats] = {(0, table.num_devices): done}
-    choice: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-    for left, first, size, cost in entries:
-        after = value.get((left - 1, first + size))
-        if after is None:
-            continue
-        total = np.where(cost <= bound, cost, np.inf) + after[None, :]
-        stop = np.argmin(total, axis=1)
-        least = total[np.arange(blocks + 1), stop]
-        key = (left, first)
-        if key not in value:
-            value[key] = np.full(blocks + 1, np.inf)
-            nothing = np.zeros(blocks + 1, dtype=np.int64)
-            choice[key] = nothing, nothing.copy()
-        better = least < value[key]
-        value[key][better] = least[better]
-        choice[key][0][better] = stop[better]
-        choice[key][1][better] = size
-    if not np.isfinite(value.get((num_stages, 0), np.full(1, np.inf))[0]):
-        return None
-    stages, start, first = [], 0, 0
-    for left in range(num_stages, 0, -1):
-        stops, sizes = choice[left, first]
-        stop_at, taken = int(stops[start]), int(sizes[start])
-        stages.append(StageChoice(start, stop_at, first, taken))
-        start, first = stop_at, first + taken
-    return tuple(stages)
+    def bound(self, num_stages: int) -> float:
+        """A lower bound of T for so many stages: the least sum and the least bottleneck."""
+        least = self._sweep("sum", self.cutoff).least(num_stages)
+        return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
+    def _bottleneck(self, num_stages: int) -> float:
+        return self._sweep("largest", self.cutoff).least(num_stages)
 
-def _seconds(
-    entries: Sequence[tuple[int, int, int, Floats]],
-    stages: Sequence[StageChoice],
-    num_microbatches: int,
-) -> float:
-    cost = {(left, first, size): matrix for left, first, size, matrix in entries}
-    own = [
-        float(cost[len(stages) - s, stage.first_device, stage.num_devices][stage.start, stage.stop])
-        for s, stage in enumerate(stages)
-    ]
-    return pipeline_seconds(own, num_microbatches)
+    def turning(self, num_stages: int) -> float:
+        """The least over all pipelines of ``inter_op_sweep.turning``."""
+        return self._sweep("turning", self.cutoff).least(num_stages)
+
+    def best(self, num_stages: int) -> Pipeline | None:
+        """The least T below ``cutoff`` of so many stages, None if there is none."""
+        if self.bound(num_stages) >= self.cutoff:
+            return None
+        top = self._within(num_stages, self.cutoff)
+        assert top is not None, "the recurrence has a value"
+        best, high, least = top
+        low = self._bottleneck(num_stages)
+        intervals = [(least + low, low, high, least)]
+        for tried in range(MOST_SWEEPS):
+            if not intervals:
+                break
+            lower, low, high, least = heapq.heappop(intervals)
+            if lower >= min(best.seconds * (1 - self.tolerance), self.cutoff) or low >= high:
+                break
+            middle = low if tried == 0 else (low + high) / 2
+            if tried and high <= low * (1 + HALVED):
+                middle = float(np.nextafter(high, 0.0))
+            if middle < high:
+                heapq.heappush(intervals, (least + middle, middle, high, least))
+            found = self._within(num_stages, middle)
+            if found is not None:
+                pipeline, high, least = found
+                best = min(best, pipeline, key=lambda each: each.seconds)
+                if low < high:
+                    heapq.heappush(intervals, (least + low, low, high, least))
+        return best if best.seconds < self.cutoff else None
+
+    def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
+        """The pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""
+        sweep = self._sweep("sum", bound, None if bound == self.cutoff else num_stages)
+        if not np.isfinite(sweep.least(num_stages)):
+            return None
+        once, slowest, chosen = 0.0, 0.0, []
+        for at, (start, stop, move) in enumerate(sweep.stages(num_stages)):
+            both = self.band(num_stages - at, move.place, at == 0, bound)
+            once += float(both[0][start, stop - start - 1])
+            slowest = max(slowest, float(both[1][start, stop - start - 1]))
+            chosen.append(StageChoice(start, stop, move.first_device, move.num_devices))
+        return Pipeline(tuple(chosen), once + slowest), slowest, once
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:

@@ -1,14 +1,19 @@
-"""The best way to run a stage on one mesh: layouts, ZeRO stage, how much is recomputed.
+"""The best way to run a stage on one mesh: layouts, ZeRO stage, what is recomputed.
 
 In: the tables of a mesh, runs of blocks, micro-batches per step and in flight, a memory
-limit. Out: the cheapest way that fits, and its cost.
+limit. Out: the cheapest way that fits, its cost, and how far from the best it can be.
 
-For a fixed ZeRO stage the best objective of a family of runs that differ in the number n
-of equal blocks is the least of lines a + b·n, one per solution: concave. So where the
-solution at one end is also best at the other it is best between (few programs are solved);
-otherwise the middle is solved too. Solutions are kept in a pool; each is then priced under
-every ZeRO stage with the fewest blocks recomputed that make it fit. Where none fits the
-pool gets solutions that take less memory; ``refine`` solves with the limit itself.
+Where memory does not bind, the answer is exact for every run and ZeRO stage: each kind of
+block is solved once for every layout at its ends, and runs are put together from that
+(``families``). Where it binds, the same is done with a price λ per byte, for several λ and
+with blocks recomputed or not; what is found goes into a pool, and each solution of the pool
+is priced under every ZeRO stage on every rung of the recompute ladder (``pool``). For any λ
+
+    min over layouts, ZeRO and rungs of  seconds + λ·(bytes − limit)
+
+is a lower bound (Lagrangian relaxation: Everett, Operations Research 11, 1963): the gap.
+``refine`` closes it with the integer program, whose memory limit is a constraint, where it is
+wider than asked for. Where tables would be too wide, the integer program is all there is.
 """
 
 from __future__ import annotations
@@ -20,18 +25,26 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from . import ilp
-from .assembly import Assembly, Setting, Solution
+from .assembly import Assembly, Setting, Solution, constant_bytes, reserve
+from .closing import allowed_rungs, bounds, lowest_first, priced
 from .errors import TimeLimitError
+from .families import Family, Solved
+from .kind_tables import KindTables, Rates, TooWideError
+from .ladder import forced
 from .plan import Recompute
+from .pool import SAME, Found, Pool
 from .stage_cost import Figures, StageCost
 from .stage_model import StageModel
 from .structure import Run
 
-THRIFTY = 100.0
-"""The price of a stage's bytes in its own seconds at which only memory counts."""
+PRICES = (0.03, 0.3, 3.0, 100.0)
+"""λ that solutions are sought for, in a stage's seconds per its bytes."""
 
-SAME = 1 + 1e-9
-"""Two objectives within this factor are equal."""
+MOST_PROGRAMS = 8
+"""Integer programs that are solved to narrow a stage's gap."""
+
+SMALL = 60
+"""Programs of up to so many binaries are solved to the end, for every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +65,15 @@ class StageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every stage must keep to: bytes per device, forced ZeRO and recomputation."""
+    """What every stage must keep to: bytes per device, forced ZeRO and recomputation.
+
+    ``gap``: a stage may be worse than the best by this part of its cost.
+    """
 
     memory_bytes: float
     zero: int | None = None
     recompute: Recompute | None = None
+    gap: float = 0.01
 
 
 @dataclass
@@ -74,24 +91,18 @@ class Effort:
 
 
 @dataclass
-class _Entry:
-    figures: Figures
-    solution: Solution
-    gap: float
-
-
-@dataclass
 class IntraOp:
     """Solves stages on one mesh (``model``) and keeps what it found."""
 
     model: StageModel
     limits: Limits
     effort: Effort
-    pools: dict[int, dict[tuple[int, ...], _Entry]] = field(default_factory=dict, repr=False)
+    pools: dict[int, Pool] = field(default_factory=dict, repr=False)
     answers: dict[object, StageAnswer | None] = field(default_factory=dict, repr=False)
-    excess_bytes: dict[object, float] = field(default_factory=dict, repr=False)
-    _ready: set[object] = field(default_factory=set, repr=False)
-    _thrifty: set[int] = field(default_factory=set, repr=False)
+    _kinds: dict[str, KindTables] = field(default_factory=dict, repr=False)
+    _families: dict[int, Family | None] = field(default_factory=dict, repr=False)
+    _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+    _thrifty: set[object] = field(default_factory=set, repr=False)
 
     @property
     def zeros(self) -> tuple[int, ...]:
@@ -100,81 +111,256 @@ class IntraOp:
             return (self.limits.zero if self.model.prices.shards > 1 else 0,)
         return (0, 1, 2, 3) if self.model.prices.shards > 1 else (0,)
 
-    def levels(self, run: Run) -> tuple[int, int]:
-        """The least and the most blocks that may be recomputed."""
-        match self.limits.recompute:
-            case "none":
-                return 0, 0
-            case "full":
-                return run.num_blocks, run.num_blocks
-            case _:
-                return 0, run.num_blocks
+    @property
+    def modes(self) -> tuple[Recompute, ...]:
+        """How blocks may be run."""
+        given = self.limits.recompute
+        return ("none", "selective", "full") if given is None else (given,)
+
+    @property
+    def excess_bytes(self) -> dict[object, float]:
+        """By how much what did not fit is over the limit, by run and setting."""
+        found: dict[object, float] = {}
+        for pool in self.pools.values():
+            found |= pool.excess_bytes
+        return found
+
+    def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
+        """Solves runs of one family without the memory limit."""
+        new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
+        if not new:
+            return
+        pool = self._pool(new[0])
+        pool.add_runs(new)
+        rates = Rates(num_microbatches, self.zeros, self.modes[0])
+        solved = self._solve(new, rates)
+        if solved is None:
+            self._solve_programs(new, rates)
+            return
+        for number, run in enumerate(new):
+            least = solved.least[number]
+            self._bounds[run.key, rates.num_microbatches] = float(least.min())
+        self._take(pool, solved)
+
+    def _pool(self, run: Run) -> Pool:
+        if run.family not in self.pools:
+            self.pools[run.family] = Pool(self.model, self.zeros, self.limits.recompute)
+        return self.pools[run.family]
+
+    def _family(self, run: Run) -> Family | None:
+        """The tables of a run's family, None if they would be too wide."""
+        if run.family not in self._families:
+            began = time.perf_counter()
+            try:
+                for kind in run.counts:
+                    if kind not in self._kinds:
+                        self._kinds[kind] = KindTables(self.model, kind)
+                    self._kinds[kind].check()
+                self._families[run.family] = Family.of(self.model, run, self._kinds)
+            except TooWideError:
+                self._families[run.family] = None
+            self.effort.table_seconds += time.perf_counter() - began
+        return self._families[run.family]
+
+    def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
+        """Runs of one family from the tables of their kinds; None where these are too wide."""
+        family = self._family(runs[0])
+        if family is None or self.effort.left_seconds <= 0:
+            return None
+        began = time.perf_counter()
+        try:
+            return family.solve(runs, rates)
+        except TooWideError:
+            self._families[runs[0].family] = None
+            return None
+        finally:
+            self.effort.num_problems += 1
+            self.effort.seconds += time.perf_counter() - began
+
+    def _take(self, pool: Pool, solved: Solved) -> None:
+        began = time.perf_counter()
+        for solution in solved.solutions():
+            pool.add(solution)
+        self.effort.seconds += time.perf_counter() - began
+
+    def bound_seconds(self, run: Run, num_microbatches: int) -> float:
+        """A lower bound of the objective over all layouts, ZeRO stages and rungs.
+
+        The memory limit is left out. 0 where nothing was proven in time.
+        """
+        self.prepare((run,), num_microbatches)
+        return self._bounds.get((run.key, num_microbatches), 0.0)
 
     def best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
         """The cheapest way that fits, or None if nothing does."""
         key = (run.key, num_microbatches, in_flight)
         if key not in self.answers:
+            self.prepare((run,), num_microbatches)
             self.answers[key] = self._best(run, num_microbatches, in_flight)
         return self.answers[key]
 
-    def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Solves a family of runs, shortest first, without the memory limit."""
-        family = (runs[0].family, num_microbatches)
-        if family in self._ready:
-            return
-        self._ready.add(family)
-        varying = {kind for kind in runs[0].counts if len({run.counts[kind] for run in runs}) > 1}
-        setting = Setting(num_microbatches, self._first_zero, self.levels(runs[0])[0])
-        if len(varying) > 1:
-            for run in runs:
-                self._solve(run, self._leveled(run, setting))
-        else:
-            self._envelope(runs, setting)
+    def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
+        """The best of the pool, and where memory binds of what else is found for it."""
+        pool, limit = self._pool(run), self.limits.memory_bytes
+        found = pool.cheapest(run, num_microbatches, in_flight, limit)
+        is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
+        if is_wanting and self._make_fit(run, num_microbatches, in_flight, found is None):
+            found = pool.cheapest(run, num_microbatches, in_flight, limit)
+        answer = self._stage_answer(run, num_microbatches, found)
+        if answer is not None and answer.gap > SAME - 1 and self._is_small(run):
+            return self._closed(answer, 0.0, SAME - 1, float("inf"))
+        return answer
+
+    def _is_small(self, run: Run) -> bool:
+        """Whether the run's programs are so small that they may all be solved to the end."""
+        kinds = [self.model.kind(kind).decisions for kind in run.counts]
+        sizes = [len(each.choices) for decisions in kinds for each in decisions]
+        return sum(sizes) <= SMALL and np.isfinite(self.limits.memory_bytes)
+
+    def _gap(self, run: Run, num_microbatches: int, best: Found | None) -> float:
+        if best is None:
+            return float("inf")
+        bound = self._bounds.get((run.key, num_microbatches), 0.0)
+        return max(0.0, 1 - bound / best.objective)
+
+    def _stage_answer(
+        self, run: Run, num_microbatches: int, best: Found | None
+    ) -> StageAnswer | None:
+        if best is None:
+            return None
+        gap = self._gap(run, num_microbatches, best)
+        figures, solution = best.entry.figures, best.entry.solution
+        return StageAnswer(run, figures, solution, best.setting, best.objective, gap)
+
+    def _make_fit(
+        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
+    ) -> bool:
+        """Adds solutions for the case that memory binds; whether there were any to add.
+
+        Those that are best when a byte has a price, with all blocks recomputed in the same way;
+        once per family and per power of two of blocks and of micro-batches in flight.
+        """
+        near = (in_flight.bit_length(), run.num_blocks.bit_length())
+        key = (run.family, num_microbatches, near)
+        if key in self._thrifty or self.effort.left_seconds <= 0:
+            return False
+        self._thrifty.add(key)
+        pool = self._pool(run)
+        unit = self._price_unit(run, num_microbatches)
+        before = len(pool.entries)
+        for mode in self.modes:
+            prices = [unit * price for price in PRICES]
+            rates = priced(num_microbatches, in_flight, mode, self._some_zeros, prices)
+            solved = self._solve((run,), rates)
+            if solved is not None:
+                self._take(pool, solved)
+            elif nothing_fits:
+                self._thriftiest_program(run, rates, in_flight)
+        return len(pool.entries) > before
 
     @property
-    def _first_zero(self) -> int:
-        return 1 if 1 in self.zeros else self.zeros[0]
+    def _some_zeros(self) -> tuple[int, ...]:
+        """The ZeRO stages whose layouts are worth finding: every solution is tried under all."""
+        return tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))
 
-    def _leveled(self, run: Run, setting: Setting) -> Setting:
-        return replace(setting, level=self.levels(run)[0])
+    def _price_unit(self, run: Run, num_microbatches: int) -> float:
+        """Seconds per byte at which all of a device's bytes cost as much as the stage."""
+        bound = self._bounds.get((run.key, num_microbatches), 0.0)
+        limit = self.limits.memory_bytes
+        return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
 
-    def _envelope(self, runs: Sequence[Run], setting: Setting) -> None:
-        first = self._solve(runs[0], self._leveled(runs[0], setting))
-        if len(runs) == 1:
-            return
-        last = self._solve(runs[-1], self._leveled(runs[-1], setting))
-        self._between(runs, setting, 0, len(runs) - 1, (first, last))
+    def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
+        """A lower bound of the objective of whatever fits in memory (Lagrangian)."""
+        bound = self.bound_seconds(run, num_microbatches)
+        family = self._family(run)
+        if family is None or not np.isfinite(self.limits.memory_bytes):
+            return bound
+        free = self.limits.memory_bytes - self._fixed_bytes(run)
+        unit = self._price_unit(run, num_microbatches)
+        grid = np.geomspace(1e-3, 1e2, 16) * unit
+        best = np.zeros(len(self.zeros))
+        for _ in range(3):
+            ways = list(self._ways(num_microbatches, in_flight, grid.tolist()).values())
+            try:
+                found = family.bound(run, ways)
+            except TooWideError:
+                return bound
+            values = found.reshape(len(self.zeros), -1) - free * grid
+            best = np.maximum(best, values.max(axis=1))
+            middle = int(values[int(best.argmin())].argmax())
+            low, high = max(middle - 1, 0), min(middle + 1, len(grid) - 1)
+            grid = np.geomspace(grid[low], grid[high], len(grid))
+        return max(bound, float(best.min()))
 
-    def _between(
-        self,
-        runs: Sequence[Run],
-        setting: Setting,
-        low: int,
-        high: int,
-        ends: tuple[_Entry | None, _Entry | None],
-    ) -> None:
-        first, last = ends
-        if first is None or last is None or high - low < 2:
-            return
-        if self._objective(first, runs[high], setting) <= SAME * self._objective(
-            last, runs[high], setting
-        ):
-            return
-        if self._objective(last, runs[low], setting) <= SAME * self._objective(
-            first, runs[low], setting
-        ):
-            return
-        middle = (low + high) // 2
-        found = self._solve(runs[middle], self._leveled(runs[middle], setting))
-        self._between(runs, setting, low, middle, (first, found))
-        self._between(runs, setting, middle, high, (found, last))
+    def _fixed_bytes(self, run: Run) -> float:
+        """Bytes that every choice holds: constants, buffers, the largest op at its smallest."""
+        working = max(
+            (float(sizes.min()) for kind in run.counts
+             for sizes in self.model.kind(kind).working_bytes), default=0.0,
+        )  # fmt: skip
+        return constant_bytes(self.model, run) + reserve(self.model) + working
 
-    def _objective(self, entry: _Entry, run: Run, setting: Setting) -> float:
-        level = self.levels(run)[0]
-        return entry.figures.ladder(run).objective(setting.zero, level, setting.num_microbatches)
+    def _ways(
+        self, num_microbatches: int, in_flight: int, prices: Sequence[float]
+    ) -> dict[Recompute, Rates]:
+        return {
+            mode: priced(num_microbatches, in_flight, mode, self.zeros, prices)
+            for mode in self.modes
+        }
 
-    def _solve(self, run: Run, setting: Setting) -> _Entry | None:
-        """Solves one program and puts its solution in the pool; None if time is up."""
+    def refine(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
+        """``best`` with its gap proven, and narrowed to ``limits.gap`` if time allows."""
+        found = self.best(run, num_microbatches, in_flight)
+        if found is None or found.gap <= SAME - 1:
+            return found
+        bound = self.memory_bound_seconds(run, num_microbatches, in_flight)
+        found = replace(found, gap=max(0.0, 1 - bound / found.objective))
+        if found.gap > self.limits.gap:
+            found = self._closed(found, bound, self.limits.gap, MOST_PROGRAMS)
+        self.answers[run.key, num_microbatches, in_flight] = found
+        return found
+
+    def _closed(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
+        """The best after up to ``most`` integer programs, until the gap is no more than asked."""
+        run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
+        family, count = self._family(run), base.num_microbatches
+        if family is None:
+            return found
+        on = allowed_rungs(run, self.limits.recompute)
+        prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
+        free = self.limits.memory_bytes - self._fixed_bytes(run)
+        values = bounds(
+            family, run, self._ways(count, base.in_flight, prices), on,
+            num_zeros=len(self.zeros), free_bytes=free,
+        )  # fmt: skip
+        least = found.objective
+        solved: list[float] = []
+        for number, (value, zero, rung) in enumerate(lowest_first(values)):
+            bound = max(bound, min([value, *solved]))
+            if min(value, least) >= least * (1 - gap) or number >= most:
+                break
+            setting = replace(base, zero=self.zeros[zero], rung=on[rung])
+            answer = self._program(run, setting, gap=gap / 2, cutoff=least * (1 - gap))
+            if answer is None:
+                break
+            is_over = answer.status == "optimal" and answer.excess_bytes > 0
+            solved.append(float("inf") if is_over else answer.bound)
+            if answer.excess_bytes <= 0:
+                least = min(least, answer.objective)
+        else:
+            bound = max(bound, min(solved))
+        best = self._pool(run).cheapest(run, count, base.in_flight, self.limits.memory_bytes)
+        improved = self._stage_answer(run, count, best)
+        assert improved is not None, "what fits is still there"
+        return replace(improved, gap=max(0.0, 1 - bound / improved.objective))
+
+    def _program(
+        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf
+    ) -> ilp.Answer | None:
+        """Solves one integer program and puts its solution in the pool; None if time is up.
+
+        It is not solved to the end where nothing below ``cutoff`` can be.
+        """
         if self.effort.left_seconds <= 0:
             return None
         began = time.perf_counter()
@@ -182,101 +368,37 @@ class IntraOp:
         problem = assembly.problem(setting)
         self.effort.table_seconds += time.perf_counter() - began
         try:
-            answer = ilp.optimize(problem, time_limit_seconds=self.effort.left_seconds)
+            left = self.effort.left_seconds
+            answer = ilp.optimize(problem, time_limit_seconds=left, gap=gap, cutoff=cutoff)
         except TimeLimitError:
             return None
         finally:
             self.effort.num_problems += 1
         self.effort.seconds += answer.seconds
-        pool = self.pools.setdefault(run.family, {})
-        if answer.choices not in pool:
-            solution = assembly.solution(answer.choices)
-            pool[answer.choices] = _Entry(Figures(assembly, answer.choices), solution, answer.gap)
-        return pool[answer.choices]
-
-    def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        self.prepare((run,), num_microbatches)
-        base = Setting(num_microbatches, in_flight=in_flight)
-        found = self._cheapest(run, base)
-        if found is None and run.family not in self._thrifty:
-            self._make_fit(run, base)
-            found = self._cheapest(run, base)
-        return found
-
-    def _cheapest(self, run: Run, base: Setting) -> StageAnswer | None:
-        """The best of the pool that fits, with the fewest blocks recomputed that make it fit."""
-        best: StageAnswer | None = None
-        low, high = self.levels(run)
-        for entry in self.pools.get(run.family, {}).values():
-            ladder = entry.figures.ladder(run)
-            for zero in self.zeros:
-                over = ladder.total_bytes(zero, base.in_flight)[low : high + 1]
-                over = over - self.limits.memory_bytes
-                level = low + int(np.argmax(over <= 0))
-                if over[level - low] > 0:
-                    self._note_excess(run, base, float(over.min()))
-                    continue
-                objective = ladder.objective(zero, level, base.num_microbatches)
-                if best is None or objective * SAME < best.objective:
-                    setting = replace(base, zero=zero, level=level)
-                    best = StageAnswer(
-                        run, entry.figures, entry.solution, setting, objective, entry.gap
-                    )
-        return best
-
-    def _note_excess(self, run: Run, base: Setting, excess: float) -> None:
-        key = (run.key, base.num_microbatches, base.in_flight)
-        self.excess_bytes[key] = min(excess, self.excess_bytes.get(key, excess))
-
-    def _make_fit(self, run: Run, base: Setting) -> None:
-        """Adds solutions that take less memory, once per family of runs.
-
-        First the thriftiest of all, then the best ones when a byte has a price: what it costs
-        between the fastest and the thriftiest (points of the convex hull of seconds and bytes).
-        """
-        if run.family in self._thrifty:
-            return
-        self._thrifty.add(run.family)
-        low, high = self.levels(run)
-        setting = replace(base, zero=self.zeros[-1], level=high, limit_bytes=float("inf"))
-        fastest = self._solve(run, replace(setting, limit_bytes=None))
-        if fastest is None:
-            return
-        cost = fastest.figures.price(run, setting)
-        price = THRIFTY * cost.objective(base.num_microbatches) / cost.total_bytes
-        least = self._solve(run, replace(setting, memory_weight=price))
-        if least is None:
-            return
-        ends = (cost, least.figures.price(run, setting))
-        seconds = [cost.objective(base.num_microbatches) for cost in ends]
-        saved_bytes = ends[0].total_bytes - ends[1].total_bytes
-        if saved_bytes <= 0 or seconds[1] <= seconds[0]:
-            return
-        price = (seconds[1] - seconds[0]) / saved_bytes
-        for level in dict.fromkeys((low, high)):
-            self._solve(run, replace(setting, level=level, memory_weight=price))
-
-    def refine(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """``best`` with every ZeRO stage and several recompute levels solved for themselves.
-
-        Where the unlimited optimum fits as it is, ZeRO 0 and 1 alone can be the fastest; where
-        memory binds, programs with its limit.
-        """
-        low, high = self.levels(run)
-        base = Setting(num_microbatches, in_flight=in_flight)
-        found = self.best(run, num_microbatches, in_flight)
-        if found is None:
-            return None
-        binds = found.setting.level > low or found.setting.zero > 1
-        levels = [low]
-        if binds:
-            near = found.setting.level
-            tries = {low, near - 1, near, (low + high) // 2, high}
-            levels = sorted(level for level in tries if low <= level <= high)
-        for zero in self.zeros if binds else self.zeros[:2]:
-            for level in levels:
-                limit = self.limits.memory_bytes if binds else None
-                self._solve(run, replace(base, zero=zero, level=level, limit_bytes=limit))
-        answer = self._cheapest(run, base)
-        self.answers[run.key, num_microbatches, in_flight] = answer
+        self._pool(run).add(assembly.solution(answer.choices))
         return answer
+
+    def _solve_programs(self, runs: Sequence[Run], rates: Rates) -> None:
+        """Without tables: the integer program for the shortest, the middle and the longest run.
+
+        Its bound holds for the runs that were solved under every ZeRO stage.
+        """
+        ordered = sorted(runs, key=lambda run: run.num_blocks)
+        some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}
+        for run in some.values():
+            rung = forced(rates.mode, run.class_counts[0])
+            answers = [
+                self._program(run, Setting(rates.num_microbatches, zero, rung))
+                for zero in rates.zeros
+            ]
+            bounds = [answer.bound for answer in answers if answer is not None]
+            if len(bounds) == len(answers):
+                self._bounds[run.key, rates.num_microbatches] = min(bounds)
+
+    def _thriftiest_program(self, run: Run, rates: Rates, in_flight: int) -> None:
+        """Without tables: the integer program in which almost only memory counts."""
+        setting = Setting(
+            rates.num_microbatches, rates.zeros[-1], forced(rates.mode, run.class_counts[0]),
+            in_flight, limit_bytes=float("inf"), memory_weight=rates.state_prices[-1],
+        )  # fmt: skip
+        self._program(run, setting)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.compute import peak_flops
+from .branches import Places, stage_edges
 from .choices import input_specs
 from .graph import Graph, Node
 from .inter_op import StageChoice
@@ -32,6 +33,7 @@ from .prices import Prices, boundary_layout
 from .request import Request
 from .stage_cost import StageCost
 from .stage_model import StageModel
+from .step import send_seconds
 from .strategy import NodeLayout
 from .structure import Structure
 from .undivided import undivided
@@ -78,8 +80,9 @@ class Candidate:
             text = f"{choice.stop - choice.start} blocks on {sizes}"
             if answer.setting.zero:
                 text += f" zero={answer.setting.zero}"
-            if answer.setting.level:
-                text += f" recompute {answer.setting.level}"
+            for how, numbers in zip(("recompute", "selective"), answer.setting.rung, strict=True):
+                if any(numbers):
+                    text += f" {how} {sum(numbers)}"
             parts.append(text)
         stages = " | ".join(_counted(parts))
         schedule = f", {self.schedule}" if len(parts) > 1 else ""
@@ -108,7 +111,7 @@ def make_plan(
     """The plan of the winner. ``spent`` is the number of programs and seconds by phase."""
     graph = structure.graph
     num_problems, seconds = spent
-    stages = tuple(_stage(structure, best, index) for index in range(len(best.stages)))
+    stages = tuple(_stage(structure, best, index, send) for index, send in enumerate(_sends(best)))
     gap = max(answer.gap for _, answer in best.answers)
     rules = best.answers[0][0].prices.rules
     has_rule = getattr(rules, "has_rule", lambda op: True)
@@ -196,25 +199,32 @@ def reason(best: Candidate, loser: Candidate) -> str:
     return ", ".join(named[:2]) or "as fast, but for overheads"
 
 
-def _stage(structure: Structure, best: Candidate, index: int) -> StagePlan:
+def _sends(best: Candidate) -> list[float]:
+    """For each stage the seconds of a micro-batch's messages to later stages."""
+    model = best.answers[0][0]
+    ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in best.stages)
+    places = Places(model.prices.cluster, ends)
+    edges = stage_edges(model.structure, [stage.start for stage in best.stages], places)
+    return send_seconds([answer.cost for _, answer in best.answers], edges)
+
+
+def _stage(structure: Structure, best: Candidate, index: int, send: float) -> StagePlan:
     model, answer = best.answers[index]
     choice = best.stages[index]
     run = structure.run(choice.start, choice.stop)
     own = structure.blocks.blocks[choice.start : choice.stop]
-    again = set(run.recompute_order[: answer.setting.level])
+    modes = run.modes(answer.setting.rung)
     layouts = _layouts(model, answer)
     _add_leaves(layouts, model, structure, choice)
-    send = best.answers[index + 1][1].cost.receive_seconds if index + 1 < len(best.stages) else ()
     return StagePlan(
         blocks=tuple(
-            BlockPlan(block.name, block.kind, "full" if offset in again else "none")
-            for offset, block in enumerate(own)
+            BlockPlan(block.name, block.kind, mode) for block, mode in zip(own, modes, strict=True)
         ),
         devices=tuple(range(choice.first_device, choice.first_device + choice.num_devices)),
         mesh=model.prices.mesh,
         zero=answer.setting.zero,
         layouts=dict(sorted(layouts.items())),
-        prediction=prediction_of(answer.cost, sum(send[:1], 0.0)),
+        prediction=prediction_of(answer.cost, send),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import UsageError
 from .plan import Precision, Recompute
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 
 
 @dataclass(frozen=True, slots=True)

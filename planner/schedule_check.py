@@ -29,7 +29,7 @@ from ..cost_model.actions import (
     Action,
     Row,
     Schedule,
-    matching_receive,
+    matching_receives,
 )
 from .errors import PlanError
 
@@ -72,15 +72,16 @@ def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iter
     ``split`` holds the input backwards of the table.
     """
     stage, m = action.stage, action.microbatch
-    ranks, last = schedule.stage_rank, schedule.num_stages - 1
-    if action.kind == FORWARD and stage > 0:
-        remote = ranks[stage - 1] != ranks[stage]
-        yield Action(RECV_FORWARD, stage, m) if remote else Action(FORWARD, stage - 1, m)
+    ranks, wiring = schedule.stage_rank, schedule.wiring
+    if action.kind == FORWARD:
+        for other in wiring.producers[stage]:
+            remote = ranks[other] != ranks[stage]
+            yield Action(RECV_FORWARD, stage, m) if remote else Action(FORWARD, other, m)
     elif action.kind in (BACKWARD, INPUT_BACKWARD):
         yield Action(FORWARD, stage, m)
-        if stage < last:
-            remote = ranks[stage + 1] != ranks[stage]
-            yield Action(RECV_BACKWARD, stage, m) if remote else _gradient(split, stage + 1, m)
+        for other in wiring.consumers[stage]:
+            remote = ranks[other] != ranks[stage]
+            yield Action(RECV_BACKWARD, stage, m) if remote else _gradient(split, other, m)
     elif action.kind == WEIGHT_BACKWARD:
         yield Action(INPUT_BACKWARD, stage, m)
     elif action.kind == SEND_FORWARD:
@@ -155,15 +156,17 @@ def _check_pairs(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.table):
         for action in row:
             if action.kind in SENDS:
-                receive = matching_receive(action)
-                if not 0 <= receive.stage < schedule.num_stages:
+                targets = matching_receives(action, schedule.wiring)
+                if not targets:
                     raise _fault(schedule, f"{action} has no stage to send to")
-                sent.setdefault((rank, ranks[receive.stage]), []).append(receive)
+                for receive in targets:
+                    sent.setdefault((rank, ranks[receive.stage]), []).append(receive)
             elif action.kind in RECEIVES:
-                source = action.stage + (-1 if action.kind == RECV_FORWARD else 1)
-                if not 0 <= source < schedule.num_stages:
+                sources = schedule.wiring[action.kind == RECV_BACKWARD][action.stage]
+                if not sources:
                     raise _fault(schedule, f"{action} has no stage to receive from")
-                received.setdefault((ranks[source], rank), []).append(action)
+                for source in sources:
+                    received.setdefault((ranks[source], rank), []).append(action)
     for pair in sent.keys() | received.keys():
         _check_pair(schedule, pair, sent.get(pair, []), received.get(pair, []))
 
@@ -188,7 +191,7 @@ def _check_progress(schedule: Schedule) -> None:
     """Runs the table; what cannot go on is a deadlock."""
     split = {a for row in schedule.table for a in row if a.kind == INPUT_BACKWARD}
     done: set[Action] = set()
-    sent: set[Action] = set()
+    sent: Counter[Action] = Counter()
     cursor = [0] * schedule.num_ranks
     progress = True
     while progress:
@@ -197,13 +200,14 @@ def _check_progress(schedule: Schedule) -> None:
             while cursor[rank] < len(row):
                 action = row[cursor[rank]]
                 if not all(
-                    need in done and (need.kind not in RECEIVES or need in sent)
+                    need in done
+                    and (need.kind not in RECEIVES or sent[need] == _num_senders(need, schedule))
                     for need in requirements(action, schedule, split)
                 ):
                     break
                 done.add(action)
                 if action.kind in SENDS:
-                    sent.add(matching_receive(action))
+                    sent.update(matching_receives(action, schedule.wiring))
                 cursor[rank] += 1
                 progress = True
     stuck = [
@@ -213,6 +217,10 @@ def _check_progress(schedule: Schedule) -> None:
     ]
     if stuck:
         raise _fault(schedule, "deadlock", "; ".join(stuck))
+
+
+def _num_senders(receive: Action, schedule: Schedule) -> int:
+    return len(schedule.wiring[receive.kind == RECV_BACKWARD][receive.stage])
 
 
 def _check_step(schedule: Schedule) -> None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ..cost_model.actions import Schedule, Table
+from ..cost_model.actions import Edges, Schedule, Table, Wiring, chain
 from .errors import UsageError
 from .schedules_messages import complete
 from .schedules_orders import (
+    depths,
     gpipe,
     inference,
     interleaved_1f1b,
@@ -124,9 +125,17 @@ LOOPED = tuple(name for name, info in SCHEDULES.items() if info.looped is not No
 
 
 def build_schedule(
-    name: str, num_stages: int, num_microbatches: int, *, num_chunks: int = 1, prefetch: int = 2
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    prefetch: int = 2,
+    edges: Edges | None = None,
 ) -> Schedule:
     """The action table of the schedule ``name``.
+
+    ``edges`` say which stages need which; without them each needs the one before.
 
     ``num_chunks`` stages share a pipeline rank, in looped schedules: stage ``s`` is on rank
     ``s % (num_stages / num_chunks)``. ``prefetch`` is how many compute actions ahead of its
@@ -149,8 +158,40 @@ def build_schedule(
             "AP151", f"a schedule of {num_stages} stages and {num_microbatches} micro-batches",
             why="a pipeline has at least one stage and one micro-batch", where="schedule",
         )  # fmt: skip
-    orders = _orders(SCHEDULES[name], num_stages, num_microbatches, num_chunks)
-    return Schedule(name, num_microbatches, *complete(orders, prefetch=prefetch))
+    if edges is None or edges == chain(num_stages):
+        orders = _orders(SCHEDULES[name], num_stages, num_microbatches, num_chunks)
+        return Schedule(name, num_microbatches, *complete(orders, prefetch=prefetch))
+    if name not in OF_GRAPHS:
+        raise UsageError(
+            "AP154", f"schedule {name!r} runs stages one after the other", where="schedule",
+            why="this plan has stages that do not need each other",
+            fix=f"use one of {', '.join(OF_GRAPHS)}",
+        )  # fmt: skip
+    orders = OF_GRAPHS[name](num_microbatches, depths(Wiring.of(num_stages, edges)))
+    tied = complete(orders, prefetch=prefetch, edges=edges)
+    return Schedule(name, num_microbatches, *tied, edges=edges)
+
+
+OF_GRAPHS: Mapping[str, Callable[[int, tuple[int, ...]], Table]] = {
+    "gpipe": lambda num_microbatches, depth: gpipe(len(depth), num_microbatches),
+    "1f1b": lambda num_microbatches, depth: one_forward_one_backward(
+        len(depth), num_microbatches, depth=depth
+    ),
+    "eager-1f1b": lambda num_microbatches, depth: one_forward_one_backward(
+        len(depth), num_microbatches, depth=depth, eager=2
+    ),
+    "inference": lambda num_microbatches, depth: inference(len(depth), num_microbatches),
+}
+"""The orders of the schedules that run stages of any graph, by the stages' depths."""
+
+
+def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> int:
+    """The most micro-batches that a stage of this depth (see ``depths``) holds at once.
+
+    >>> in_flight("1f1b", 2, 3, 8), in_flight("gpipe", 2, 3, 8), in_flight("gpipe", 1, 1, 8)
+    (2, 8, 1)
+    """
+    return 1 if num_stages == 1 else SCHEDULES[name].in_flight(depth, num_microbatches, 0)
 
 
 def _orders(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Table:

@@ -4,13 +4,14 @@ A result is sent right after it is computed, and a receive is posted ``prefetch`
 actions before its use, so that the message is in flight while its receiver computes. The
 receives of one sender are posted in the order of its sends, earlier ones first. Nothing in
 a row waits but a compute action for its own receives, so a table whose compute orders can
-run cannot deadlock.
+run cannot deadlock. Where a stage needs several others, one receive stands for all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from ..cost_model.actions import (
     BACKWARD,
@@ -24,38 +25,79 @@ from ..cost_model.actions import (
     STEP,
     WEIGHT_BACKWARD,
     Action,
+    Edges,
     Row,
     Table,
-    matching_receive,
+    Wiring,
+    chain,
+    matching_receives,
 )
 
 Receives = Mapping[int, deque[Action]]
 """By sending rank: the receives of its messages to one rank, in the order they are sent."""
 
 
-def complete(orders: Table, *, prefetch: int) -> tuple[tuple[int, ...], Table]:
+def complete(
+    orders: Table, *, prefetch: int, edges: Edges | None = None
+) -> tuple[tuple[int, ...], Table]:
     """The owner of each stage and the table of compute ``orders`` with all else added."""
     owner = {action.stage: rank for rank, row in enumerate(orders) for action in row}
     stage_rank = tuple(owner[stage] for stage in range(len(owner)))
-    sends = [[_send(compute, stage_rank) for compute in row] for row in orders]
+    ties = _Ties(stage_rank, Wiring.of(len(owner), chain(len(owner)) if edges is None else edges))
+    sends = [[ties.send(compute) for compute in row] for row in orders]
     receives: list[dict[int, deque[Action]]] = [{} for _ in orders]
     for rank, row in enumerate(sends):
         for send in row:
             if send is not None:
-                receive = matching_receive(send)
-                receives[stage_rank[receive.stage]].setdefault(rank, deque()).append(receive)
+                for receive in matching_receives(send, ties.wiring):
+                    receives[stage_rank[receive.stage]].setdefault(rank, deque()).append(receive)
     table = tuple(
-        _with_step(_with_messages(row, sends[rank], receives[rank], stage_rank, prefetch=prefetch))
+        _with_step(_with_messages(row, sends[rank], receives[rank], ties, prefetch=prefetch))
         for rank, row in enumerate(orders)
     )
     return stage_rank, table
+
+
+class _Ties(NamedTuple):
+    """Who owns each stage, and which stages need which."""
+
+    stage_rank: tuple[int, ...]
+    wiring: Wiring
+
+    def others(self, stage: int, neighbours: Iterable[int]) -> list[int]:
+        """The other ranks that own any of a stage's neighbours."""
+        ranks = self.stage_rank
+        return [ranks[each] for each in neighbours if ranks[each] != ranks[stage]]
+
+    def receive(self, compute: Action) -> tuple[Action | None, list[int]]:
+        """What ``compute`` has to wait for and from whom, if it comes from other ranks."""
+        kind, stage, m = compute
+        if kind == FORWARD:
+            wanted = Action(RECV_FORWARD, stage, m)
+            sources = self.others(stage, self.wiring.producers[stage])
+        elif kind in (BACKWARD, INPUT_BACKWARD):
+            wanted = Action(RECV_BACKWARD, stage, m)
+            sources = self.others(stage, self.wiring.consumers[stage])
+        else:
+            return None, []
+        return (wanted, sources) if sources else (None, [])
+
+    def send(self, compute: Action) -> Action | None:
+        """What leaves for other ranks once ``compute`` is done."""
+        kind, stage, m = compute
+        if kind == FORWARD and self.others(stage, self.wiring.consumers[stage]):
+            return Action(SEND_FORWARD, stage, m)
+        is_backward = kind in (BACKWARD, INPUT_BACKWARD)
+        if is_backward and self.others(stage, self.wiring.producers[stage]):
+            return Action(SEND_BACKWARD, stage, m)
+        return None
 
 
 def _with_messages(
     row: Row,
     sends: Sequence[Action | None],
     receives: Receives,
-    stage_rank: Sequence[int],
+    ties: _Ties,
     *,
     prefetch: int,
 ) -> list[Action]:
@@ -65,9 +107,12 @@ def _with_messages(
     posted = 0
     for position, compute in enumerate(row):
         for ahead in row[posted : position + prefetch + 1]:
-            wanted, source = _receive(ahead, stage_rank)
-            if wanted is not None:
-                _post(wanted, receives[source], actions, early)
+            wanted, sources = ties.receive(ahead)
+            if wanted is not None and wanted not in early:
+                for source in dict.fromkeys(sources):
+                    _post_before(wanted, receives[source], actions, early)
+                actions.append(wanted)
+                early.add(wanted)
         posted = max(posted, min(len(row), position + prefetch + 1))
         actions.append(compute)
         send = sends[position]
@@ -76,43 +121,14 @@ def _with_messages(
     return actions
 
 
-def _post(wanted: Action, queue: deque[Action], actions: list[Action], early: set[Action]) -> None:
-    """Posts a receive, after those of the same sender whose messages come before its own."""
-    if wanted in early:
-        return
+def _post_before(
+    wanted: Action, queue: deque[Action], actions: list[Action], early: set[Action]
+) -> None:
+    """Posts the receives of one sender whose messages come before that of ``wanted``."""
     while (receive := queue.popleft()) != wanted:
-        actions.append(receive)
-        early.add(receive)
-    actions.append(wanted)
-
-
-def _receive(compute: Action, stage_rank: Sequence[int]) -> tuple[Action | None, int]:
-    """What ``compute`` has to wait for and from whom, if it comes from another rank."""
-    kind, stage, m = compute
-    if kind == FORWARD and stage > 0 and stage_rank[stage - 1] != stage_rank[stage]:
-        return Action(RECV_FORWARD, stage, m), stage_rank[stage - 1]
-    if (
-        kind in (BACKWARD, INPUT_BACKWARD)
-        and stage + 1 < len(stage_rank)
-        and stage_rank[stage + 1] != stage_rank[stage]
-    ):
-        return Action(RECV_BACKWARD, stage, m), stage_rank[stage + 1]
-    return None, -1
-
-
-def _send(compute: Action, stage_rank: Sequence[int]) -> Action | None:
-    """What leaves for another rank once ``compute`` is done. Without backwards, forwards only."""
-    kind, stage, m = compute
-    last = len(stage_rank) - 1
-    if kind == FORWARD and stage < last and stage_rank[stage + 1] != stage_rank[stage]:
-        return Action(SEND_FORWARD, stage, m)
-    if (
-        kind in (BACKWARD, INPUT_BACKWARD)
-        and stage > 0
-        and stage_rank[stage - 1] != stage_rank[stage]
-    ):
-        return Action(SEND_BACKWARD, stage, m)
-    return None
+        if receive not in early:
+            actions.append(receive)
+            early.add(receive)
 
 
 def _with_step(row: Sequence[Action]) -> Row:

@@ -6,9 +6,24 @@ In: how many pipeline ranks, micro-batches and chunks (stages per rank; stage ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
-from ..cost_model.actions import BACKWARD, FORWARD, Action, Row, Table
+from ..cost_model.actions import BACKWARD, FORWARD, Action, Row, Table, Wiring
+
+
+def depths(wiring: Wiring) -> tuple[int, ...]:
+    """For each stage how many stages the longest way from it to an end has, itself included.
+
+    In a chain ``num_stages - stage``: 1F1B starts as many micro-batches before it goes back.
+
+    >>> depths(Wiring.of(4, ((0, 1), (1, 3), (2, 3))))
+    (3, 2, 2, 1)
+    """
+    found = [1] * len(wiring.consumers)
+    for stage in reversed(range(len(found))):
+        found[stage] += max((found[after] for after in wiring.consumers[stage]), default=0)
+    return tuple(found)
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
@@ -20,8 +35,12 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
     )
 
 
-def one_forward_one_backward(num_ranks: int, num_microbatches: int, *, eager: int = 1) -> Table:
+def one_forward_one_backward(
+    num_ranks: int, num_microbatches: int, *, eager: int = 1, depth: Sequence[int] = ()
+) -> Table:
     """1F1B; ``eager=2`` warms up with twice as many forwards.
+
+    ``depth`` of each stage, see ``depths``; that of a chain by default.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), figure 4 top; eager: Zhuang et al. 2023
     (arXiv:2211.05322), section 4.
@@ -30,7 +49,7 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, *, eager: in
         _in_turn(
             tuple(Action(FORWARD, stage, m) for m in range(num_microbatches)),
             tuple(Action(BACKWARD, stage, m) for m in range(num_microbatches)),
-            warmup=eager * (num_ranks - stage - 1),
+            warmup=eager * ((depth[stage] if depth else num_ranks - stage) - 1),
         )
         for stage in range(num_ranks)
     )

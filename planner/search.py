@@ -1,52 +1,48 @@
 """The search: from a graph and a cluster to a plan.
 
 In: the graph, its blocks, a cluster, a request. Out: the plan, with the candidates that
-lost. Micro-batch sizes are the outer loop; for each, stage costs come from the integer
-programs (``intra_op``), pipelines from the dynamic program (``inter_op``). Of the best
-``4 top`` of those, the ``top`` that simulate fastest are solved again with every ZeRO stage
-and recompute level for themselves and simulated under every schedule that is allowed; the
-fastest simulated one wins.
+lost. A micro-batch size with a way to lay stages over the devices is a quest; first come those
+with stages of one size (so that there soon is a plan), then those that mix sizes. Quests are
+followed the most promising first, and the costs of their stages are priced no further than
+needed to know the best pipelines (``search_quests``, ``search_costs``, ``inter_op``). Those are
+simulated under every schedule that is allowed; the fastest are solved again with every ZeRO
+stage and recompute level for themselves, and the fastest simulated one wins.
+
+The time limit, or Ctrl-C, ends the search early with the best plan so far.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from .asked import Asked, uses_of
 from .basis import DEFAULT, Basis
-from .errors import TimeLimitError
+from .branches import sections
+from .branches_search import branch_pipelines
 from .graph import Blocks, Graph
-from .inter_op import Floats, Pipeline, StageChoice, Table, pipelines
-from .intra_op import Effort, IntraOp, Limits, StageAnswer
-from .layout import Mesh
+from .heterogeneous import HostOrder, in_given_ranks, over_orders
 from .options import check_degrees, microbatch_rows, stage_numbers
 from .plan import Plan
-from .prices import Prices, Rules, with_precision
-from .refusals import check_measured, does_not_fit
+from .prices import Rules
+from .refusals import check_measured
 from .report_plan import Candidate, make_plan
 from .request import Request
-from .schedules import SCHEDULES
+from .search_candidates import WORTH_IT as WORTH_IT
+from .search_candidates import candidates, completed, freed
+from .search_job import Job
+from .search_quests import Draft, Quest, drafts
+from .search_space import mixed_tiling, uniform_tiling
 from .sources import with_sources
-from .stage_model import StageModel
-from .step import simulate_stages
-from .structure import Run, Structure
-from .submesh import meshes, restriction, submesh_sizes
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
 
-BOUND_TOLERANCE = 1e-3
-"""Stage-cost bounds of the dynamic program closer than this factor count as one."""
-
-WORTH_IT = 0.005
-"""The least gain for which a plan may use the axis "dp" for more than the batch."""
+MOST_DRAFTS = 64
+"""Drafts after which only those count that would be the best."""
 
 
 def plan(
@@ -67,14 +63,23 @@ def plan(
     """
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
-    search, candidates = ranked(
-        graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis
-    )
+    known: list[Job] = []
+
+    def attempt(order: HostOrder, limited: Request) -> tuple[Job, list[Candidate]]:
+        job, found = ranked(
+            graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
+            known=known[0] if known else None,
+        )  # fmt: skip
+        known.append(job)
+        return job, found
+
+    order, job, ranking = over_orders(cluster, request, attempt)
     if basis.mode == "measured":
         check_measured(basis, request)
     found = make_plan(
-        search.structure, cluster, request, candidates[0], candidates[1:], search.spent()
+        job.structure, order.cluster, request, ranking[0], ranking[1:], known[0].spent()
     )
+    found = in_given_ranks(found, order, cluster)
     return with_sources(found, graph, blocks, basis=basis, rules=rules)
 
 
@@ -87,303 +92,159 @@ def ranked(
     observe: Observe | None = None,
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
-) -> tuple[_Search, list[Candidate]]:
-    """The search and what it found: the winner, then those that lost. Raises as ``plan``."""
+    known: Job | None = None,
+) -> tuple[Job, list[Candidate]]:
+    """The job and what was found for it: the winner, then those that lost. Raises as ``plan``.
+
+    ``known`` is a job of the same but for the order of the hosts: its solutions are used.
+    """
     check_degrees(request.forced, cluster)
-    search = _Search.of(graph, blocks, cluster, request, rules=rules, basis=basis)
-    rows = microbatch_rows(graph, request, cluster)
-    numbers = stage_numbers(request, cluster, len(blocks.blocks))
-    drafts: list[_Draft] = []
-    for index, each in enumerate(rows):
-        if drafts and search.effort.left_seconds < 0.4 * request.time_limit_seconds:
-            break
-        if observe is not None:
-            observe(f"micro-batches of {each} rows", index, len(rows))
-        drafts += search.drafts(each, numbers)
-    if not drafts:
-        raise search.failure()
-    drafts.sort(key=lambda draft: draft.seconds)
-    if observe is not None:
-        observe("refining the best", len(rows), len(rows))
-    drawn = [(search.candidate(draft), draft) for draft in drafts[: 4 * request.top]]
-    drawn.sort(key=lambda pair: pair[0].step_seconds)
-    candidates = [c for _, draft in drawn[: request.top] for c in search.refined(draft)]
-    candidates.sort(key=lambda each: (float(f"{each.step_seconds:.6g}"), each.peak_bytes))
-    best = search.freed(candidates[0])
-    losers = [c for c in candidates if c is not candidates[0]]
-    losers += [candidate for candidate, _ in drawn[request.top :]]
-    return search, [best, *losers]
+    job = Job.of(graph, blocks, cluster, request, rules=rules, basis=basis)
+    if known is not None:
+        job = job.like(known)
+    ranking = _Ranking(job, observe or (lambda what, done, total: None))
+    try:
+        ranking.run()
+    except KeyboardInterrupt:
+        if not ranking.best:
+            raise
+        job.stopped = "interrupted"
+    if not ranking.best:
+        raise job.failure()
+    return job, ranking.found()
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A pipeline of the dynamic program for one micro-batch size, and T."""
+class _Ranking:
+    """What was found so far: drafts, candidates (refined or not), the winner first."""
 
-    rows: int
-    pipeline: Pipeline
+    def __init__(self, job: Job, observe: Observe) -> None:
+        self.job = job
+        self.observe = observe
+        self.drafts: list[Draft] = []
+        self.known: list[Candidate] = []
+        self.drawn: dict[int, Draft] = {}
+        self.best: list[Candidate] = []
+
+    def run(self) -> None:
+        """Searches until nothing better is left, or the time is up."""
+        job = self.job
+        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+        numbers = stage_numbers(job.request, job.cluster, len(job.structure.blocks.blocks))
+        quests: list[Quest] = []
+        for index, each in enumerate(rows):
+            if self.drafts and self._is_late(0.5):
+                break
+            self.observe(f"micro-batches of {each} rows", index, len(rows))
+            quests += self._looked(self._uniform(each, numbers))
+            if not self.drafts:
+                self._follow(quests, until_first=True)
+        self._follow(quests)
+        mixed = self._looked(self._mixed(rows, numbers))
+        self._follow(mixed)
+        self._add_branches(rows, numbers)
+        self.observe("refining the best", len(rows), len(rows))
+        self._refine()
+
+    def _is_late(self, share: float) -> bool:
+        return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
+
+    def _uniform(self, rows: int, numbers: tuple[int, ...]) -> Iterator[Quest]:
+        """Stages of one size."""
+        costs = self.job.costs(rows)
+        for number in numbers:
+            tiling = uniform_tiling(self.job.cluster, number, costs.place)
+            if tiling is not None:
+                yield Quest(rows, costs, tiling, (number,))
+
+    def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
+        """Stages of any sizes, for the micro-batches that are best in one size first."""
+        order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
+        several = tuple(number for number in numbers if number > 1)
+        for each in order:
+            if several and not (self.drafts and self._is_late(0.6)):
+                costs = self.job.costs(each)
+                tiling = mixed_tiling(self.job.cluster, several[-1], costs.place)
+                yield Quest(each, costs, tiling, several)
+
+    def _best_drafts(self) -> list[Draft]:
+        return sorted(self.drafts, key=lambda draft: draft.seconds)
+
+    def _looked(self, quests: Iterator[Quest]) -> list[Quest]:
+        """The quests that may still lead to something near the best, with their estimates."""
+        began, solved = time.perf_counter(), self.job.solver_seconds
+        found = []
+        for quest in quests:
+            quest.look(self._cutoff)
+            if quest.estimate < float("inf"):
+                found.append(quest)
+        spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
+        self.job.took("dp", spent)
+        return found
 
     @property
-    def seconds(self) -> float:
-        return self.pipeline.seconds
+    def _cutoff(self) -> float:
+        """What takes as long is not sought."""
+        if len(self.drafts) < self.job.request.top:
+            return float("inf")
+        return self.best[0].step_seconds if self.best else float("inf")
 
+    def _follow(self, quests: list[Quest], *, until_first: bool = False) -> None:
+        def enough(estimate: float, found: list[Draft]) -> bool:
+            if estimate == float("inf") or (found and until_first):
+                return True
+            if self.drafts and self._is_late(0.7):
+                return True
+            return estimate >= self._cutoff or self.job.effort.left_seconds <= 0
 
-@dataclass
-class _Search:
-    structure: Structure
-    cluster: Cluster
-    request: Request
-    rules: Rules
-    limits: Limits
-    effort: Effort
-    began: float
-    basis: Basis = DEFAULT
-    cache: dict[Any, Any] = field(default_factory=dict)
-    graphs: dict[int, Structure] = field(default_factory=dict)
-    solvers: dict[object, IntraOp] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+        began, solved = time.perf_counter(), self.job.solver_seconds
+        for draft in drafts(quests, enough):
+            self._keep(draft)
+        spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
+        self.job.took("dp", spent)
 
-    @staticmethod
-    def of(
-        graph: Graph,
-        blocks: Blocks,
-        cluster: Cluster,
-        request: Request,
-        *,
-        rules: Rules,
-        basis: Basis,
-    ) -> _Search:
-        limit = request.memory_limit_bytes
-        if limit is None:
-            limit = min(host.device.usable_memory_bytes for host in cluster.hosts)
-        now = time.perf_counter()
-        forced = request.forced
-        return _Search(
-            Structure(with_precision(graph, request.precision), blocks),
-            cluster,
-            request,
-            rules,
-            Limits(float(limit), forced.zero, forced.recompute),
-            Effort(now + request.time_limit_seconds),
-            now,
-            basis,
+    def _keep(self, draft: Draft) -> None:
+        """Takes in a draft and simulates it."""
+        if draft.seconds == float("inf") or draft in self.drafts:
+            return
+        self.drafts.append(draft)
+        for found in candidates(self.job, draft, refine=False):
+            self.drawn[id(found)] = draft
+            self._offer(found)
+
+    def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Pipelines in which branches have devices of their own."""
+        job = self.job
+        for section in sections(job.structure):
+            for each in rows:
+                if self._is_late(0.7):
+                    return
+                table, count = job.table(each), job.num_microbatches(each)
+                for pipeline in branch_pipelines(table, section, count):
+                    if len(pipeline.stages) in numbers:
+                        self._keep(Draft(each, pipeline))
+
+    def _refine(self) -> None:
+        """Solves the stages of the fastest again, each gap narrowed."""
+        job, top = self.job, self.job.request.top
+        fastest = sorted(self.known, key=lambda each: each.step_seconds)
+        best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
+        for draft in best:
+            if self._is_late(0.8):
+                break
+            for each in candidates(job, draft, refine=True):
+                self._offer(each)
+        if self.best and not self._is_late(0.9):
+            self._offer(freed(job, self.best[0]))
+
+    def _offer(self, found: Candidate) -> None:
+        """Takes in a candidate."""
+        self.known.append(found)
+        ranking = sorted(
+            [*self.best, found], key=lambda c: (float(f"{c.step_seconds:.6g}"), c.peak_bytes)
         )
+        self.best = ranking[:1]
 
-    def at(self, rows: int) -> Structure:
-        """The graph for micro-batches of so many rows."""
-        if rows not in self.graphs:
-            graph = self.structure.graph.with_batch_size(rows)
-            self.graphs[rows] = replace(self.structure, graph=graph)
-        return self.graphs[rows]
-
-    def num_microbatches(self, rows: int) -> int:
-        return self.request.global_batch // rows
-
-    @property
-    def in_flight_schedule(self) -> str:
-        """The schedule whose memory the dynamic program counts with: the thriftiest allowed."""
-        return self.request.forced.schedule or "1f1b"
-
-    def drafts(self, rows: int, numbers: tuple[int, ...]) -> list[_Draft]:
-        """The best pipeline of each number of stages at one micro-batch size."""
-        began, solving = time.perf_counter(), self.effort.seconds + self.effort.table_seconds
-        table = Table(
-            len(self.structure.blocks.blocks),
-            self.cluster.num_devices,
-            lambda first: submesh_sizes(self.cluster, first),
-            _Costs(self, rows).matrix,
-        )
-        count = self.num_microbatches(rows)
-        found = [
-            _Draft(rows, pipeline)
-            for pipeline in pipelines(table, count, numbers, tolerance=BOUND_TOLERANCE)
-        ]
-        solved = self.effort.seconds + self.effort.table_seconds - solving
-        self._took("dp", time.perf_counter() - began - solved)
-        return found
-
-    def _took(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-    def solvers_on(self, rows: int, first: int, size: int, *, free: bool = False) -> list[IntraOp]:
-        """A solver for each mesh on the submesh."""
-        host_size = min(host.num_devices for host in self.cluster.hosts)
-        forced = self.request.forced
-        found = []
-        for mesh in meshes(size, host_size, forced):
-            if mesh.axes[0] == "dp" and self.structure.graph.batch_dims and rows % mesh.shape[0]:
-                continue
-            found.append(self._solver(rows, mesh, first, free=free))
-        return found
-
-    def _solver(self, rows: int, mesh: Mesh, first: int, *, free: bool) -> IntraOp:
-        ranks = tuple(range(first, first + mesh.size))
-        request = self.request
-        asked = self.basis.asked
-        prices = Prices(
-            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
-            profile=self.basis.used,
-            asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
-        )  # fmt: skip
-        link = self.cluster.link(max(first - 1, 0), first)
-        key = (rows, mesh, prices.groups, prices.device.name, link, free)
-        if key not in self.solvers:
-            limited = restriction(mesh, request.forced, free=free)
-            model = StageModel(self.at(rows), prices, limited, link)
-            self.solvers[key] = IntraOp(model, self.limits, self.effort)
-        return self.solvers[key]
-
-    def stage(self, rows: int, choice: StageChoice, in_flight: int) -> tuple[IntraOp, StageAnswer]:
-        """The best mesh of a stage of a pipeline, and its answer."""
-        run = self.structure.run(choice.start, choice.stop)
-        count = self.num_microbatches(rows)
-        answers = [
-            (solver, answer)
-            for solver in self.solvers_on(rows, choice.first_device, choice.num_devices)
-            if (answer := solver.best(run, count, in_flight)) is not None
-        ]
-        return min(answers, key=lambda pair: pair[1].objective)
-
-    def in_flight(self, schedule: str, num_stages: int, rows: int, stage: int) -> int:
-        if num_stages == 1:
-            return 1
-        return SCHEDULES[schedule].in_flight(num_stages, self.num_microbatches(rows), stage)
-
-    def candidate(self, draft: _Draft, schedule: str | None = None) -> Candidate:
-        """A draft with its stages, as the dynamic program saw it or under a schedule."""
-        return self._candidate(draft, schedule or self.in_flight_schedule, refine=False)
-
-    def refined(self, draft: _Draft) -> list[Candidate]:
-        """The draft under every schedule that is allowed and fits, simulated."""
-        forced = self.request.forced.schedule
-        names = ("1f1b", "gpipe") if len(draft.pipeline.stages) > 1 else ("1f1b",)
-        found = []
-        for name in (forced,) if forced is not None else names:
-            try:
-                found.append(self._candidate(draft, name, refine=True))
-            except ValueError:
-                continue
-        return found
-
-    def _candidate(self, draft: _Draft, schedule: str, *, refine: bool) -> Candidate:
-        stages, rows = draft.pipeline.stages, draft.rows
-        chosen = []
-        for index, choice in enumerate(stages):
-            in_flight = self.in_flight(schedule, len(stages), rows, index)
-            if refine:
-                run = self.structure.run(choice.start, choice.stop)
-                solver, _ = self.stage(rows, choice, in_flight)
-                solver.refine(run, self.num_microbatches(rows), in_flight)
-            chosen.append(self.stage(rows, choice, in_flight))
-        return self._simulated(rows, schedule, stages, chosen)
-
-    def _simulated(
-        self,
-        rows: int,
-        schedule: str,
-        stages: tuple[StageChoice, ...],
-        chosen: list[tuple[IntraOp, StageAnswer]],
-    ) -> Candidate:
-        began = time.perf_counter()
-        costs = [answer.cost for _, answer in chosen]
-        count = self.num_microbatches(rows)
-        timeline = simulate_stages(schedule, count, costs)
-        self._took("simulator", time.perf_counter() - began)
-        return Candidate(
-            rows,
-            count,
-            schedule,
-            stages,
-            tuple((solver.model, answer) for solver, answer in chosen),
-            timeline.step_seconds,
-            timeline.bubble_fraction,
-            max(cost.total_bytes for cost in costs),
-        )
-
-    def freed(self, best: Candidate) -> Candidate:
-        """The winner with the meshes' axes left to the solver, if that is faster by enough."""
-        if self.effort.left_seconds < 0.3 * self.request.time_limit_seconds:
-            return best
-        chosen = []
-        for index, (choice, (model, answer)) in enumerate(
-            zip(best.stages, best.answers, strict=True)
-        ):
-            mesh = model.prices.mesh
-            solver = self._solver(best.rows, mesh, choice.first_device, free=True)
-            run = self.structure.run(choice.start, choice.stop)
-            in_flight = self.in_flight(best.schedule, len(best.stages), best.rows, index)
-            free = solver.best(run, best.num_microbatches, in_flight)
-            if free is None or free.objective >= answer.objective * (1 - 1e-9):
-                found = self._solver(best.rows, mesh, choice.first_device, free=False)
-                chosen.append((found, answer))
-            else:
-                chosen.append((solver, free))
-        other = self._simulated(best.rows, best.schedule, best.stages, chosen)
-        return other if other.step_seconds < best.step_seconds * (1 - WORTH_IT) else best
-
-    def spent(self) -> tuple[int, dict[str, float]]:
-        """How many programs were solved, and seconds by phase."""
-        seconds = {
-            "costs": self.effort.table_seconds, "ilp": self.effort.seconds, **self.seconds
-        }  # fmt: skip
-        seconds["total"] = time.perf_counter() - self.began
-        return self.effort.num_problems, seconds
-
-    def failure(self) -> Exception:
-        """Why there is no plan: no time, or no memory and by how much."""
-        excess = [over for s in self.solvers.values() for over in s.excess_bytes.values()]
-        if self.effort.left_seconds <= 0 or not excess:
-            return TimeLimitError(
-                "AP701", "no plan was found within the time limit", fix="a longer --time-limit"
-            )
-        return does_not_fit(min(excess), self.limits, self.request, self.cluster)
-
-
-@dataclass
-class _Costs:
-    """The matrices of the dynamic program at one micro-batch size."""
-
-    search: _Search
-    rows: int
-    made: dict[object, Floats] = field(default_factory=dict)
-
-    def matrix(self, left: int, first: int, size: int) -> Floats:
-        """t[k, i] of the stages with ``left`` stages to come, itself included."""
-        search = self.search
-        num_blocks = len(search.structure.blocks.blocks)
-        is_first, is_last = first == 0, left == 1
-        count = search.num_microbatches(self.rows)
-        in_flight = (
-            1
-            if is_first and is_last
-            else SCHEDULES[search.in_flight_schedule].in_flight(left, count, 0)
-        )
-        solvers = search.solvers_on(self.rows, first, size)
-        key = (is_first, is_last, in_flight, tuple(id(solver) for solver in solvers))
-        if key not in self.made:
-            starts = range(1) if is_first else range(1, num_blocks)
-            stops = range(num_blocks, num_blocks + 1) if is_last else range(1, num_blocks)
-            runs = {(k, i): search.structure.run(k, i) for k in starts for i in stops if k < i}
-            self.made[key] = self._matrix(runs, solvers, count, in_flight)
-        return self.made[key]
-
-    def _matrix(
-        self,
-        runs: dict[tuple[int, int], Run],
-        solvers: list[IntraOp],
-        count: int,
-        in_flight: int,
-    ) -> Floats:
-        families: dict[int, dict[int, Run]] = {}
-        for run in runs.values():
-            families.setdefault(run.family, {})[run.key] = run
-        num_blocks = len(self.search.structure.blocks.blocks)
-        cost = np.full((num_blocks + 1, num_blocks + 1), np.inf)
-        for solver in solvers:
-            for family in families.values():
-                ordered = sorted(family.values(), key=lambda run: run.num_blocks)
-                solver.prepare(ordered, count)
-            for (k, i), run in sorted(runs.items(), key=lambda item: item[1].num_blocks):
-                answer = solver.best(run, count, in_flight)
-                if answer is not None:
-                    cost[k, i] = min(cost[k, i], answer.objective)
-        return cost
+    def found(self) -> list[Candidate]:
+        """The winner, its whole step simulated, then the others."""
+        winner = self.best[0]
+        return [completed(self.job, winner), *(c for c in self.known if c is not winner)]

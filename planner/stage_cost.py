@@ -20,11 +20,14 @@ from .assembly import (
     reserve,
 )
 from .decisions import ZEROS, Floats
+from .ladder import NOTHING, Ladder, Rungs, only, rungs
+from .plan import Recompute
 from .prices import Seconds
 from .stage_model import StageModel
 from .structure import Edge, Run, Use, Weights
 
 STATES = ("parameters", "gradients", "optimizer")
+SECONDS = len(Seconds._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +44,33 @@ class StageCost:
     activation_bytes: float
 
     @property
+    def compute_seconds(self) -> tuple[float, float]:
+        """Forward and backward: until the device has computed and the host issued each block."""
+        own = self.seconds
+        forward = max(own.forward_compute, own.forward_issue)
+        return forward, max(own.backward_compute, own.backward_issue)
+
+    @property
     def forward_seconds(self) -> float:
         own = self.seconds
-        return own.forward_compute + own.forward_communication + own.forward_states
+        return self.compute_seconds[0] + own.forward_communication + own.forward_states
 
     @property
     def backward_seconds(self) -> float:
         own = self.seconds
-        return own.backward_compute + own.backward_communication + own.backward_states
-
-    @property
-    def microbatch_seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds + sum(self.receive_seconds)
+        return self.compute_seconds[1] + own.backward_communication + own.backward_states
 
     @property
     def step_seconds(self) -> float:
         return self.seconds.gradient_sync + self.seconds.optimizer
 
     def objective(self, num_microbatches: int) -> float:
-        """Seconds per micro-batch with the step's share: what the solvers minimize."""
-        return self.microbatch_seconds + self.step_seconds / num_microbatches
+        """Seconds per micro-batch with the step's share: what the solvers minimize.
+
+        The device's alone: that the host may take longer to issue a pass is no sum of ops.
+        """
+        microbatch = sum(self.seconds[:6]) + sum(self.receive_seconds)
+        return microbatch + self.step_seconds / num_microbatches
 
     @property
     def total_bytes(self) -> float:
@@ -69,39 +79,19 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class _KindFigures:
-    """Of one block: seconds by ZeRO stage, states by ZeRO stage, bytes."""
+    """Of one block: seconds by ZeRO stage, states by ZeRO stage, bytes.
+
+    ``kept_seconds`` is what selective recomputation does not run again, of device and host;
+    ``selected_bytes`` what it keeps, of which ``overlap_bytes`` are of ``saved_bytes``.
+    """
 
     seconds: Floats
     states: Floats
     saved_bytes: float
     working_bytes: float
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """A run's objective and bytes for every number of recomputed blocks (the level).
-
-    Per ZeRO stage: ``microbatch_seconds``, ``step_seconds`` with nothing recomputed and
-    ``static_bytes``; ``transient_bytes[zero][level]``. Per level: ``again_seconds``, forwards
-    run twice, and ``kept_bytes`` of one micro-batch.
-    """
-
-    microbatch_seconds: tuple[float, ...]
-    step_seconds: tuple[float, ...]
-    static_bytes: tuple[float, ...]
-    transient_bytes: tuple[Floats, ...]
-    again_seconds: Floats
-    kept_bytes: Floats
-
-    def objective(self, zero: int, level: int, num_microbatches: int) -> float:
-        """Seconds per micro-batch with the step's share."""
-        own = self.microbatch_seconds[zero] + self.step_seconds[zero] / num_microbatches
-        return own + float(self.again_seconds[level])
-
-    def total_bytes(self, zero: int, in_flight: int) -> Floats:
-        """Bytes for every level."""
-        kept: Floats = self.kept_bytes * in_flight
-        return kept + self.static_bytes[zero] + self.transient_bytes[zero]
+    kept_seconds: Floats
+    selected_bytes: float
+    overlap_bytes: float
 
 
 class Figures:
@@ -113,6 +103,7 @@ class Figures:
         self.choices = choices
         self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
         self._ladders: dict[object, Ladder] = {}
+        self._per_byte: dict[tuple[Recompute, ...], tuple[float, float]] = {}
         self.edges: dict[Edge, tuple[float, float, float]] = {}
         self._shared = [
             (assembly.decisions[assembly.start[name]], choices[assembly.start[name]])
@@ -126,21 +117,26 @@ class Figures:
         model, start = self.model.kind(kind), self.assembly.start[kind]
         own = self.choices[start : start + len(model.decisions)]
         pairs = list(zip(model.decisions, own, strict=True))
-        seconds = sum((d.seconds[:, c] for d, c in pairs), np.zeros((len(ZEROS), 8)))
+        seconds = sum((d.seconds[:, c] for d, c in pairs), np.zeros((len(ZEROS), SECONDS)))
         for zero in ZEROS:
             seconds[zero] += self.model.block_sync(kind, zero)
         for edge in model.edges:
             forward, backward, _ = self._edge(edge)
             seconds[:, 1] += forward
             seconds[:, 3] += backward
-        saved = {part for parts, choice in zip(model.saved, own, strict=True)
-                 for part in parts[choice]}  # fmt: skip
+        saved, selected = (
+            {part for parts, choice in zip(kept, own, strict=True) for part in parts[choice]}
+            for kept in (model.saved, model.selected)
+        )
         working = [sizes[c] for sizes, c in zip(model.working_bytes, own, strict=True)]
         return _KindFigures(
             seconds,
             sum((d.states[:, c] for d, c in pairs), np.zeros((len(ZEROS), 4))),
             float(sum(size for _, size in saved)),
             float(max(working, default=0.0)),
+            sum((d.kept_seconds[c] for d, c in pairs), np.zeros(2)),
+            float(sum(size for _, size in selected)),
+            float(sum(size for _, size in saved & selected)),
         )
 
     def edge(self, edge: Edge) -> tuple[float, float, float]:
@@ -169,47 +165,86 @@ class Figures:
             float(held if edge.origin != "parameter" else 0),
         )
 
+    def unrecomputed(self, runs: Sequence[Run]) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """Runs of the family with nothing recomputed.
+
+        ``[run, zero]``: seconds per micro-batch and per step, bytes of states; ``[run]``: bytes
+        that a micro-batch keeps; ``[zero]``: transient bytes.
+        """
+        kinds = list(self.kinds.values())
+        counts = np.array([[run.counts[kind] for kind in self.kinds] for run in runs], float)
+        seconds = np.tensordot(counts, np.stack([kind.seconds for kind in kinds]), 1)
+        states = np.tensordot(counts, np.stack([kind.states for kind in kinds]), 1)
+        for decision, choice in self._shared:
+            seconds = seconds + decision.seconds[:, choice]
+            states = states + decision.states[:, choice]
+        passing = np.array([self._edge_seconds(run, run.weights(NOTHING)).sum() for run in runs])
+        micro = seconds[:, :, :6].sum(axis=2) + (passing + sum(self._receive(runs[0])))[:, None]
+        working = max(kind.working_bytes for kind in kinds)
+        whole = GATHERED_BLOCKS * np.stack([kind.states[:, 3] for kind in kinds]).max(axis=0)
+        return (
+            micro,
+            seconds[:, :, 6:8].sum(axis=2),
+            states[:, :, :3].sum(axis=2),
+            counts @ [kind.saved_bytes for kind in kinds],
+            working + whole,
+        )
+
     def ladder(self, run: Run) -> Ladder:
-        """The run at every level, made once."""
+        """The run at every rung, made once."""
         found = self._ladders.get(run.key)
         if found is None:
             found = self._ladder(run)
             self._ladders[run.key] = found
         return found
 
-    def _ladder(self, run: Run) -> Ladder:
-        own = [self.kinds[run.kinds[offset]] for offset in run.recompute_order]
-        edges = [
-            [self.edge(edge) for edge in run.edges_of[offset]] for offset in run.recompute_order
-        ]
-        again = [
-            kind.seconds[0, :2].sum() + sum(edge[0] for edge in read)
-            for kind, read in zip(own, edges, strict=True)
-        ]
-        less = [
-            sum(edge[2] for edge in read) - kind.saved_bytes
-            for kind, read in zip(own, edges, strict=True)
-        ]
-        kept = sum(kind.saved_bytes for kind in own)
-        received = sum(self._receive(run))
-        seconds = self._edge_seconds(run, run.weights(0)) + self._own_seconds(run)
-        static = constant_bytes(self.model, run) + reserve(self.model)
+    def _ladder(self, run: Run, on: Rungs | None = None) -> Ladder:
+        classes, _ = run.classes
+        if on is None:
+            on = rungs(*run.class_counts)
+        own = np.array([self._block(each.kind, each.edges) for each in classes])
+        again, partly, saved, held, selected = own.T
         return Ladder(
-            tuple((seconds[:, :6].sum(axis=1) + received).tolist()),
-            tuple(seconds[:, 6:].sum(axis=1).tolist()),
-            tuple((self._states(run)[:, :3].sum(axis=1) + static).tolist()),
-            tuple(self._transients(own, zero) for zero in ZEROS),
-            np.concatenate([[0.0], np.cumsum(again)]),
-            kept + np.concatenate([[0.0], np.cumsum(less)]),
+            on,
+            on.sums(again, partly),
+            on.sums(held - saved, selected - saved),
+            self._transients([self.kinds[each.kind] for each in classes], on),
         )
 
-    def _transients(self, order: Sequence[_KindFigures], zero: int) -> Floats:
-        whole = [GATHERED_BLOCKS * kind.states[zero, 3] for kind in order]
-        back = [block + kind.saved_bytes for block, kind in zip(whole, order, strict=True)]
-        working = max(kind.working_bytes for kind in order)
-        most = np.maximum.accumulate(np.concatenate([[max(whole)], back]))
+    def _block(self, kind: str, edges: tuple[Edge, ...]) -> tuple[float, ...]:
+        """Of one block: seconds to run it again, fully and selectively; bytes kept in each mode."""
+        own, read = self.kinds[kind], [self.edge(edge) for edge in edges]
+        again = float(own.seconds[0, :2].sum()) + sum(edge[0] for edge in read)
+        held = sum(edge[2] for edge in read)
+        partly = again - float(own.kept_seconds[0])
+        return again, partly, own.saved_bytes, held, held + own.selected_bytes
+
+    def _transients(self, kinds: Sequence[_KindFigures], on: Rungs) -> Floats:
+        """Per ZeRO stage and rung: the largest op, whole parameters and a block made again."""
+        whole = np.array([GATHERED_BLOCKS * kind.states[:, 3] for kind in kinds]).T
+        back = whole + [kind.saved_bytes for kind in kinds]
+        partly = back - [kind.overlap_bytes for kind in kinds]
+        working = max(kind.working_bytes for kind in kinds)
+        most = np.maximum(whole.max(axis=1)[:, None], on.most(back, partly))
         found: Floats = working + most
         return found
+
+    def seconds_per_byte(self, modes: tuple[Recompute, ...]) -> tuple[float, float]:
+        """The cheapest second per byte that recomputing a block costs, and the share of what
+        is kept that it can save, at most: over the kinds, without what is read from outside."""
+        if modes not in self._per_byte:
+            rates, shares = [], []
+            for kind in self.kinds.values():
+                again, saved = float(kind.seconds[0, :2].sum()), kind.saved_bytes
+                if "full" in modes and saved > 0:
+                    rates.append(again / saved)
+                    shares.append(1.0)
+                less = saved - kind.selected_bytes
+                if "selective" in modes and less > 0:
+                    rates.append((again - float(kind.kept_seconds[0])) / less)
+                    shares.append(less / saved)
+            self._per_byte[modes] = min(rates, default=0.0), max(shares, default=0.0)
+        return self._per_byte[modes]
 
     def _states(self, run: Run) -> Floats:
         """Bytes of the states by ZeRO stage."""
@@ -222,7 +257,7 @@ class Figures:
 
     def _own_seconds(self, run: Run) -> Floats:
         """Seconds of the blocks and shared parameters by ZeRO stage, nothing recomputed."""
-        seconds = np.zeros((len(ZEROS), 8))
+        seconds = np.zeros((len(ZEROS), SECONDS))
         for kind, count in run.counts.items():
             seconds += count * self.kinds[kind].seconds
         for decision, choice in self._shared:
@@ -231,12 +266,13 @@ class Figures:
 
     def price(self, run: Run, setting: Setting) -> StageCost:
         """The cost of a run in a setting; the run is of this solution's family."""
-        seconds = self._seconds(run, run.weights(setting.level), setting.zero)
-        ladder = self.ladder(run)
-        kept = float(ladder.kept_bytes[setting.level])
+        seconds = self._seconds(run, run.weights(setting.rung), setting.zero)
+        ladder = self._ladder(run, only(setting.rung, len(run.classes[0])))
+        kept = sum(count * self.kinds[kind].saved_bytes for kind, count in run.counts.items())
+        kept += float(ladder.kept_bytes[0])
         memory = dict(zip(STATES, self._states(run)[setting.zero].tolist(), strict=False))
         memory["activations"] = kept * setting.in_flight
-        memory["transient"] = float(ladder.transient_bytes[setting.zero][setting.level])
+        memory["transient"] = float(ladder.transient_bytes[setting.zero][0])
         memory["buffers"] = float(constant_bytes(self.model, run))
         memory["reserve"] = float(reserve(self.model))
         return StageCost(Seconds(*seconds.tolist()), self._receive(run), memory, kept)
@@ -245,11 +281,27 @@ class Figures:
         seconds: Floats = self._own_seconds(run)[zero] + self._edge_seconds(run, weight)
         for kind, count in weight.kinds_again.items():
             seconds[2:4] += count * self.kinds[kind].seconds[zero, :2]
+        for kind, count in weight.kinds_selective.items():
+            seconds[2] -= count * self.kinds[kind].kept_seconds[0]
+        seconds[8:] = self._issued(weight, zero)
         return seconds
+
+    def _issued(self, weight: Weights, zero: int) -> Floats:
+        """Forward and backward, until each block is both computed and issued."""
+        found = np.zeros(2)
+        for kind, count in weight.kinds.items():
+            own, kept = self.kinds[kind].seconds[zero, [0, 8, 2, 9]], self.kinds[kind].kept_seconds
+            again = weight.kinds_again.get(kind, 0)
+            partly = weight.kinds_selective.get(kind, 0)
+            found[0] += count * max(own[:2])
+            found[1] += (count - again) * max(own[2:])
+            found[1] += (again - partly) * max(own[2:] + own[:2])
+            found[1] += partly * max(own[2:] + own[:2] - kept)
+        return found
 
     def _edge_seconds(self, run: Run, weight: Weights) -> Floats:
         """Seconds of what passes between blocks and at the stage's ends."""
-        seconds = np.zeros(8)
+        seconds = np.zeros(SECONDS)
         for edge, count in weight.edges.items():
             forward, backward, _ = self.edge(edge)
             seconds[1] += count * forward

@@ -20,8 +20,10 @@ from .graph import Ref, TensorSpec
 from .highs import Ints
 from .ilp import merge_classes
 from .layout import INVARIANT, Layout
+from .plan import Recompute
 from .prices import Prices, Seconds, boundary_layout
-from .saved import saved_parts, working_bytes
+from .recompute import kept_parts
+from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Structure, Use
 
 
@@ -48,23 +50,45 @@ class Merged:
     backward: Floats
 
 
+Kept = tuple[tuple[tuple[Part, ...], ...], ...]
+"""Per decision and choice the storages that are kept, with their bytes."""
+
+
 @dataclass(frozen=True)
 class KindModel:
     """One kind of block on the mesh.
 
     ``where`` finds the decision of a member. ``edges`` are the values read inside the block
     by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
-    autograd keeps; ``working_bytes`` per decision and choice the most that a member's
-    inputs and outputs take.
+    autograd keeps, ``selected`` those that selective recomputation keeps; ``working_bytes``
+    per decision and choice the most that a member's inputs and outputs take.
     """
 
     kind: str
     decisions: tuple[Decision, ...]
     where: Mapping[str, int]
     edges: tuple[Edge, ...]
-    saved: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+    saved: Kept
     working_bytes: tuple[Floats, ...]
     has_parameters: bool
+    selected: Kept = ()
+
+    def parts(self, mode: Recompute) -> Kept:
+        """What a block keeps from its forward to its backward, but for what it reads."""
+        return {"none": self.saved, "selective": self.selected, "full": ()}[mode]
+
+    def kept_bytes(self, mode: Recompute) -> Floats:
+        """Bytes kept by each choice of all decisions, a storage counted with its first keeper.
+
+        Their sum over a block's decisions is at most what it keeps.
+        """
+        counted: dict[str, int] = {}
+        found = []
+        for number, choices in enumerate(self.parts(mode)):
+            for parts in choices:
+                own = [size for name, size in parts if counted.setdefault(name, number) == number]
+                found.append(float(sum(own)))
+        return np.array(found)
 
 
 @dataclass(frozen=True)
@@ -114,9 +138,10 @@ class StageModel:
             decisions,
             where,
             self._edges_inside(kind, where),
-            tuple(saved for saved, _ in kept),
-            tuple(working for _, working in kept),
+            tuple(saved for saved, _, _ in kept),
+            tuple(working for _, working, _ in kept),
             bool(block.parameters),
+            tuple(selected for _, _, selected in kept),
         )
 
     def _edges_inside(self, kind: str, where: Mapping[str, int]) -> tuple[Edge, ...]:
@@ -130,14 +155,17 @@ class StageModel:
                     uses.setdefault(ref, []).append(Use(kind, name, position))
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
-    def _kept(self, decision: Decision) -> tuple[tuple[tuple[tuple[str, int], ...], ...], Floats]:
-        """Per choice what autograd keeps, and the most that a member works on."""
+    def _kept(
+        self, decision: Decision
+    ) -> tuple[tuple[tuple[Part, ...], ...], Floats, tuple[tuple[Part, ...], ...]]:
+        """Per choice what autograd keeps, the most that a member works on, what is selected."""
         graph, prices = self.structure.graph, self.prices
         nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
-        known: dict[int, tuple[tuple[tuple[str, int], ...], int]] = {}
-        saved, working = [], []
+        known: dict[int, tuple[tuple[Part, ...], int, tuple[Part, ...]]] = {}
+        saved, working, selected = [], [], []
         for choice in decision.choices:
-            parts: dict[tuple[str, int], None] = {}
+            parts: dict[Part, None] = {}
+            kept: dict[Part, None] = {}
             most = 0
             for node in nodes:
                 layout = choice.layouts[node.name]
@@ -145,13 +173,16 @@ class StageModel:
                     known[id(layout)] = (
                         saved_parts(node, layout, graph, prices),
                         working_bytes(node, layout, graph, prices),
+                        kept_parts(node, layout, graph, prices),
                     )
-                own, size = known[id(layout)]
+                own, size, chosen = known[id(layout)]
                 parts.update(dict.fromkeys(own))
+                kept.update(dict.fromkeys(chosen))
                 most = max(most, size)
             saved.append(tuple(parts))
             working.append(most)
-        return tuple(saved), np.array(working, dtype=np.float64)
+            selected.append(tuple(kept))
+        return tuple(saved), np.array(working, dtype=np.float64), tuple(selected)
 
     def made(self, name: str, index: int) -> Options:
         """The layouts in which a kind's value may be made; ``name`` is a template's."""

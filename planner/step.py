@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..cost_model.actions import chain
 from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import Overlap, StageCosts
 from ..cost_model.timeline import Timeline
@@ -22,35 +23,64 @@ def simulate_stages(
     overlap: Overlap | None = None,
     gradient_buckets: Sequence[int] = (),
     num_chunks: int = 1,
+    edges: Sequence[tuple[int, int, float]] | None = None,
 ) -> Timeline:
     """The step of a pipeline of these stages.
+
+    ``edges`` say which stage needs which (earlier, later), and the share of what the later one
+    receives that comes from there; without them each stage needs the one before.
 
     With an ``overlap`` gradients are summed beside the last backward, in ``gradient_buckets``
     parts per stage (its blocks), and slow it down; without one they are summed after it.
     """
+    pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
+    if pairs == chain(len(costs)):
+        pairs = edges = None
     return simulate(
-        build_schedule(schedule, len(costs), num_microbatches, num_chunks=num_chunks),
-        stage_costs(costs, gradient_buckets),
+        build_schedule(schedule, len(costs), num_microbatches, num_chunks=num_chunks, edges=pairs),
+        stage_costs(costs, gradient_buckets, edges),
         overlap=overlap,
     )
 
 
-def stage_costs(costs: Sequence[StageCost], gradient_buckets: Sequence[int] = ()) -> StageCosts:
+def send_seconds(
+    costs: Sequence[StageCost], edges: Sequence[tuple[int, int, float]] | None = None
+) -> list[float]:
+    """For each stage the seconds of a micro-batch's messages to the stages that need it."""
+    found = [0.0] * len(costs)
+    chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
+    for source, target, share in chained if edges is None else edges:
+        found[source] += share * costs[target].receive_seconds[0]
+    return found
+
+
+def stage_costs(
+    costs: Sequence[StageCost],
+    gradient_buckets: Sequence[int] = (),
+    edges: Sequence[tuple[int, int, float]] | None = None,
+) -> StageCosts:
     """What the simulator asks of stages that were priced.
 
     ``gradient_sync`` holds the gathering of ZeRO 1 and 2 too: it is taken with the gradients.
     """
-    receives = [cost.receive_seconds for cost in costs]
+    received = [(target, 1.0) for target in range(1, len(costs))]
+    if edges is not None:
+        received = [(target, share) for _, target, share in edges]
+    receives = [
+        tuple(seconds * share for seconds in costs[target].receive_seconds)
+        for target, share in received
+    ]
     own = [cost.seconds for cost in costs]
     return StageCosts(
         forward_seconds=[cost.forward_seconds for cost in costs],
         backward_seconds=[cost.backward_seconds for cost in costs],
-        send_seconds=[forward for forward, _ in receives[1:]],
-        send_backward_seconds=[backward for _, backward in receives[1:]],
+        send_seconds=[forward for forward, _ in receives],
+        send_backward_seconds=[backward for _, backward in receives],
         gradient_sync_seconds=[each.gradient_sync for each in own],
         step_seconds=[each.optimizer for each in own],
         gradient_buckets=gradient_buckets,
         activation_bytes=[int(cost.activation_bytes) for cost in costs],
         forward_communication_seconds=[e.forward_communication + e.forward_states for e in own],
         backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],
+        edges=None if edges is None else tuple((source, target) for source, target, _ in edges),
     )

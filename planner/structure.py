@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from .decisions import is_own_parameter
 from .graph import Block, Blocks, Graph, Node, Ref
+from .ladder import Rung
+from .plan import Recompute
 
 Origin = Literal["block", "parameter", "received"]
 
@@ -46,12 +48,30 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How often kinds and edges occur: in all, and in recomputed blocks."""
+    """How often kinds and edges occur: in all, and in recomputed blocks.
+
+    ``kinds_selective`` counts those of ``kinds_again`` that are selectively recomputed.
+    """
 
     kinds: Mapping[str, int]
     kinds_again: Mapping[str, int]
     edges: Mapping[Edge, int]
     edges_again: Mapping[Edge, int]
+    kinds_selective: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClass:
+    """Equal blocks of a run: of one kind, with the same edges from elsewhere."""
+
+    kind: str
+    edges: tuple[Edge, ...]
+    count: int
+
+
+def _class_key(own: tuple[str, tuple[Edge, ...]]) -> Any:
+    kind, edges = own
+    return kind, [(e.origin, e.name, e.index, e.uses, [e.first] if e.first else []) for e in edges]
 
 
 @dataclass(frozen=True)
@@ -76,7 +96,7 @@ class Run:
     has_loss: bool
     key: int = -1
     family: int = -1
-    _weights: dict[int, Weights] = field(default_factory=dict, repr=False, compare=False)
+    _weights: dict[Rung, Weights] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -89,17 +109,56 @@ class Run:
         rest = [offset for offset, kind in enumerate(self.kinds) if kind != commonest]
         return (*(o for o, kind in enumerate(self.kinds) if kind == commonest), *rest)
 
-    def weights(self, level: int) -> Weights:
-        """The occurrences when ``level`` blocks are recomputed."""
-        if level not in self._weights:
-            again = self.recompute_order[:level]
-            self._weights[level] = Weights(
-                self.counts,
-                Counter(self.kinds[offset] for offset in again),
-                self.edges,
-                Counter(edge for offset in again for edge in self.edges_of[offset]),
-            )
-        return self._weights[level]
+    @cached_property
+    def classes(self) -> tuple[tuple[BlockClass, ...], tuple[int, ...]]:
+        """The classes of equal blocks, and which each block is of."""
+        own = list(zip(self.kinds, self.edges_of, strict=True))
+        distinct = sorted(dict.fromkeys(own), key=_class_key)
+        numbers = {each: number for number, each in enumerate(distinct)}
+        counts = Counter(own)
+        found = tuple(BlockClass(kind, edges, counts[kind, edges]) for kind, edges in distinct)
+        return found, tuple(numbers[each] for each in own)
+
+    @cached_property
+    def class_counts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """How many blocks each class has, and of which kind."""
+        classes, _ = self.classes
+        return tuple(each.count for each in classes), tuple(each.kind for each in classes)
+
+    def prefix(self, num_full: int) -> Rung:
+        """The first blocks of ``recompute_order`` recomputed fully."""
+        classes, of_block = self.classes
+        counts = Counter(of_block[offset] for offset in self.recompute_order[:num_full])
+        return Rung(tuple(counts[n] for n in range(len(classes))), (0,) * len(classes))
+
+    def modes(self, rung: Rung) -> tuple[Recompute, ...]:
+        """How each block is recomputed: of a class the first fully, then selectively."""
+        if not rung.num_blocks:
+            return tuple("none" for _ in self.kinds)
+        seen: Counter[int] = Counter()
+        found: list[Recompute] = []
+        for number in self.classes[1]:
+            full, selective = rung.full[number], rung.selective[number]
+            place = seen[number]
+            seen[number] += 1
+            found.append("full" if place < full else
+                         "selective" if place < full + selective else "none")  # fmt: skip
+        return tuple(found)
+
+    def weights(self, rung: Rung) -> Weights:
+        """The occurrences when so many blocks of each class are recomputed."""
+        if rung not in self._weights:
+            again: Counter[str] = Counter()
+            partly: Counter[str] = Counter()
+            edges: Counter[Edge] = Counter()
+            numbers = zip(self.classes[0], rung.full, rung.selective, strict=True)
+            for own, full, some in numbers if rung.num_blocks else ():
+                again[own.kind] += full + some
+                partly[own.kind] += some
+                for edge in own.edges:
+                    edges[edge] += full + some
+            self._weights[rung] = Weights(self.counts, again, self.edges, edges, partly)
+        return self._weights[rung]
 
     @cached_property
     def edges(self) -> Counter[Edge]:
@@ -125,7 +184,7 @@ class Run:
         """What the run's price depends on."""
         return (
             tuple(self.counts.items()),
-            tuple(sorted(self.edges.items())),
+            self.classes[0],
             tuple(sorted(self.sent.items())),
             tuple(sorted(use for _, use in self.received)),
             self.shared,
@@ -219,6 +278,48 @@ class Structure:
                 if is_parameter and not is_own_parameter(ref, self.graph[name], self.graph):
                     found[ref.name] = None
         return tuple(name for name in found if not self.is_shared(name))
+
+    def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
+        """The edges inside a kind whose values are parameters that it uses in several places."""
+        return tuple(
+            Edge("parameter", self.parameter_key(ref.name), 0, uses)
+            for ref, uses in self._template_outside[kind]
+            if self._is_inner(ref)
+        )
+
+    def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
+        """What joins a kind's blocks to others: values made for them, uses of their values."""
+        wanted = [
+            use
+            for ref, uses in self._template_outside[kind]
+            if not self._is_inner(ref)
+            for use in uses
+        ]
+        return tuple(self._made_for_others.get(kind, ())), tuple(wanted)
+
+    def _is_inner(self, ref: Ref) -> bool:
+        return self.graph[ref.name].kind == "parameter" and not self.is_shared(ref.name)
+
+    @cached_property
+    def _template_outside(self) -> dict[str, tuple[tuple[Ref, tuple[Use, ...]], ...]]:
+        found: dict[str, tuple[tuple[Ref, tuple[Use, ...]], ...]] = {}
+        for block, outside in zip(self.blocks.blocks, self.outside, strict=True):
+            found.setdefault(block.kind, outside)
+        return found
+
+    @cached_property
+    def _made_for_others(self) -> dict[str, dict[tuple[str, int], None]]:
+        """For each kind the values, by template, that other blocks read, and the loss."""
+        found: dict[str, dict[tuple[str, int], None]] = {}
+        for ref, readers in self.readers.items():
+            block = self.blocks.blocks[self.position[ref.name]]
+            if any(reader != self.position[ref.name] for reader in readers):
+                key = (self.blocks.template[ref.name], ref.index)
+                found.setdefault(block.kind, {})[key] = None
+        loss = self.graph.loss
+        kind = self.blocks.blocks[self.position[loss.name]].kind
+        found.setdefault(kind, {})[self.blocks.template[loss.name], loss.index] = None
+        return found
 
     def run(self, start: int, stop: int) -> Run:
         """The run of blocks ``start`` to ``stop`` (exclusive)."""

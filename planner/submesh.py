@@ -1,14 +1,16 @@
 """Submeshes: the runs of ranks a stage may have, and the logical meshes on them.
 
-Stages take ranks in order, so a submesh is a run of ranks that tiles: a divisor of its
-host's devices, aligned to itself, or whole hosts. On it lie the meshes dp × tp, "tp"
-innermost, where the links are fastest; axes of size 1 are left out.
+Stages take ranks in order, so a submesh is a run of ranks: of neighbours within a host, or
+whole hosts (of unequal hosts see ``heterogeneous.run_sizes``). On it lie the meshes dp × tp
+(dp × cp × tp where asked for), "tp" innermost, where the links are fastest; axes of size 1 are
+left out.
 """
 
 from __future__ import annotations
 
 from ..cost_model.cluster import Cluster
 from .choices import Restriction
+from .heterogeneous import run_sizes
 from .layout import Mesh
 from .request import Forced, divisors
 
@@ -18,50 +20,49 @@ def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
     >>> from autoparallel.cost_model.shorthand import parse_cluster
     >>> submesh_sizes(parse_cluster("2x6xH100"), 0), submesh_sizes(parse_cluster("2x6xH100"), 2)
-    ((1, 2, 3, 6, 12), (1, 2))
+    ((1, 2, 3, 4, 5, 6, 12), (1, 2, 3, 4))
     """
-    host = cluster.host_of[first]
-    start = cluster.host_of.index(host)
-    size, offset = cluster.hosts[host].num_devices, first - start
-    found = [n for n in divisors(size) if offset % n == 0 and offset + n <= size]
-    if offset == 0:
-        total = size
-        for other in cluster.hosts[host + 1 :]:
-            total += other.num_devices
-            found.append(total)
-    return tuple(found)
+    if len({host.num_devices for host in cluster.hosts}) > 1:
+        return run_sizes(cluster, first)
+    size = cluster.hosts[0].num_devices
+    host, offset = divmod(first, size)
+    if offset:
+        return tuple(range(1, size - offset + 1))
+    return (*range(1, size), *(size * count for count in range(1, len(cluster.hosts) - host + 1)))
 
 
 def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]:
     """The meshes of a submesh that the forced degrees allow, data-parallel first.
 
-    Unless forced, "tp" stays within a host, if hosts have several devices.
+    Unless forced, "tp" stays within a host, if hosts have several devices: ``host_size``
+    neighbours never cross hosts.
 
     >>> [mesh.shape for mesh in meshes(4, 4, Forced())]
     [(4,), (2, 2), (4,)]
     """
     found = []
-    for tp in divisors(num_devices):
-        dp = num_devices // tp
+    cp = forced.cp or 1
+    for tp in divisors(num_devices // cp) if num_devices % cp == 0 else ():
+        dp = num_devices // (tp * cp)
         if forced.dp not in (None, dp) or forced.tp not in (None, tp):
             continue
-        if 1 < host_size < tp and forced.tp is None and forced.dp is None:
+        if host_size > 1 and host_size % tp and forced.tp is None and forced.dp is None:
             continue
-        found.append(mesh_of(dp, tp))
+        found.append(mesh_of(dp, tp, cp))
     return tuple(found)
 
 
-def mesh_of(dp: int, tp: int) -> Mesh:
-    """The mesh of these degrees without axes of size 1.
+def mesh_of(dp: int, tp: int, cp: int = 1) -> Mesh:
+    """The mesh of these degrees without axes of size 1, in the order dp, cp, tp.
 
     >>> mesh_of(1, 1), mesh_of(1, 4)
     (Mesh(axes=('dp',), shape=(1,)), Mesh(axes=('tp',), shape=(4,)))
+    >>> mesh_of(2, 4, 2)
+    Mesh(axes=('dp', 'cp', 'tp'), shape=(2, 2, 4))
     """
-    if tp == 1:
-        return Mesh(("dp",), (dp,))
-    if dp == 1:
-        return Mesh(("tp",), (tp,))
-    return Mesh(("dp", "tp"), (dp, tp))
+    sizes = {name: size for name, size in (("dp", dp), ("cp", cp), ("tp", tp)) if size > 1}
+    sizes = sizes or {"dp": 1}
+    return Mesh(tuple(sizes), tuple(sizes.values()))
 
 
 def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
@@ -74,4 +75,5 @@ def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restrictio
     split_parameters = tuple(
         axis for axis, name in enumerate(mesh.axes) if name == "tp" and forced.tp is not None
     )
-    return Restriction(split_batch, split_parameters)
+    split_positions = tuple(axis for axis, name in enumerate(mesh.axes) if name == "cp")
+    return Restriction(split_batch, split_parameters, forced.sequence_parallel, split_positions)

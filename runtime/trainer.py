@@ -21,6 +21,7 @@ from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
 from ..passes.stage_cut import boundaries
 from ..passes.stage_program import build_stage
+from ..planner.branches import reduced
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.schedules import build_schedule
@@ -85,8 +86,9 @@ class Trainer:
         self.executor = self._make_executor(weights, seed)
         self.optimizer: Optimizer = build_optimizer(self.parameters.values(), build)
         crossing = boundaries(self.program.graph, self.program.blocks, plan)
+        edges = reduced({(b.source_stage, b.target_stage) for b in crossing}, len(plan.stages))
         self.runner = PipelineRunner(
-            build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches),
+            build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, edges=edges),
             self.executor,
             Exchange(crossing, stages=plan.stages, rank=self.rank, device=device),
             stage=self.stage_index,

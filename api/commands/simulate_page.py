@@ -160,7 +160,8 @@ def summary(step: SimulatedStep) -> dict[str, Any]:
         "usable_bytes": priced.usable_bytes,
         "memory_bytes": [dict(rank) for rank in priced.memory_bytes],
         "stage_seconds": [
-            {**stage.seconds._asdict(), "receive_forward": stage.receive_seconds[0],
+            {"forward": stage.forward_seconds, "backward": stage.backward_seconds,
+             **stage.seconds._asdict(), "receive_forward": stage.receive_seconds[0],
              "receive_backward": stage.receive_seconds[1]}
             for stage in priced.stages
         ],

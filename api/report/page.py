@@ -348,11 +348,11 @@ def certainty(plan: Plan) -> RenderableType:
     lines += source_lines(plan)
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
     solver = plan.solver
-    gap = (
-        "proven optimal" if solver.gap <= 1e-9 else f"within {percent_text(solver.gap)} of optimal"
-    )
+    gap = "" if solver.gap <= 1e-9 else f", the solver's gap {percent_text(solver.gap)}"
     lines.append(Text(f"memory: {memory_source(plan)}"))
-    lines.append(Text(f"layouts: {gap} for these times ({solver.num_problems} problems solved)"))
+    lines.append(
+        Text(f"plan: the best of those tried{gap} ({solver.num_problems} problems solved)")
+    )
     if plan.replicated_ops:
         costs = [
             f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster import Cluster, ClusterError, Device, Host, Link
 from autoparallel.cost_model.cluster_file import dump_cluster, from_dict, load_cluster, to_dict
+from autoparallel.cost_model.collectives import group_of
 from autoparallel.cost_model.presets import PRESETS, find_link, find_preset
 from autoparallel.cost_model.quantity import parse_bytes, parse_rate
 from autoparallel.cost_model.resolve import resolve_cluster
@@ -116,6 +117,14 @@ HOST = '[[hosts]]\nnum_devices = 8\ndevice = "H100"\n'
             "more than 0",
             "c.toml: hosts[0].device.peak_flops.x",
         ),
+        (HOST + "rack = 3", "expected a text", "c.toml: hosts[0].rack"),
+        (HOST + 'rack = "a"\n' + HOST + 'rack = "b"', "between the racks", "c.toml: rack_link"),
+        ('rack_link = "pcie4"\n' + HOST, "but one rack", "c.toml: rack_link"),
+        (
+            f'rack_link = "no wire"\n{HOST}rack = "a"\n{HOST}rack = "b"',
+            "no link named",
+            "c.toml: rack_link",
+        ),
     ],
 )
 def test_a_wrong_file_is_told_the_key(text: str, what: str, where: str) -> None:
@@ -143,13 +152,20 @@ devices = st.builds(
     st.floats(0, 1),
     st.dictionaries(texts, texts, max_size=3),
 )
-hosts = st.builds(Host, devices, st.integers(1, 16), links)
+hosts = st.builds(Host, devices, st.integers(1, 16), links, st.sampled_from(["", "a", "b"]))
+
+
+def made(name: str, groups: list[tuple[Host, int]], link: Link, rack_link: Link) -> Cluster:
+    listed = tuple(host for host, count in groups for _ in range(count))
+    several = len({host.rack for host in listed}) > 1
+    return Cluster(name, listed, link, rack_link if several else None)
+
+
 clusters = st.builds(
-    lambda name, groups, link: Cluster(
-        name, tuple(host for host, count in groups for _ in range(count)), link
-    ),
+    made,
     texts,
     st.lists(st.tuples(hosts, st.integers(1, 3)), min_size=1, max_size=2),
+    links,
     links,
 )
 
@@ -186,3 +202,41 @@ def test_a_path_is_read_and_a_missing_one_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="describes no cluster"):
         resolve_cluster("nonsense")
     assert resolve_cluster("4x8xH100") == parse_cluster("4x8xH100")
+
+
+RACKS = """
+inter_link = "infiniband-ndr"
+rack_link = { preset = "ethernet-100g", bytes_per_second = "5GB/s" }
+
+[[hosts]]
+count = 2
+num_devices = 8
+device = "H100"
+rack = "north"
+
+[[hosts]]
+num_devices = 4
+device = "A100"
+rack = "south"
+"""
+
+
+def test_racks_are_joined_by_a_link_of_their_own() -> None:
+    cluster = load_cluster(RACKS)
+    assert cluster.link(0, 7) == find_link("nvlink4")
+    assert cluster.link(0, 8) == find_link("infiniband-ndr")
+    assert cluster.link(0, 16).bytes_per_second == cluster.link(19, 15).bytes_per_second == 5e9
+    assert cluster.joins_hosts(cluster.link(0, 16))
+    assert load_cluster(dump_cluster(cluster)) == cluster
+
+
+def test_a_group_over_racks_is_as_slow_as_the_link_between_them() -> None:
+    cluster = load_cluster(RACKS)
+    assert group_of(cluster, (0, 8)).inter == find_link("infiniband-ndr")
+    assert group_of(cluster, (0, 8, 16)).inter.bytes_per_second == 5e9
+    assert group_of(cluster, (8, 9)).num_hosts == 1
+
+
+def test_hosts_are_joined_by_the_slowest_of_their_usual_links() -> None:
+    text = HOST + '[[hosts]]\nnum_devices = 8\ndevice = "A100"'
+    assert load_cluster(text).inter_link == find_link("infiniband-hdr")

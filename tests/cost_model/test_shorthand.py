@@ -114,3 +114,39 @@ def test_an_h100_is_what_its_data_sheet_says() -> None:
     assert device.memory_bytes == 81559 * 2**20
     # 794.5 TFLOP/s is the best measured matmul; the efficiency may not promise more.
     assert device.efficiency["matmul"] * 989 < 794.5
+
+
+def test_hosts_that_differ_are_joined_by_a_plus() -> None:
+    cluster = parse_cluster("2x8xA100 + 4xH100")
+    assert is_shorthand("2x8xA100 + 4xH100")
+    assert [host.num_devices for host in cluster.hosts] == [8, 8, 4]
+    assert [cluster.device(rank).name for rank in (0, 15, 16)] == ["A100-80GB", "A100-80GB", "H100"]
+    assert cluster.hosts[2].link == find_link("nvlink4")
+    assert cluster.inter_link == find_link("infiniband-hdr")
+
+
+def test_a_link_within_hosts_is_of_its_part_and_one_between_them_of_all() -> None:
+    cluster = parse_cluster("8xA100@pcie4+8xH100@ethernet-25g")
+    assert [host.link.name for host in cluster.hosts] == ["pcie4", "nvlink4"]
+    assert cluster.inter_link == find_link("ethernet-25g")
+    with pytest.raises(ClusterError, match="two links between the hosts"):
+        parse_cluster("8xA100@ethernet-25g+8xH100@ethernet-100g")
+
+
+@pytest.mark.parametrize("text", ["8xH100+", "+8xH100", "8xH100+cpu", "local+8xH100"])
+def test_a_part_that_is_no_hosts_is_refused(text: str) -> None:
+    assert not is_shorthand(text)
+    with pytest.raises(ClusterError, match="describes no cluster"):
+        parse_cluster(text)
+
+
+def test_unlike_devices_together_are_the_worst_of_each_figure() -> None:
+    cluster = parse_cluster("8xA100+8xH100")
+    a100, h100 = cluster.device(0), cluster.device(8)
+    both = cluster.slowest_device(range(16))
+    assert cluster.slowest_device((8, 9)) is h100
+    assert both.name == "A100-80GB+H100"
+    assert both.peak_flops["bfloat16"] == a100.peak_flops["bfloat16"]
+    assert both.memory_bytes_per_second == a100.memory_bytes_per_second
+    assert both.usable_memory_bytes == min(a100.usable_memory_bytes, h100.usable_memory_bytes)
+    assert both.launch_seconds == max(a100.launch_seconds, h100.launch_seconds)

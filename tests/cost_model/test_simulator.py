@@ -231,3 +231,51 @@ def test_published_bubbles_of_1f1b_follow_from_one_message_time(case):
     for count, published in rows.items():
         assert abs(bubble_with_messages(num_stages, count, low) - published) < 0.005
         assert published - (num_stages - 1) / (num_stages - 1 + count) > 0.008
+
+
+FORK = ((0, 2), (1, 2))
+TOWERS = StageCosts((2.0, 2.0, 1.0), (4.0, 4.0, 2.0), edges=FORK)
+"""Two towers of 2 s forward and 4 s back, and a head of 1 s and 2 s that needs both."""
+
+
+def test_towers_run_at_the_same_time():
+    """Forward 2 and 1, back 2 and 4: 9 s, where one after the other they take 15."""
+    forked = simulate(build_schedule("1f1b", 3, 1, edges=FORK), TOWERS)
+    assert forked.step_seconds == 2 + 1 + 2 + 4
+    chained = StageCosts(TOWERS.forward_seconds, TOWERS.backward_seconds)
+    assert simulate(build_schedule("1f1b", 3, 1), chained).step_seconds == 15
+
+
+def test_a_stage_waits_for_the_last_of_its_messages():
+    """0.5 s and 3 s to the head: it starts at 2 + 3; its gradients come back at 8.5 and 11."""
+    costs = StageCosts((2.0, 2.0, 1.0), (4.0, 4.0, 2.0), send_seconds=(0.5, 3.0), edges=FORK)
+    timeline = simulate(build_schedule("1f1b", 3, 1, edges=FORK), costs)
+    begins = {
+        str(e.action): e.start_seconds for row in timeline.events for e in row
+        if e.stream == "compute"
+    }  # fmt: skip
+    assert begins["2F0"] == 5
+    assert (begins["0B0"], begins["1B0"]) == (8.5, 11)
+    assert timeline.step_seconds == 15
+    assert timeline.exposed[2].messages == 3.0
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("1f1b", 25), ("gpipe", 27)])
+def test_towers_of_four_micro_batches_keep_busy(name, seconds):
+    """1F1B: a tower is busy for 4·6 s and idle from 4 to 5, when the first gradient comes.
+
+    GPipe: the head is done forward at 9, its first gradient comes at 11, then 4·4 s back.
+    """
+    timeline = simulate(build_schedule(name, 3, 4, edges=FORK), TOWERS)
+    assert timeline.step_seconds == seconds
+    busy = 2 * 4 * 6 + 4 * 3
+    assert timeline.bubble_fraction == pytest.approx(1 - busy / (3 * seconds))
+
+
+def test_costs_of_other_edges_are_refused():
+    with pytest.raises(ValueError, match="edges"):
+        simulate(build_schedule("1f1b", 3, 1, edges=((0, 1), (0, 2))), TOWERS)
+    with pytest.raises(ValueError, match="send_seconds has 1 entries"):
+        StageCosts((1.0,) * 3, (1.0,) * 3, send_seconds=(1.0,), edges=FORK)
+    with pytest.raises(ValueError, match="no edge from stage 2 to 1"):
+        build_schedule("1f1b", 3, 1, edges=((0, 1), (2, 1)))

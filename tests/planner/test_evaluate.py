@@ -17,6 +17,7 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.ilp import cost, memory_bytes
 from autoparallel.planner.inter_op import StageChoice
 from autoparallel.planner.intra_op import StageAnswer
+from autoparallel.planner.ladder import Rung, rungs
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.prices import Prices
@@ -25,9 +26,15 @@ from autoparallel.planner.request import Forced, Request
 from autoparallel.planner.search import plan
 from autoparallel.planner.stage_cost import Figures
 from autoparallel.planner.stage_model import StageModel
-from autoparallel.planner.structure import Structure
+from autoparallel.planner.structure import Run, Structure
 
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
+
+
+def random_rung(run: Run, rng: random.Random) -> Rung:
+    """Every block of the run recomputed in a way drawn for its class."""
+    ladder = rungs(*run.class_counts)
+    return ladder[rng.randrange(len(ladder.full))]
 
 
 def random_stage(
@@ -43,7 +50,7 @@ def random_stage(
     setting = Setting(
         num_microbatches=rng.choice((1, 4)),
         zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
-        level=rng.randint(0, len(blocks.blocks)),
+        rung=random_rung(run, rng),
         limit_bytes=1e12,
     )
     problem = assembly.problem(setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, shard
-from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan import Plan, ProfileUse
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.request import Forced, Request
 from autoparallel.planner.search import plan
@@ -103,3 +104,26 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError) as caught:
         loads(text)
     assert caught.value.code == "AP501"
+
+
+def test_a_plan_of_schema_1_still_loads() -> None:
+    """Schema 1 had neither the shares by part nor the profile."""
+    original = flat_plan()
+    table = json.loads(dumps(original))
+    table["schema"] = 1
+    del table["prediction"]["sources_of"], table["prediction"]["profile"]
+    for key in ("schema", "prediction"):
+        text = json.dumps(table[key], sort_keys=True).encode()
+        table["checksums"][key] = hashlib.sha256(text).hexdigest()[:16]
+    assert loads(json.dumps(table)) == original
+
+
+def test_a_plan_with_its_profile_survives() -> None:
+    original = flat_plan()
+    prediction = replace(
+        original.prediction,
+        sources_of={"compute": {"measured": 0.9, "spec": 0.05}, "communication": {"spec": 0.05}},
+        profile=ProfileUse("CPU", "", "2.13.0", 2, "measured with torch 2.12", 0.06),
+    )
+    changed = replace(original, prediction=prediction)
+    assert loads(dumps(changed)) == changed

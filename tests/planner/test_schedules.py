@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autoparallel.cost_model.actions import (
     Action,
     Schedule,
+    Wiring,
     compute_only,
     format_table,
     parse_action,
@@ -18,8 +19,8 @@ from autoparallel.cost_model.actions import (
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.request import SCHEDULES as RUN_SCHEDULES
 from autoparallel.planner.schedule_check import check_schedule, peak_in_flight
-from autoparallel.planner.schedules import LOOPED, SCHEDULES, build_schedule
-from autoparallel.planner.schedules_orders import round_size
+from autoparallel.planner.schedules import LOOPED, SCHEDULES, build_schedule, in_flight
+from autoparallel.planner.schedules_orders import depths, round_size
 
 SINGLE = sorted(set(SCHEDULES) - set(LOOPED))
 single_sizes = st.tuples(st.sampled_from(SINGLE), st.integers(1, 7), st.integers(1, 12), st.just(1))
@@ -289,3 +290,52 @@ def test_a_rank_may_own_several_stages():
     table = parse_table("0F0 1F0 1B0 0B0 0REDUCE 1REDUCE 0STEP 1STEP")
     check_schedule(Schedule("folded", 1, (0, 0), table))
     assert Action("F", 1, 0) in table[0]
+
+
+FORK = ((0, 1), (0, 2), (1, 3), (2, 3))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "inference"])
+@pytest.mark.parametrize("edges", [FORK, ((0, 2), (1, 2)), ((0, 1), (1, 2), (2, 4), (3, 4))])
+def test_stages_of_any_graph_have_sound_tables(name, num_microbatches, prefetch, edges):
+    num_stages = 1 + max(target for _, target in edges)
+    schedule = build_schedule(
+        name, num_stages, num_microbatches, edges=edges, prefetch=prefetch
+    )  # fmt: skip
+    check_schedule(schedule)
+    held = tuple(
+        in_flight(name, depth, num_stages, num_microbatches)
+        for depth in depths(Wiring.of(num_stages, edges))
+    )
+    assert peak_in_flight(schedule) == held
+
+
+def test_a_fork_sends_once_to_all_and_receives_once_from_all():
+    table = build_schedule("1f1b", 4, 1, edges=FORK).table
+    assert format_table(table) == (
+        "0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE 0STEP\n"
+        "1RECV_F0 1RECV_B0 1F0 1SEND_F0 1B0 1SEND_B0 1REDUCE 1STEP\n"
+        "2RECV_F0 2RECV_B0 2F0 2SEND_F0 2B0 2SEND_B0 2REDUCE 2STEP\n"
+        "3RECV_F0 3F0 3B0 3SEND_B0 3REDUCE 3STEP"
+    )
+
+
+def test_a_message_that_one_of_two_makes_is_missed():
+    schedule = build_schedule("1f1b", 4, 1, edges=FORK)
+    row = tuple(action for action in schedule.table[2] if str(action) != "2SEND_F0")
+    damaged = replace(schedule, table=(*schedule.table[:2], row, schedule.table[3]))
+    with pytest.raises(PlanError, match="3RECV_F0 waits for a message that nobody sends"):
+        check_schedule(damaged)
+
+
+def test_edges_of_a_chain_make_the_usual_table():
+    edges = ((0, 1), (1, 2))
+    assert build_schedule("1f1b", 3, 4, edges=edges) == build_schedule("1f1b", 3, 4)
+
+
+def test_a_looped_schedule_runs_no_graph():
+    with pytest.raises(UsageError, match="one after the other") as caught:
+        build_schedule("bfs", 4, 4, num_chunks=2, edges=FORK)
+    assert caught.value.code == "AP154"

@@ -83,7 +83,6 @@ def test_forced_choices_of_memory_are_kept() -> None:
         (Forced(pp=8), 8, "AP127"),
         (Forced(num_microbatches=3), 8, "AP124"),
         (Forced(dp=4), 6, "AP124"),
-        (Forced(recompute="selective"), 8, "AP126"),
     ],
 )
 def test_what_cannot_be_met_is_a_usage_error(forced: Forced, global_batch: int, code: str) -> None:

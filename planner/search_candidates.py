@@ -1,0 +1,153 @@
+"""From drafts to candidates: each stage's best mesh and layouts, and the simulated step.
+
+In: a job, pipelines of the dynamic program. Out: candidates, simulated under the schedules
+that are allowed and fit. A step of very many micro-batches is simulated at two smaller numbers
+and continued: once the pipeline is full each further micro-batch takes equally long. Only the
+winner's whole step is simulated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .branches import Places, WeightedEdges, stage_depths, stage_edges
+from .inter_op import StageChoice
+from .intra_op import IntraOp, StageAnswer
+from .report_plan import Candidate
+from .request import SCHEDULES
+from .search_job import Job
+from .search_quests import Draft
+from .stage_cost import StageCost
+from .step import simulate_stages
+
+Chosen = tuple[IntraOp, StageAnswer]
+
+MOST_STEPS = 4096
+"""Stages times micro-batches that are simulated one by one."""
+
+WORTH_IT = 0.005
+"""The least gain for which a plan may use the axis "dp" for more than the batch."""
+
+
+def stage(job: Job, rows: int, choice: StageChoice, in_flight: int) -> Chosen | None:
+    """The best mesh of a stage of a pipeline, and its answer; None where it does not fit."""
+    costs = job.costs(rows)
+    place = costs.places[costs.place(choice.first_device, choice.num_devices)]
+    number = int(costs.runs.classes.numbers[choice.start, choice.stop])
+    return place.answer(number, in_flight)
+
+
+def edges(job: Job, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
+    """Which stage needs which; None for a chain."""
+    ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
+    return stage_edges(job.at(rows), [s.start for s in stages], Places(job.cluster, ends))
+
+
+def schedules(job: Job, num_stages: int) -> tuple[str, ...]:
+    """The schedules to simulate."""
+    forced = job.request.forced.schedule
+    if forced is not None:
+        return (forced,)
+    return SCHEDULES if num_stages > 1 else SCHEDULES[:1]
+
+
+def candidate(
+    job: Job, draft: Draft, schedule: str | None = None, *, refine: bool = False
+) -> Candidate | None:
+    """A draft under a schedule, if not given the one that the dynamic program thought of.
+
+    None where it does not fit. ``refine``: with each stage's gap narrowed.
+    """
+    schedule = schedule or job.in_flight_schedule
+    stages, rows = draft.pipeline.stages, draft.rows
+    depths = stage_depths(edges(job, rows, stages), len(stages))
+    chosen: list[Chosen] = []
+    for choice, depth in zip(stages, depths, strict=True):
+        held = job.in_flight(schedule, len(stages), rows, depth)
+        found = stage(job, rows, choice, held)
+        if found is not None and refine:
+            found[0].refine(found[1].run, job.num_microbatches(rows), held)
+            found = stage(job, rows, choice, held)
+        if found is None:
+            return None
+        chosen.append(found)
+    return simulated(job, rows, schedule, stages, chosen)
+
+
+def candidates(job: Job, draft: Draft, *, refine: bool) -> Iterator[Candidate]:
+    """The draft under every schedule that is allowed and fits."""
+    for schedule in schedules(job, len(draft.pipeline.stages)):
+        found = candidate(job, draft, schedule, refine=refine)
+        if found is not None:
+            yield found
+
+
+def simulated(
+    job: Job,
+    rows: int,
+    schedule: str,
+    stages: tuple[StageChoice, ...],
+    chosen: Sequence[Chosen],
+    *,
+    whole: bool = False,
+) -> Candidate:
+    """A candidate with its step; ``whole``: every micro-batch of it simulated."""
+    began = time.perf_counter()
+    costs = [answer.cost for _, answer in chosen]
+    count = job.num_microbatches(rows)
+    step, bubble = _step(schedule, count, costs, edges(job, rows, stages), whole=whole)
+    job.took("simulator", time.perf_counter() - began)
+    return Candidate(
+        rows, count, schedule, stages,
+        tuple((solver.model, answer) for solver, answer in chosen),
+        step, bubble, max(cost.total_bytes for cost in costs),
+    )  # fmt: skip
+
+
+def _step(
+    schedule: str,
+    count: int,
+    costs: Sequence[StageCost],
+    needs: WeightedEdges | None,
+    *,
+    whole: bool,
+) -> tuple[float, float]:
+    """Seconds of a step, and the share of them that devices wait."""
+    few, more = 2 * len(costs), 2 * len(costs) + len(costs) // 2
+    if whole or len(costs) * count <= MOST_STEPS or count <= 2 * more:
+        timeline = simulate_stages(schedule, count, costs, edges=needs)
+        return timeline.step_seconds, timeline.bubble_fraction
+    first = simulate_stages(schedule, few, costs, edges=needs).step_seconds
+    second = simulate_stages(schedule, more, costs, edges=needs)
+    seconds = second.step_seconds + (count - more) * (second.step_seconds - first) / (more - few)
+    busy = (1 - second.bubble_fraction) * second.step_seconds * count / more
+    return seconds, max(0.0, 1 - busy / seconds)
+
+
+def completed(job: Job, best: Candidate) -> Candidate:
+    """The winner with its whole step simulated."""
+    count = best.num_microbatches
+    costs = [answer.cost for _, answer in best.answers]
+    needs = edges(job, best.rows, best.stages)
+    step, bubble = _step(best.schedule, count, costs, needs, whole=True)
+    return replace(best, step_seconds=step, bubble_fraction=bubble)
+
+
+def freed(job: Job, best: Candidate) -> Candidate:
+    """The winner with the meshes' axes left to the solver, if that is faster by enough."""
+    chosen: list[Chosen] = []
+    depths = stage_depths(edges(job, best.rows, best.stages), len(best.stages))
+    for choice, (model, answer), depth in zip(best.stages, best.answers, depths, strict=True):
+        mesh = model.prices.mesh
+        solver = job.solver(best.rows, mesh, choice.first_device, free=True)
+        held = job.in_flight(best.schedule, len(best.stages), best.rows, depth)
+        free = solver.best(answer.run, best.num_microbatches, held)
+        if free is None or free.objective >= answer.objective * (1 - 1e-9):
+            found = job.solver(best.rows, mesh, choice.first_device, free=False)
+            chosen.append((found, answer))
+        else:
+            chosen.append((solver, free))
+    other = simulated(job, best.rows, best.schedule, best.stages, chosen)
+    return other if other.step_seconds < best.step_seconds * (1 - WORTH_IT) else best

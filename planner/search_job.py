@@ -1,0 +1,233 @@
+"""A planning job: what is asked, and what has been solved for it so far.
+
+In: a graph, its blocks, a cluster, a request. Out: on demand the solver of any mesh of any
+submesh at any micro-batch size (made once for all submeshes that cost the same), the costs of
+stages from them, and where planning time went.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..cost_model.cluster import Cluster
+from .basis import DEFAULT, Basis
+from .errors import TimeLimitError
+from .graph import Blocks, Graph
+from .heterogeneous import inner_size
+from .inter_op import Floats, Table
+from .intra_op import Effort, IntraOp, Limits
+from .layout import Mesh
+from .precision import with_precision
+from .prices import Prices, Rules
+from .refusals import does_not_fit
+from .request import Request
+from .schedules import in_flight
+from .search_costs import Costs, Runs
+from .search_runs import RunClasses, run_classes
+from .search_space import place_key
+from .stage_model import StageModel
+from .structure import Structure
+from .submesh import meshes, restriction, submesh_sizes
+
+
+@dataclass
+class Job:
+    """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``."""
+
+    structure: Structure
+    cluster: Cluster
+    request: Request
+    rules: Rules
+    limits: Limits
+    effort: Effort
+    began: float
+    basis: Basis = DEFAULT
+    cache: dict[Any, Any] = field(default_factory=dict)
+    graphs: dict[int, Structure] = field(default_factory=dict)
+    solvers: dict[object, IntraOp] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    stopped: str = ""
+    _costs: dict[int, Costs] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        blocks: Blocks,
+        cluster: Cluster,
+        request: Request,
+        *,
+        rules: Rules,
+        basis: Basis,
+    ) -> Job:
+        limit = request.memory_limit_bytes
+        if limit is None:
+            limit = min(host.device.usable_memory_bytes for host in cluster.hosts)
+        now = time.perf_counter()
+        forced = request.forced
+        return Job(
+            Structure(with_precision(graph, request.precision), blocks),
+            cluster,
+            request,
+            rules,
+            Limits(float(limit), forced.zero, forced.recompute),
+            Effort(now + request.time_limit_seconds),
+            now,
+            basis,
+        )
+
+    def like(self, other: Job) -> Job:
+        """This job with all that another one, of the hosts in another order, has found."""
+        other.effort.deadline = self.effort.deadline
+        return replace(
+            self, structure=other.structure, effort=other.effort, began=other.began,
+            cache=other.cache, graphs=other.graphs, solvers=other.solvers, seconds=other.seconds,
+        )  # fmt: skip
+
+    def at(self, rows: int) -> Structure:
+        """The graph for micro-batches of so many rows."""
+        if rows not in self.graphs:
+            graph = self.structure.graph.with_batch_size(rows)
+            self.graphs[rows] = replace(self.structure, graph=graph)
+        return self.graphs[rows]
+
+    @cached_property
+    def classes(self) -> RunClasses:
+        return run_classes(self.structure)
+
+    @cached_property
+    def place_key(self) -> Any:
+        return place_key(self.cluster)
+
+    def num_microbatches(self, rows: int) -> int:
+        return self.request.global_batch // rows
+
+    @property
+    def in_flight_schedule(self) -> str:
+        """The schedule whose memory the dynamic program counts with: the thriftiest allowed."""
+        return self.request.forced.schedule or "1f1b"
+
+    def in_flight(self, schedule: str, num_stages: int, rows: int, depth: int) -> int:
+        """Micro-batches that a stage holds; ``depth`` counts the stages to come, itself too."""
+        return in_flight(schedule, depth, num_stages, self.num_microbatches(rows))
+
+    def costs(self, rows: int) -> Costs:
+        """The costs of stages at one micro-batch size."""
+        if rows not in self._costs:
+            count = self.num_microbatches(rows)
+            key: dict[tuple[int, int], Hashable] = {}
+
+            def place(first: int, size: int) -> Hashable:
+                if (first, size) not in key:
+                    key[first, size] = self.place_key(first, size)
+                return key[first, size]
+
+            self._costs[rows] = Costs(
+                Runs(self.at(rows), self.classes, count),
+                place,
+                lambda first, size: self.solvers_on(rows, first, size),
+                lambda left: in_flight(self.in_flight_schedule, left, 2, count),
+            )
+        return self._costs[rows]
+
+    def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
+        """A solver for each mesh on the submesh."""
+        found = []
+        for mesh in meshes(size, inner_size(self.cluster, first, size), self.request.forced):
+            if mesh.axes[0] == "dp" and self.structure.graph.batch_dims and rows % mesh.shape[0]:
+                continue
+            found.append(self.solver(rows, mesh, first, free=False))
+        return found
+
+    def solver(self, rows: int, mesh: Mesh, first: int, *, free: bool) -> IntraOp:
+        """The solver of a mesh; ``free``: with its axes left to the solver."""
+        ranks = tuple(range(first, first + mesh.size))
+        request = self.request
+        asked = self.basis.asked
+        prices = Prices(
+            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
+            profile=self.basis.used,
+            asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
+        )  # fmt: skip
+        link = self.cluster.link(max(first - 1, 0), first)
+        limits = self.limits_on(ranks)
+        key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
+        if key not in self.solvers:
+            limited = restriction(mesh, request.forced, free=free)
+            model = StageModel(self.at(rows), prices, limited, link)
+            self.solvers[key] = IntraOp(model, limits, self.effort)
+        return self.solvers[key]
+
+    def limits_on(self, ranks: Sequence[int]) -> Limits:
+        """A stage's limits: the memory of its own devices, unless the request has one."""
+        if self.request.memory_limit_bytes is not None:
+            return self.limits
+        device = self.cluster.slowest_device(ranks)
+        return replace(self.limits, memory_bytes=float(device.usable_memory_bytes))
+
+    def table(self, rows: int) -> Table:
+        """Every stage's exact cost, priced as it is asked for: for small clusters."""
+        return Table(
+            len(self.structure.blocks.blocks),
+            self.cluster.num_devices,
+            lambda first: submesh_sizes(self.cluster, first),
+            _Exact(self.costs(rows)).matrix,
+        )
+
+    @property
+    def solver_seconds(self) -> float:
+        return self.effort.seconds + self.effort.table_seconds
+
+    def took(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def spent(self) -> tuple[int, dict[str, float]]:
+        """How many programs were solved, and seconds by phase."""
+        seconds = {
+            "costs": self.effort.table_seconds, "ilp": self.effort.seconds, **self.seconds
+        }  # fmt: skip
+        seconds["total"] = time.perf_counter() - self.began
+        return self.effort.num_problems, seconds
+
+    def failure(self) -> Exception:
+        """Why there is no plan: no time, or no memory and by how much."""
+        excess = [over for s in self.solvers.values() for over in s.excess_bytes.values()]
+        if self.effort.left_seconds <= 0 or not excess:
+            return TimeLimitError(
+                "AP701", "no plan was found within the time limit", fix="a longer --time-limit"
+            )
+        return does_not_fit(min(excess), self.limits, self.request, self.cluster)
+
+
+@dataclass
+class _Exact:
+    """The matrices of a ``Table`` at one micro-batch size."""
+
+    costs: Costs
+    made: dict[object, Floats] = field(default_factory=dict)
+
+    def matrix(self, left: int, first: int, size: int) -> Floats:
+        """t[k, i] of the stages with ``left`` stages to come, itself included."""
+        is_first, is_last = first == 0, left == 1
+        place = self.costs.place(first, size)
+        held = self.costs.in_flight(left, is_first)
+        key = (place, is_first, is_last, held)
+        if key not in self.made:
+            own, runs = self.costs.places[place], self.costs.runs
+            numbers = runs.role(is_first, is_last)
+            seconds = np.full(len(runs.classes.firsts) + 1, np.inf)
+            for number in numbers.tolist():
+                own.price(number, held, is_first, is_last)
+                seconds[number] = own.exact[held].objective[number]
+            size = runs.classes.num_blocks
+            rows = slice(0, 1) if is_first else slice(1, size)
+            stops = slice(size, size + 1) if is_last else slice(1, size)
+            cost = np.full((size + 1, size + 1), np.inf)
+            cost[rows, stops] = seconds[runs.classes.numbers[rows, stops]]
+            self.made[key] = cost
+        return self.made[key]

@@ -1,0 +1,348 @@
+"""The fastest plan by trying everything: the oracle that the planner must equal.
+
+In: a small graph, its blocks, a cluster, a request. Out: the plan of least simulated step time
+that fits, over
+
+- every number of rows of a micro-batch that divides the batch,
+- every order of the hosts, where they differ,
+- every number of stages, every cut of the blocks, every tiling of the ranks, in order, by
+  submeshes: neighbours within a host, or whole hosts; where hosts are of different sizes, within
+  a host a divisor of any host's size or all that is left, and from there on whole hosts,
+- every mesh dp × tp of a submesh, "tp" never across hosts unless some host gives a part that
+  nothing divides; "dp" must divide the micro-batch's rows and splits the batch, all else is free,
+- every layout of every node that the rules offer, equal blocks of a stage alike,
+- every ZeRO stage (0 to 3, where there is a "dp"), one per stage,
+- every block of a stage as it is, selectively or fully recomputed,
+- every schedule of ``request.SCHEDULES``.
+
+Ways of a stage that are no better in any of the five figures the simulator sees (forward,
+backward, receive forward and backward, end of step) are left out, which is exact as the
+simulated step never gets shorter when a figure grows; and a pipeline is not simulated when a
+bound on its step from below already exceeds the best known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations, product
+from typing import Any
+
+import numpy as np
+from brute_force_stage import Floats, Modes, Stage
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.simulator import simulate
+from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.planner import rules
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.layout import Mesh
+from autoparallel.planner.plan import (
+    BlockPlan,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SolverInfo,
+    StagePlan,
+    StagePrediction,
+)
+from autoparallel.planner.precision import with_precision
+from autoparallel.planner.prices import Prices
+from autoparallel.planner.request import SCHEDULES, Request
+from autoparallel.planner.schedules import build_schedule
+
+IN_FLIGHT = {
+    "gpipe": lambda stages, count, stage: count,
+    "1f1b": lambda stages, count, stage: min(count, stages - stage),
+    "eager-1f1b": lambda stages, count, stage: min(count, 2 * (stages - stage) - 1),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run one stage: its five figures, and what it is."""
+
+    figures: tuple[float, ...]
+    stage: Stage
+    ranks: tuple[int, ...]
+    zero: int
+    modes: Modes
+    which: int
+
+    @property
+    def summary(self) -> str:
+        mesh = self.stage.prices.mesh
+        sizes = ",".join(f"{n}={s}" for n, s in zip(mesh.axes, mesh.shape, strict=True))
+        return (
+            f"blocks {self.stage.start}-{self.stage.stop - 1} on {sizes} zero={self.zero} "
+            f"recompute {' '.join(self.modes)}"
+        )
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest plan of all."""
+
+    step_seconds: float
+    rows: int
+    num_microbatches: int
+    schedule: str
+    ways: tuple[Way, ...]
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        stages = " | ".join(way.summary for way in self.ways)
+        return f"{stages}; {self.num_microbatches} × {self.rows} rows, {self.schedule}"
+
+    def plan(self, cluster: Cluster, request: Request) -> Plan:
+        """As a plan, without predictions."""
+        stages = tuple(
+            StagePlan(
+                blocks=tuple(
+                    BlockPlan(block.name, block.kind, mode)
+                    for block, mode in zip(way.stage.blocks, way.modes, strict=True)
+                ),
+                devices=tuple(self.ranks[r] if self.ranks else r for r in way.ranks),
+                mesh=way.stage.prices.mesh,
+                zero=way.zero,
+                layouts=way.stage.layouts(way.which),
+                prediction=StagePrediction({}, {}),
+            )
+            for way in self.ways
+        )
+        info = ModelInfo(
+            "", {}, "", 0, request.global_batch, None, request.precision, request.optimizer
+        )
+        return Plan(
+            info, cluster, self.num_microbatches, self.schedule, stages,
+            Prediction(0.0, 0.0, 0.0, 0.0, 0, {}), (), SolverInfo(0.0, 0, {}),
+        )  # fmt: skip
+
+
+@dataclass
+class BruteForce:
+    """Everything there is to try. ``limits``: bytes per rank. ``free``: "dp" may do anything."""
+
+    graph: Graph
+    blocks: Blocks
+    cluster: Cluster
+    request: Request
+    free: bool = False
+    schedules: Sequence[str] = SCHEDULES
+    cache: dict[Any, Any] = field(default_factory=dict)
+    stages: dict[Any, Stage] = field(default_factory=dict)
+    ways: dict[Any, list[Way]] = field(default_factory=dict)
+    num_simulated: int = 0
+    num_assignments: int = 0
+
+    def best(self, below: float = math.inf) -> Best | None:
+        """The fastest plan that takes less than ``below`` seconds."""
+        found: Best | None = None
+        for order in host_orders(self.cluster):
+            cluster, ranks = reordered(self.cluster, order)
+            own = replace(self, cluster=cluster, cache={}, stages={}, ways={})
+            better = own.best_in_order(below if found is None else found.step_seconds)
+            if better is not None:
+                found = replace(better, ranks=ranks)
+        return found
+
+    def best_in_order(self, below: float) -> Best | None:
+        """The fastest plan whose stages take the ranks in order."""
+        found: Best | None = None
+        for rows in self.rows():
+            for stages in self.pipelines():
+                for schedule in self.schedules if len(stages) > 1 else self.schedules[:1]:
+                    bar = below if found is None else found.step_seconds
+                    better = self._pipeline(rows, schedule, stages, bar)
+                    found = better or found
+        return found
+
+    def rows(self) -> list[int]:
+        batch = self.request.global_batch
+        if not self.graph.batch_dims:
+            return [batch]
+        return [rows for rows in range(1, batch + 1) if batch % rows == 0]
+
+    def pipelines(self) -> Iterator[tuple[tuple[int, int, int, int], ...]]:
+        """Stages as (first block, last block + 1, first rank, ranks): every cut and tiling."""
+        blocks = len(self.blocks.blocks)
+
+        def extend(block: int, rank: int) -> Iterator[tuple[tuple[int, int, int, int], ...]]:
+            if block == blocks or rank == self.cluster.num_devices:
+                if block == blocks and rank == self.cluster.num_devices:
+                    yield ()
+                return
+            for size in submeshes(self.cluster, rank):
+                for stop in range(block + 1, blocks + 1):
+                    for rest in extend(stop, rank + size):
+                        yield ((block, stop, rank, size), *rest)
+
+        yield from extend(0, 0)
+
+    def meshes(self, ranks: Sequence[int]) -> list[Mesh]:
+        return meshes(self.cluster, ranks)
+
+    def splits_rows(self, rows: int, mesh: Mesh) -> bool:
+        """Whether the axis "dp" divides the rows of a micro-batch."""
+        return not self.graph.batch_dims or mesh.axes[0] != "dp" or rows % mesh.shape[0] == 0
+
+    def _pipeline(
+        self, rows: int, schedule: str, stages: Sequence[tuple[int, int, int, int]], bar: float
+    ) -> Best | None:
+        count = self.request.global_batch // rows
+        sets = []
+        for index, stage in enumerate(stages):
+            held = IN_FLIGHT[schedule](len(stages), count, index) if len(stages) > 1 else 1
+            own = self._ways(rows, stage, held)
+            own = [way for way in own if bound([way.figures], count) < bar]
+            if not own:
+                return None
+            sets.append(own)
+        tries = [
+            (bound([way.figures for way in ways], count), number, ways)
+            for number, ways in enumerate(product(*sets))
+        ]
+        tries.sort(key=lambda each: each[:2])
+        best = None
+        for least, _, ways in tries:
+            if least >= bar:
+                break
+            seconds = self.simulate(schedule, count, [way.figures for way in ways])
+            assert seconds >= least * (1 - 1e-12)
+            if seconds < bar:
+                bar, best = seconds, Best(seconds, rows, count, schedule, ways)
+        return best
+
+    def simulate(self, schedule: str, count: int, figures: list[tuple[float, ...]]) -> float:
+        self.num_simulated += 1
+        if len(figures) == 1:
+            forward, backward, _, _, end = figures[0]
+            return count * (forward + backward) + end
+        key = ("table", schedule, len(figures), count)
+        if key not in self.cache:
+            self.cache[key] = build_schedule(schedule, len(figures), count)
+        forward, backward, receive, receive_backward, end = zip(*figures, strict=True)
+        costs = StageCosts(
+            forward, backward, send_seconds=receive[1:],
+            send_backward_seconds=receive_backward[1:], step_seconds=end,
+        )  # fmt: skip
+        return simulate(self.cache[key], costs).step_seconds
+
+    def _ways(self, rows: int, stage: tuple[int, int, int, int], in_flight: int) -> list[Way]:
+        """The ways of a stage that fit, on every mesh, without those worse in everything."""
+        start, stop, first, size = stage
+        ranks = tuple(range(first, first + size))
+        limit = self.request.memory_limit_bytes
+        if limit is None:
+            limit = min(self.cluster.device(rank).usable_memory_bytes for rank in ranks)
+        key = (rows, stage, in_flight)
+        if key not in self.ways:
+            found: list[Way] = []
+            for mesh in self.meshes(ranks):
+                if not self.splits_rows(rows, mesh):
+                    continue
+                space = self.stage(rows, mesh, ranks, (start, stop))
+                for points in space.points(in_flight, limit):
+                    for row in front(points.seconds):
+                        figures = tuple(points.seconds[row].tolist())
+                        which = int(points.which[row])
+                        found.append(Way(figures, space, ranks, points.zero, points.modes, which))
+            kept = front(np.array([way.figures for way in found])) if found else []
+            self.ways[key] = [found[row] for row in kept]
+        return self.ways[key]
+
+    def stage(self, rows: int, mesh: Mesh, ranks: tuple[int, ...], span: tuple[int, int]) -> Stage:
+        request = self.request
+        prices = Prices(
+            mesh, self.cluster, ranks, request.precision, request.optimizer, rules, self.cache
+        )
+        link = self.cluster.link(ranks[0] - 1, ranks[0]) if ranks[0] else None
+        key = (rows, span, mesh, prices.groups, prices.speed, link)
+        if key not in self.stages:
+            graph = with_precision(self.graph, request.precision)
+            if graph.batch_size != rows:
+                graph = graph.with_batch_size(rows)
+            batch_axes = [
+                axis
+                for axis, name in enumerate(mesh.axes)
+                if name == "dp" and mesh.shape[axis] > 1 and not self.free
+            ]
+            self.stages[key] = Stage(graph, self.blocks, prices, span, batch_axes=batch_axes)
+            self.num_assignments += self.stages[key].num_assignments
+        return self.stages[key]
+
+
+def host_orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """The orders of the hosts that differ in what stands where."""
+    numbers = range(len(cluster.hosts))
+    orders = {tuple(repr(cluster.hosts[i]) for i in o): o for o in permutations(numbers)}
+    return list(orders.values())
+
+
+def reordered(cluster: Cluster, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
+    """The cluster with its hosts in this order, and the given rank of each of its ranks."""
+    ranks = [rank for host in order for rank, owner in enumerate(cluster.host_of) if owner == host]
+    return replace(cluster, hosts=tuple(cluster.hosts[host] for host in order)), tuple(ranks)
+
+
+def submeshes(cluster: Cluster, rank: int) -> list[int]:
+    """How many ranks a stage that begins at ``rank`` may have."""
+    host = cluster.host_of[rank]
+    sizes = [each.num_devices for each in cluster.hosts]
+    offset = rank - cluster.host_of.index(host)
+    left = sizes[host] - offset
+    if len(set(sizes)) == 1:
+        found = set(range(1, left + 1))
+        reaches_on = offset == 0
+    else:
+        found = {n for n in range(1, left + 1) if any(size % n == 0 for size in sizes)} | {left}
+        reaches_on = True
+    if reaches_on:
+        later = sizes[host + 1 :]
+        found |= {left + sum(later[: count + 1]) for count in range(len(later))}
+    return sorted(found)
+
+
+def meshes(cluster: Cluster, ranks: Sequence[int]) -> list[Mesh]:
+    """Every dp × tp, axes of one rank left out."""
+    parts = math.gcd(*Counter(cluster.host_of[rank] for rank in ranks).values())
+    found = []
+    for tp in range(1, len(ranks) + 1):
+        if len(ranks) % tp == 0 and (parts == 1 or parts % tp == 0):
+            dp = len(ranks) // tp
+            axes = [(name, size) for name, size in (("dp", dp), ("tp", tp)) if size > 1]
+            found.append(Mesh(*map(tuple, zip(*(axes or [("dp", 1)]), strict=True))))
+    return found
+
+
+def bound(figures: Sequence[tuple[float, ...]], count: int) -> float:
+    """A step is at least: the way to a stage, all of its work, and the way back or its end.
+
+    The first micro-batch reaches stage i through the forwards before it; the last backward of
+    i still has to go through all backwards before it and the first stage's end.
+    """
+    least = there = back = 0.0
+    first_end = figures[0][4]
+    for index, (forward, backward, receive, receive_backward, end) in enumerate(figures):
+        if index:
+            there += receive
+            back += receive_backward
+        tail = max(end, back + first_end) if index else end
+        least = max(least, there + count * (forward + backward) + tail)
+        there += forward
+        back += backward
+    return least
+
+
+def front(points: Floats) -> list[int]:
+    """The rows that no other row is at most equal to in every column; of equal ones the first."""
+    order = np.argsort(points.sum(axis=1), kind="stable")
+    kept: list[int] = []
+    while len(order):
+        first = order[0]
+        kept.append(int(first))
+        order = order[(points[order] < points[first]).any(axis=1)]
+    return kept

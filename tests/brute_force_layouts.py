@@ -1,0 +1,246 @@
+"""Every layout that a node may run in and a parameter be held in: straight from the op rules.
+
+In: a node, its graph, a mesh (by the prices on it), the axes that must split the batch. Out:
+every combination of one strategy per axis whose splits divide all tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoparallel.planner import rules
+from autoparallel.planner.graph import Blocks, Graph, Node, Ref
+from autoparallel.planner.layout import INVARIANT, REPLICATE, Layout, divides, shard
+from autoparallel.planner.prices import Prices
+from autoparallel.planner.strategy import AxisStrategy, InnerCollective, NodeLayout, combine
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ZEROS = (0, 1, 2, 3)
+MOST_ASSIGNMENTS = 200_000
+
+
+class TooManyError(Exception):
+    """The product of layouts is too large to try."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a node, with how the parameters that it alone uses are held."""
+
+    layout: NodeLayout
+    inner: tuple[tuple[int, InnerCollective], ...] = ()
+    held: Mapping[str, Layout] = field(default_factory=dict)
+
+
+def op_options(node: Node, graph: Graph, prices: Prices, batch_axes: Sequence[int]) -> list[Option]:
+    """Every combination of the rules' strategies whose splits divide all tensors."""
+    specs = [*(graph.spec(ref) for ref in node.inputs), *node.outputs]
+    shape = prices.mesh.shape
+    per_axis = [
+        _axis_strategies(node, graph, size, batch=axis in batch_axes)
+        for axis, size in enumerate(shape)
+    ]
+    found: dict[tuple[object, object], Option] = {}
+    for strategies in product(*per_axis):
+        assert not any(each.groups for each in strategies)
+        layout = combine(strategies)
+        if not node.inputs:
+            layout = NodeLayout((), layout.outputs)
+        layouts = (*layout.inputs, *layout.outputs)
+        if not all(divides(s.shape, each, shape) for s, each in zip(specs, layouts, strict=True)):
+            continue
+        inner = tuple((axis, c) for axis, each in enumerate(strategies) for c in each.collectives)
+        key = (layout.inputs, layout.outputs)
+        if key not in found or len(inner) < len(found[key].inner):
+            found[key] = Option(layout, inner)
+    return list(found.values())
+
+
+def _axis_strategies(node: Node, graph: Graph, size: int, *, batch: bool) -> Sequence[AxisStrategy]:
+    if size == 1:
+        whole = (INVARIANT,)
+        return [AxisStrategy("I", whole * len(node.inputs), whole * len(node.outputs))]
+    offered = rules.axis_strategies(node, graph, size)
+    if not batch or not graph.batch_dims:
+        return offered
+    dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
+    dims += graph.batch_dims[node.name]
+    fitting = [
+        each
+        for each in offered
+        if all(
+            placement == shard(dim) if dim is not None else not placement.is_shard
+            for dim, placement in zip(dims, (*each.inputs, *each.outputs), strict=True)
+        )
+    ]
+    return fitting or offered
+
+
+def held_options(node: Node, prices: Prices, batch_axes: Sequence[int]) -> list[Layout]:
+    """Every layout a parameter may be held in: on each axis split along a dimension, or R."""
+    shape, sizes = node.spec.shape, prices.mesh.shape
+    per_axis = [
+        [REPLICATE]
+        if axis in batch_axes or size == 1
+        else [*(shard(dim) for dim in range(len(shape))), REPLICATE]
+        for axis, size in enumerate(sizes)
+    ]
+    return [layout for layout in product(*per_axis) if divides(shape, layout, sizes)]
+
+
+def with_held(
+    options: Sequence[Option],
+    position: int,
+    node: Node,
+    prices: Prices,
+    batch_axes: Sequence[int],
+    *,
+    reduce: bool,
+) -> list[Option]:
+    """Each way of a node with each holding of the parameter that it reads at ``position``.
+
+    With ``reduce`` without holdings that another betters or equals in every figure.
+    """
+    held = held_options(node, prices, batch_axes)
+    found = []
+    for option in options:
+        wanted = option.layout.inputs[position]
+        figures = np.array([_holding(node, each, wanted, prices) for each in held])
+        kept = _undominated(figures) if reduce else range(len(held))
+        found += [
+            Option(option.layout, option.inner, {**option.held, node.name: held[i]}) for i in kept
+        ]
+    return found
+
+
+def _holding(node: Node, held: Layout, wanted: Layout, prices: Prices) -> list[float]:
+    figures = list(prices.conversion(node.spec, held, wanted))
+    for zero in ZEROS:
+        seconds, states = prices.parameter(node.spec, held, zero)
+        figures += [*seconds, *states]
+    return figures
+
+
+def _undominated(figures: Floats) -> list[int]:
+    kept: list[int] = []
+    for i, row in enumerate(figures):
+        if not any(
+            (figures[j] <= row).all() and ((figures[j] < row).any() or j < i)
+            for j in range(len(figures))
+            if j != i
+        ):
+            kept.append(i)
+    return kept
+
+
+class Choices:
+    """Every assignment of layouts to the blocks ``start`` to ``stop`` on a mesh.
+
+    Nodes of equal blocks are alike. What an assignment chooses is in arrays over all of them.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        blocks: Blocks,
+        prices: Prices,
+        span: tuple[int, int],
+        *,
+        batch_axes: Sequence[int] = (),
+        reduce: bool = True,
+    ) -> None:
+        self.graph, self.all_blocks, self.prices = graph, blocks, prices
+        self.start, self.stop = span
+        self.blocks = blocks.blocks[self.start : self.stop]
+        self.options: dict[str, list[Option]] = {}
+        self.own: dict[str, str] = {}
+        self._find_options(batch_axes, reduce=reduce)
+        sizes = [len(each) for each in self.options.values()]
+        self.num_assignments = prod(sizes)
+        if self.num_assignments > MOST_ASSIGNMENTS:
+            raise TooManyError(self.num_assignments)
+        grid = np.indices(sizes).reshape(len(sizes), -1)
+        self.index: dict[str, Ints] = dict(zip(self.options, grid, strict=True))
+
+    def _find_options(self, batch_axes: Sequence[int], *, reduce: bool) -> None:
+        graph = self.graph
+        for block in self.blocks:
+            for name in block.nodes:
+                key = self.all_blocks.template[name]
+                if key in self.options:
+                    continue
+                node = graph[key]
+                options = op_options(node, graph, self.prices, batch_axes)
+                for position, ref in enumerate(node.inputs):
+                    if self._is_own(ref, node):
+                        self.own[ref.name] = key
+                        options = with_held(
+                            options,
+                            position,
+                            graph[ref.name],
+                            self.prices,
+                            batch_axes,
+                            reduce=reduce,
+                        )
+                self.options[key] = options
+        for block in self.blocks:
+            for name in block.nodes:
+                for ref in graph[name].inputs:
+                    key = self.key(ref.name)
+                    if graph[ref.name].kind == "parameter" and key not in self.own:
+                        held = held_options(graph[ref.name], self.prices, batch_axes)
+                        self.options.setdefault(
+                            key, [Option(NodeLayout((), (each,))) for each in held]
+                        )
+
+    def key(self, name: str) -> str:
+        """By what name a node's layout goes: its template's, or a shared parameter's own."""
+        node = self.graph[name]
+        if node.kind == "parameter" and self.num_blocks(name) > 1:
+            return name
+        return self.all_blocks.template.get(name, name)
+
+    def num_blocks(self, parameter: str) -> int:
+        position = self.all_blocks.of_node
+        return len({position[user] for user in self.graph.users[parameter]})
+
+    def _is_own(self, ref: Ref, node: Node) -> bool:
+        """Whether a parameter is used by this node alone, and once."""
+        return self.graph[ref.name].kind == "parameter" and (
+            self.graph.users[ref.name] == (node.name,) and node.inputs.count(ref) == 1
+        )
+
+    def made(self, ref: Ref) -> tuple[list[Layout], Ints]:
+        key = self.key(ref.name)
+        if key in self.own:
+            layouts = [option.held[key] for option in self.options[self.own[key]]]
+            return _distinct(layouts, self.index[self.own[key]])
+        layouts = [option.layout.outputs[ref.index] for option in self.options[key]]
+        return _distinct(layouts, self.index[key])
+
+    def wanted(self, node: str, position: int) -> tuple[list[Layout], Ints]:
+        key = self.key(node)
+        layouts = [option.layout.inputs[position] for option in self.options[key]]
+        return _distinct(layouts, self.index[key])
+
+    def layouts(self, which: int) -> dict[str, NodeLayout]:
+        """An assignment as a plan holds it."""
+        found: dict[str, NodeLayout] = {}
+        for key, options in self.options.items():
+            option = options[int(self.index[key][which])]
+            found[key] = option.layout
+            found.update({name: NodeLayout((), (held,)) for name, held in option.held.items()})
+        return found
+
+
+def _distinct(layouts: Sequence[Layout], index: Ints) -> tuple[list[Layout], Ints]:
+    distinct = list(dict.fromkeys(layouts))
+    return distinct, np.array([distinct.index(each) for each in layouts])[index]

@@ -1,0 +1,361 @@
+"""Every way to run one pipeline stage on one mesh, priced: one half of the brute force.
+
+In: a graph at a micro-batch's rows, its blocks, a run of them, unit prices of a mesh, the axes
+that must split the batch. Out: for every ZeRO stage and number of recomputed blocks, seconds and
+bytes of every assignment of layouts, as arrays over the whole product of the nodes' layouts.
+
+Written for itself: of the planner only the op rules, unit prices (one conversion, one op, one
+parameter) and the layout arithmetic are used; not its enumeration, merging, pruning, programs
+or tables. The walk is the runtime's: a value is converted once per block and target, a stage
+receives a value as its first use wants it and brings what it sends to the boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, product
+
+import numpy as np
+from brute_force_layouts import ZEROS, Choices, Floats, Ints
+
+from autoparallel.cost_model.memory import reserve_bytes
+from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
+from autoparallel.planner.layout import INVARIANT, Layout
+from autoparallel.planner.plan import Recompute
+from autoparallel.planner.prices import Prices, boundary_layout
+from autoparallel.planner.recompute import is_kept, kept_parts
+from autoparallel.planner.saved import Part, saved_parts, working_bytes
+from autoparallel.planner.seconds import Seconds
+from autoparallel.planner.strategy import NodeLayout
+
+LEAVES = ("input", "constant", "buffer")
+PASSES = (
+    "forward_compute", "backward_compute", "forward_communication", "backward_communication",
+    "forward_issue", "backward_issue",
+)  # fmt: skip
+"""What a pass takes: compute while the host issues it, then communication."""
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+Modes = tuple[Recompute, ...]
+"""How each block of a stage is recomputed."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """For one ZeRO stage and recomputation, a row of figures per assignment that fits.
+
+    ``forward``/``backward`` per micro-batch, ``end`` (gradient sums and step) per step;
+    ``which`` numbers the assignments.
+    """
+
+    zero: int
+    modes: Modes
+    seconds: Floats
+    which: Ints
+
+
+class Stage(Choices):
+    """The blocks ``start`` to ``stop`` on a mesh, priced under every assignment of layouts."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        blocks: Blocks,
+        prices: Prices,
+        span: tuple[int, int],
+        *,
+        batch_axes: Sequence[int] = (),
+        reduce: bool = True,
+    ) -> None:
+        super().__init__(graph, blocks, prices, span, batch_axes=batch_axes, reduce=reduce)
+        self._price()
+
+    def _price(self) -> None:
+        num = self.num_assignments
+        self.passes: list[Floats] = []
+        self.kept: list[Floats] = []
+        self.bytes: list[dict[Recompute, Floats]] = []
+        self.made_again: list[dict[Recompute, Floats]] = []
+        self.receive = np.zeros((2, num))
+        self.ends = np.zeros((2, num))
+        self.working = np.zeros(num)
+        self.arrived: dict[Ref, tuple[list[Layout], Ints]] = {}
+        for block in self.blocks:
+            self._price_block(block)
+        self._price_ends()
+        self._price_parameters()
+
+    def _price_block(self, block: Block) -> None:
+        seconds = np.zeros((len(PASSES), self.num_assignments))
+        kept = np.zeros((len(PASSES), self.num_assignments))
+        uses: dict[Ref, list[tuple[str, int]]] = {}
+        for name in block.nodes:
+            node = self.graph[name]
+            own = self._op(name)
+            seconds += own
+            if is_kept(node):
+                kept[[0, 4]] += own[[0, 4]]
+            for position, ref in enumerate(node.inputs):
+                if self.graph[ref.name].kind not in LEAVES:
+                    uses.setdefault(ref, []).append((name, position))
+        read = np.zeros(self.num_assignments)
+        for ref, where in uses.items():
+            source = self._source(ref, where[0])
+            seconds[2:4] += self._conversions(ref, source, where)
+            if self.graph[ref.name].kind == "op" and ref.name not in block.nodes:
+                layouts, ids = source
+                held = [self.prices.local_bytes(self.graph.spec(ref), each) for each in layouts]
+                read += np.array(held, dtype=float)[ids]
+        self.passes.append(seconds)
+        self.kept.append(kept)
+        self._hold(block, read)
+
+    def _hold(self, block: Block, read: Floats) -> None:
+        """Bytes that a block keeps, and makes again in its backward, in each mode."""
+        saved, selected, either = (
+            self._sum_of_parts(block, of) for of in (saved_parts, kept_parts, _either)
+        )
+        self.bytes.append({"none": saved, "selective": read + selected, "full": read})
+        none = np.zeros(self.num_assignments)
+        self.made_again.append({"none": none, "selective": either - selected, "full": saved})
+
+    def _op(self, name: str) -> Floats:
+        key = self.key(name)
+        node, graph = self.graph[key], self.graph
+        specs = [graph.spec(ref) for ref in node.inputs]
+        rows, sizes = [], []
+        for option in self.options[key]:
+            own = self.prices.op(node, specs, option.layout, option.inner)
+            rows.append([getattr(own, name) for name in PASSES])
+            sizes.append(working_bytes(node, option.layout, graph, self.prices))
+        np.maximum(self.working, np.array(sizes)[self.index[key]], out=self.working)
+        found: Floats = np.array(rows).T[:, self.index[key]]
+        return found
+
+    def _source(self, ref: Ref, first: tuple[str, int]) -> tuple[list[Layout], Ints]:
+        """In which layouts a value is there: made in the stage, held, or received."""
+        node = self.graph[ref.name]
+        inside = self.start <= self.all_blocks.of_node.get(ref.name, -1) < self.stop
+        if node.kind == "parameter" or inside:
+            return self.made(ref)
+        if ref not in self.arrived:
+            layouts, ids = self.wanted(*first)
+            at_boundary = [boundary_layout(each) for each in layouts]
+            link = self.prices.cluster.link(self.prices.ranks[0] - 1, self.prices.ranks[0])
+            spec = self.graph.spec(ref)
+            pairs = [self.prices.transfer(spec, each, link) for each in at_boundary]
+            self.receive += np.array(pairs).T[:, ids]
+            self.arrived[ref] = at_boundary, ids
+        return self.arrived[ref]
+
+    def _conversions(
+        self, ref: Ref, source: tuple[list[Layout], Ints], where: Sequence[tuple[str, int]]
+    ) -> Floats:
+        """Of a value to all its uses in a block, each distinct target once."""
+        layouts, rows = source
+        spec = self.graph.spec(ref)
+        found = np.zeros((2, self.num_assignments))
+        targets: list[Layout] = []
+        columns: list[Ints] = []
+        for name, position in where:
+            wanted, ids = self.wanted(name, position)
+            targets += [each for each in wanted if each not in targets]
+            columns.append(np.array([targets.index(each) for each in wanted])[ids])
+        table = np.array([[self.prices.conversion(spec, s, t) for t in targets] for s in layouts])
+        for number, column in enumerate(columns):
+            new = np.ones(self.num_assignments, dtype=bool)
+            for earlier in columns[:number]:
+                new &= earlier != column
+            found += table[rows, column].T * new
+        return found
+
+    def _sum_of_parts(self, block: Block, of: Callable[..., Iterable[Part]]) -> Floats:
+        """Bytes of a block's storages, each storage's distinct sizes counted once."""
+        columns: dict[str, list[Floats]] = {}
+        for name in block.nodes:
+            key = self.key(name)
+            parts = [
+                sorted(set(of(self.graph[key], option.layout, self.graph, self.prices)))
+                for option in self.options[key]
+            ]
+            for root in dict.fromkeys(root for own in parts for root, _ in own):
+                sizes = [[float(size) for r, size in own if r == root] for own in parts]
+                for rank in range(max(map(len, sizes))):
+                    values = [own[rank] if rank < len(own) else 0.0 for own in sizes]
+                    columns.setdefault(root, []).append(np.array(values)[self.index[key]])
+        total = np.zeros(self.num_assignments)
+        for own in columns.values():
+            total += sum(_new_only(own), np.zeros(self.num_assignments))
+        return total
+
+    def _price_ends(self) -> None:
+        """What brings sent values to the boundary and the loss to every rank."""
+        position = self.all_blocks.of_node
+        sent = dict.fromkeys(
+            ref
+            for block in self.all_blocks.blocks[self.stop :]
+            for name in block.nodes
+            for ref in self.graph[name].inputs
+            if self.start <= position.get(ref.name, -1) < self.stop
+            and self.graph[ref.name].kind == "op"
+        )
+        for ref in sent:
+            layouts, ids = self.made(ref)
+            self._end(ref, [boundary_layout(each) for each in layouts], (layouts, ids))
+        if self.start <= position[self.graph.loss.name] < self.stop:
+            layouts, ids = self.made(self.graph.loss)
+            whole = (INVARIANT,) * len(self.prices.mesh.shape)
+            self._end(self.graph.loss, [whole] * len(layouts), (layouts, ids))
+
+    def _end(self, ref: Ref, targets: Sequence[Layout], source: tuple[list[Layout], Ints]) -> None:
+        layouts, ids = source
+        spec = self.graph.spec(ref)
+        pairs = [self.prices.conversion(spec, s, t) for s, t in zip(layouts, targets, strict=True)]
+        self.ends += np.array(pairs).T[:, ids]
+
+    def _price_parameters(self) -> None:
+        """Per ZeRO stage: seconds forward, backward and per step of the states; their bytes,
+        and those gathered, per block."""
+        num = self.num_assignments
+        self.states = np.zeros((len(ZEROS), 3, num))
+        self.state_bytes = np.zeros((len(ZEROS), num))
+        self.gathered = np.zeros((len(ZEROS), len(self.blocks), num))
+        self.parameters: dict[str, int] = {}
+        for number, block in enumerate(self.blocks):
+            for name in block.nodes:
+                for ref in self.graph[name].inputs:
+                    if self.graph[ref.name].kind == "parameter":
+                        self.parameters.setdefault(ref.name, number)
+            if block.parameters:
+                for zero in ZEROS:
+                    self.states[zero] += np.array([_of_states(self.prices.block_sync(zero))]).T
+        for name, number in self.parameters.items():
+            layouts, ids = self.made(Ref(name))
+            for zero in ZEROS:
+                priced = [
+                    self.prices.parameter(self.graph[name].spec, each, zero) for each in layouts
+                ]
+                self.states[zero] += np.array([_of_states(p[0]) for p in priced]).T[:, ids]
+                held = np.array([p[1] for p in priced]).T[:, ids]
+                self.state_bytes[zero] += held[:3].sum(axis=0)
+                if self.num_blocks(name) == 1:
+                    self.gathered[zero, number] += held[3]
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        return ZEROS if self.prices.shards > 1 else (0,)
+
+    @cached_property
+    def recomputations(self) -> list[Modes]:
+        """Every block as it is, selectively or fully recomputed; of equal blocks in that order.
+
+        The first is as they are.
+        """
+        numbers = [self._number(block) for block in range(len(self.blocks))]
+        return [
+            tuple(MODES[place] for place in places)
+            for places in product(range(len(MODES)), repeat=len(numbers))
+            if all(
+                places[i] <= places[j]
+                for i, j in combinations(range(len(numbers)), 2)
+                if numbers[i] == numbers[j]
+            )
+        ]
+
+    def _number(self, block: int) -> int:
+        """Of the first block that costs the same."""
+        return next(other for other in range(block + 1) if self._are_equal(other, block))
+
+    def _are_equal(self, one: int, other: int) -> bool:
+        own, others = self._figures(one), self._figures(other)
+        return all(np.array_equal(a, b) for a, b in zip(own, others, strict=True))
+
+    def _figures(self, block: int) -> list[Floats]:
+        held = [self.bytes[block][mode] for mode in MODES]
+        return [self.passes[block], self.kept[block], *held, self.gathered[:, block]]
+
+    def seconds(self, zero: int, modes: Modes) -> Floats:
+        """Forward, backward, receive forward and backward, end: a row per assignment."""
+        own = self.ends + self.states[zero, :2]
+        for block, mode in enumerate(modes):
+            own += self._both_ways[block][mode]
+        return np.stack([*own, *self.receive, self.states[zero, 2]], axis=1)
+
+    @cached_property
+    def _both_ways(self) -> list[dict[Recompute, Floats]]:
+        """Per block and mode, seconds forward and backward: a row each."""
+        found: list[dict[Recompute, Floats]] = []
+        for own, kept in zip(self.passes, self.kept, strict=True):
+            by_mode: dict[Recompute, Floats] = {}
+            for mode in MODES:
+                passes = own.copy()
+                if mode != "none":
+                    passes[1::2] += passes[::2]
+                if mode == "selective":
+                    passes[1::2] -= kept[::2]
+                compute, communication, issue = passes.reshape(3, 2, -1)
+                by_mode[mode] = np.maximum(compute, issue) + communication
+            found.append(by_mode)
+        return found
+
+    def num_bytes(self, zero: int, modes: Modes, in_flight: int) -> Floats:
+        """On the fullest rank, per assignment."""
+        kept = np.zeros(self.num_assignments)
+        most = np.zeros(self.num_assignments)
+        for block, mode in enumerate(modes):
+            kept += self.bytes[block][mode]
+            made = self.made_again[block][mode]
+            np.maximum(most, 2 * self.gathered[zero, block] + made, out=most)
+        kept *= in_flight
+        kept += most
+        kept += self.state_bytes[zero]
+        kept += self.working
+        kept += self._fixed_bytes
+        return kept
+
+    @cached_property
+    def _fixed_bytes(self) -> float:
+        """Of inputs and constants, and what belongs to no tensor."""
+        leaves = {
+            ref.name
+            for block in self.blocks
+            for name in block.nodes
+            for ref in self.graph[name].inputs
+            if self.graph[ref.name].kind in LEAVES
+        }
+        fixed = sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
+        groups = sum(size > 1 for size in self.prices.mesh.shape)
+        return float(fixed + reserve_bytes(self.prices.device.kind, groups))
+
+    def points(self, in_flight: int, limit_bytes: float) -> Iterator[Points]:
+        """Of every ZeRO stage and recomputation, what fits; none again where all fits without."""
+        for zero in self.zeros:
+            for number, modes in enumerate(self.recomputations):
+                num_bytes = self.num_bytes(zero, modes, in_flight)
+                fits = np.flatnonzero(num_bytes <= limit_bytes)
+                if len(fits):
+                    yield Points(zero, modes, self.seconds(zero, modes)[fits], fits)
+                if number == 0 and len(fits) == self.num_assignments:
+                    break
+
+
+def _either(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> set[Part]:
+    return {*saved_parts(node, layout, graph, prices), *kept_parts(node, layout, graph, prices)}
+
+
+def _new_only(columns: Sequence[Floats]) -> Iterator[Floats]:
+    """Each column where it differs from all before it, and 0 elsewhere."""
+    for number, column in enumerate(columns):
+        new = np.ones(len(column), dtype=bool)
+        for earlier in columns[:number]:
+            new &= earlier != column
+        yield column * new
+
+
+def _of_states(seconds: Seconds) -> tuple[float, float, float]:
+    """Forward, backward, per step; parameters have nothing else."""
+    assert not any(seconds[:4])
+    end = seconds.gradient_sync + seconds.optimizer
+    return seconds.forward_states, seconds.backward_states, end

@@ -1,0 +1,167 @@
+"""Plans whose stages form a graph, or take hosts out of order, held to one device in float64.
+
+Stages of different branches run at the same time on devices of their own; what joins them
+waits for all. Losses, every gradient and every weight after two AdamW steps agree to 1e-9.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+
+from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
+from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
+from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.program import Program
+from autoparallel.planner.branches import stage_edges, stage_starts
+from autoparallel.planner.heterogeneous import HostOrder, in_given_ranks
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.request import Forced
+from autoparallel.planner.structure import Structure
+from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.runtime.compare import Verification
+from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.verify import verify
+from autoparallel.targets import Target, load_target
+
+BATCH = 8
+
+
+def slow_wires(*peaks: float) -> Cluster:
+    """One device per host, of these FLOP/s; the network is so slow that only stages pay."""
+    wire = Link("wire", alpha_seconds=1e-4, bytes_per_second=1e8)
+    hosts = tuple(
+        Host(Device(f"cpu{peak:g}", "cpu", 2**34, 2**34, 1e12, {"float32": peak}), 1, wire)
+        for peak in peaks
+    )
+    return Cluster("slow wires", hosts, wire)
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    peaks: tuple[float, ...]
+    forced: Forced
+
+
+OUT_OF_ORDER = "arms on hosts out of order"
+
+CASES = {
+    "towers": Case("examples/two_towers.py", (1e9,) * 3, Forced(pp=3)),
+    "arms": Case(
+        "tests/models/three_arms.py", (1e7,) * 5, Forced(pp=5, num_microbatches=4, schedule="1f1b")
+    ),
+    "arms, gpipe": Case(
+        "tests/models/three_arms.py", (1e7,) * 5, Forced(pp=5, num_microbatches=4, schedule="gpipe")
+    ),
+    OUT_OF_ORDER: Case("tests/models/three_arms.py", (1e7,) * 5, Forced(pp=5, num_microbatches=2)),
+    "a slow host first": Case(
+        "tests/models/three_arms.py", (1e6, 1e8), Forced(pp=2, num_microbatches=4)
+    ),
+}
+
+
+@cache
+def target(model: str) -> Target:
+    return load_target(model, {})
+
+
+@cache
+def captured(model: str, precision: str) -> tuple[Deferred, Program]:
+    found = target(model)
+    deferred = record_build(found.build_model, seed=0)
+    rows = BATCH if model == CASES["towers"].model else 2
+    batch = found.example_batch(rows, None)
+    return deferred, capture_model(deferred.model, batch, found.loss_fn, precision)
+
+
+@cache
+def planned(name: str) -> Plan:
+    case = CASES[name]
+    _, program = captured(case.model, "fp32")
+    options = PlanOptions(global_batch=BATCH, forced=case.forced)
+    cluster = slow_wires(*case.peaks)
+    found = plan_program(program, target(case.model), cluster, options)
+    if name != OUT_OF_ORDER:
+        return found
+    return in_given_ranks(found, HostOrder((3, 1, 4, 0, 2), cluster, (3, 1, 4, 0, 2)), cluster)
+
+
+def edges(name: str) -> set[tuple[int, int]] | None:
+    _, program = captured(CASES[name].model, "fp32")
+    structure = Structure(program.graph, program.blocks)
+    found = stage_edges(structure, stage_starts(planned(name)))
+    return None if found is None else {(source, target) for source, target, _ in found}
+
+
+def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def batches(model: str) -> list[dict[str, torch.Tensor]]:
+    program = captured(model, "fp64")[1].with_batch_size(BATCH)
+    return [random_batch(program.graph, seed=step) for step in range(2)]
+
+
+@cache
+def reference(model: str) -> Reference:
+    found = target(model)
+    _, program = captured(model, "fp64")
+
+    def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
+        return find_loss(call_model(module, batch), batch, found.loss_fn)
+
+    module = plain_build(found.build_model, 0).double()
+    with promote_to_float64():
+        return run_reference(module, batches(model), loss=loss, build_optimizer=build_optimizer)
+
+
+def verified(model: str, text: str) -> Verification:
+    """On a rank."""
+    plan = loads(text, "test")
+    plan = replace(plan, model=replace(plan.model, precision="fp64"))
+    deferred, program = captured(model, "fp64")
+    trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build_optimizer)
+    return verify(trainer, batches(model), lambda: reference(model))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_stages_that_form_a_graph_equal_one_device(name: str) -> None:
+    case = CASES[name]
+    text = dumps(planned(name))
+    found = run_processes(len(case.peaks), verified, case.model, text, timeout_seconds=280)[0]
+    assert found.passed, found.failures[:5]
+    assert found.tolerance == 1e-9
+    assert {d.quantity for d in found.differences} == {"loss", "gradient", "weight"}
+    assert found.worst("weight") > 0.0
+
+
+def test_towers_have_devices_of_their_own_and_do_not_wait_for_each_other() -> None:
+    assert edges("towers") == {(0, 2), (1, 2)}
+
+
+@pytest.mark.parametrize("name", ["arms", "arms, gpipe"])
+def test_arms_have_devices_of_their_own(name: str) -> None:
+    assert edges(name) == {(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)}
+
+
+def test_stages_may_be_on_any_ranks() -> None:
+    devices = [stage.devices for stage in planned(OUT_OF_ORDER).stages]
+    assert devices == [(3,), (1,), (4,), (0,), (2,)]
+
+
+def test_the_fast_host_has_most_of_the_model_whatever_its_rank() -> None:
+    plan = planned("a slow host first")
+    assert sorted(stage.devices for stage in plan.stages) == [(0,), (1,)]
+    work = {stage.devices[0]: len(stage.blocks) for stage in plan.stages}
+    assert work[1] > work[0]
