@@ -172,7 +172,7 @@ def samples(series: Series, growth: float = 1.3) -> tuple[int, ...]:
     """The lengths of a series to price: all that are short, then each ``growth`` times longer.
 
     >>> samples(Series(tuple(range(100)), tuple(range(1, 101)), 2))
-    (1, 2, 3, 4, 6, 8, 11, 15, 20, 26, 34, 45, 59, 77, 100)
+    (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 35, 46, 60, 78, 100)
     """
     chosen: list[int] = []
     for length in series.lengths[:-1]:
