@@ -110,7 +110,7 @@ def plan_program(
     observe: Observe = ignore,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.chunks import plan
 
     basis = basis_for(cluster, options, target)
     request = request_of(program, target, options)
