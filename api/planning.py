@@ -110,7 +110,7 @@ def plan_program(
     observe: Observe = ignore,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.chunks import plan
     from autoparallel.planner.whole_block import whole_blocks
 
     basis = whole_blocks(
