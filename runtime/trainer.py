@@ -60,7 +60,7 @@ class Trainer:
         *,
         device: torch.device,
         build: BuildOptimizer | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[..., None] | None = None,
         seed: int = 0,
     ) -> None:
         """``weights`` are the initial ones, made or given by name. Collective over all ranks.
@@ -90,7 +90,9 @@ class Trainer:
         self.runner = PipelineRunner(
             build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, edges=edges),
             self.executor,
-            Exchange(crossing, stages=plan.stages, rank=self.rank, device=device),
+            Exchange(
+                crossing, stages=plan.stages, rank=self.rank, device=device, progress=progress
+            ),
             stage=self.stage_index,
             progress=progress,
         )
