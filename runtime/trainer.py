@@ -27,7 +27,7 @@ from ..planner.plan import Plan
 from ..planner.schedules import build_schedule
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
-from .data import microbatch_rows
+from .data import check_batch, microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
 from .materialize import materialize, materialize_deferred
@@ -141,7 +141,12 @@ class Trainer:
         return StepResult(loss, norm)
 
     def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The loss; every parameter's gradient is complete afterwards."""
+        """The loss; every parameter's gradient is complete afterwards.
+
+        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's.
+        """
+        specs = {name: self.program.graph[name].spec for name in self.program.inputs}
+        check_batch(inputs, specs, self.plan.num_microbatches)
         return self.runner.step(inputs)
 
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from autoparallel.options import parse_settings
-from autoparallel.planner.errors import HangError, WorkerError
 from autoparallel.plan_io import save_plan
+from autoparallel.planner.errors import HangError, WorkerError
 from autoparallel.planner.request import Forced
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.board import FolderBoard, Note, Ranks, blame
@@ -139,6 +139,41 @@ def test_a_killed_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeypa
     assert "rank 0: 0RECV_B0" in caught.value.why
     pids = [int(path.read_text()) for path in (tmp_path / "pids").iterdir()]
     assert not any(map(alive, pids))
+
+
+def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None:
+    """Every rank writes the error of its step, and whether it had begun to do anything."""
+    import torch
+
+    from autoparallel.planner.errors import UsageError
+    from autoparallel.worker import load_job, make_trainer
+
+    plan, target = load_job(plan_path)
+    from autoparallel.runtime.trainer import join
+
+    device = join("cpu", 0)
+    trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
+    before = worker.watchdog.last
+    batch = {name: torch.zeros(4, 20, dtype=torch.long) for name in trainer.program.inputs}
+    with pytest.raises(UsageError) as caught:
+        trainer.step(batch)
+    assert worker.watchdog.last is before
+    (Path(folder) / str(worker.rank)).write_text(str(caught.value))
+
+
+def test_sequences_of_another_length_are_refused_on_all_ranks_before_any_message(
+    plan_path, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    launch(
+        "test_failures:is_fed_longer_sequences",
+        {"plan_path": str(plan_path), "folder": str(tmp_path)},
+        num_processes=4, environment=ALONE,
+    )  # fmt: skip
+    for rank in range(4):
+        text = (tmp_path / str(rank)).read_text()
+        assert "batch input 'tokens' has shape (4, 20)" in text
+        assert "4 micro-batches of shape (1, 16)" in text
 
 
 @pytest.mark.slow
