@@ -25,7 +25,7 @@ from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
-from .data import microbatch_rows
+from .data import check_batch, microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
@@ -64,7 +64,7 @@ class Trainer:
         *,
         device: torch.device,
         build: BuildOptimizer | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[..., None] | None = None,
         seed: int = 0,
     ) -> None:
         """``weights`` are the initial ones, made or given by name. Collective over all ranks.
@@ -120,14 +120,16 @@ class Trainer:
             seed=seed,
         )
 
-    def _make_runner(self, progress: Callable[[str], None] | None) -> PipelineRunner:
+    def _make_runner(self, progress: Callable[..., None] | None) -> PipelineRunner:
         plan = self.plan
         crossing = boundaries(self.program.graph, self.program.blocks, plan)
         sent, handed = split_boundaries(crossing, plan.stages)
         return PipelineRunner(
             schedule_of(plan, {(b.source_stage, b.target_stage) for b in crossing}),
             self.executors,
-            Exchange(sent, stages=plan.stages, rank=self.rank, device=self.device),
+            Exchange(
+                sent, stages=plan.stages, rank=self.rank, device=self.device, progress=progress
+            ),
             handover=Handover(handed, stages=plan.stages, rank=self.rank, device=self.device),
             complete=self._sum_tied,
             progress=progress,
@@ -161,7 +163,12 @@ class Trainer:
         return StepResult(loss, norm)
 
     def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The loss; every parameter's gradient is complete afterwards."""
+        """The loss; every parameter's gradient is complete afterwards.
+
+        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's.
+        """
+        specs = {name: self.program.graph[name].spec for name in self.program.inputs}
+        check_batch(inputs, specs, self.plan.num_microbatches)
         return self.runner.step(inputs)
 
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
