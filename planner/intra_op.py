@@ -65,13 +65,13 @@ class StageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every stage must keep to: bytes per device, forced ZeRO and recomputation.
+    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
 
     ``gap``: a stage may be worse than the best by this part of its cost.
     """
 
     memory_bytes: float
-    zero: int | None = None
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute: Recompute | None = None
     gap: float = 0.01
 
@@ -107,9 +107,7 @@ class IntraOp:
     @property
     def zeros(self) -> tuple[int, ...]:
         """The ZeRO stages to choose from."""
-        if self.limits.zero is not None:
-            return (self.limits.zero if self.model.prices.shards > 1 else 0,)
-        return (0, 1, 2, 3) if self.model.prices.shards > 1 else (0,)
+        return self.limits.zeros if self.model.prices.shards > 1 else (0,)
 
     @property
     def modes(self) -> tuple[Recompute, ...]:
