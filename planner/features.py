@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 from .layout import Mesh
+from .plan import Recompute
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "parallelism": ("dp", "tp", "pp", "cp", "sp", "ep"),
@@ -62,9 +65,9 @@ class Features:
         return (0, *(zero for zero in (1, 2, 3) if self.allows(f"zero{zero}")))
 
     @property
-    def recompute(self) -> tuple[str, ...]:
+    def recompute(self) -> tuple[Recompute, ...]:
         """The ways to recompute that are left, with none."""
-        return ("none", *(mode for mode in GROUPS["recompute"] if self.allows(mode)))
+        return tuple(mode for mode in MODES if mode == "none" or self.allows(mode))
 
 
 def features_of(

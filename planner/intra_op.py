@@ -30,7 +30,7 @@ from .closing import allowed_rungs, bounds, lowest_first, priced
 from .errors import TimeLimitError
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .ladder import forced
+from .ladder import MODES, forced
 from .plan import Recompute
 from .pool import SAME, Found, Pool
 from .stage_cost import Figures, StageCost
@@ -74,6 +74,7 @@ class Limits:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute: Recompute | None = None
     gap: float = 0.01
+    modes: tuple[Recompute, ...] = MODES
 
 
 @dataclass
@@ -113,7 +114,7 @@ class IntraOp:
     def modes(self) -> tuple[Recompute, ...]:
         """How blocks may be run."""
         given = self.limits.recompute
-        return ("none", "selective", "full") if given is None else (given,)
+        return self.limits.modes if given is None else (given,)
 
     @property
     def excess_bytes(self) -> dict[object, float]:
@@ -142,7 +143,9 @@ class IntraOp:
 
     def _pool(self, run: Run) -> Pool:
         if run.family not in self.pools:
-            self.pools[run.family] = Pool(self.model, self.zeros, self.limits.recompute)
+            self.pools[run.family] = Pool(
+                self.model, self.zeros, self.limits.recompute, self.limits.modes
+            )
         return self.pools[run.family]
 
     def _family(self, run: Run) -> Family | None:
@@ -324,7 +327,7 @@ class IntraOp:
         family, count = self._family(run), base.num_microbatches
         if family is None:
             return found
-        on = allowed_rungs(run, self.limits.recompute)
+        on = allowed_rungs(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - self._fixed_bytes(run)
         values = bounds(

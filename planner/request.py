@@ -83,9 +83,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise UsageError("AP123", f"a global batch of {self.global_batch} has no rows")
-        if not 0 <= self.gap < 1:
-            raise UsageError("AP187", f"a gap of {self.gap:g} is not at least 0 and below 1")
-        _check_allowed(self.forced, self.features, self.max_tp)
+        check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
         rows = self.microbatch_size
         if rows is not None and (rows < 1 or self.global_batch % rows):
             raise UsageError(
@@ -122,8 +120,10 @@ class Request:
         return self.forced.recompute
 
 
-def _check_allowed(forced: Forced, features: Features, max_tp: int | None) -> None:
-    """Raises AP186 where a choice is forced and denied."""
+def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
+    """Raises AP186 where a choice is forced and denied, AP187 for a gap that is none."""
+    if not 0 <= gap < 1:
+        raise UsageError("AP187", f"a gap of {gap:g} is not at least 0 and below 1")
     if max_tp is not None and max_tp < 1:
         raise UsageError("AP120", f"max_tp={max_tp} is less than 1")
     if max_tp is not None and forced.tp is not None and forced.tp > max_tp:

@@ -78,7 +78,10 @@ class Job:
             cluster,
             request,
             rules,
-            Limits(float(limit), request.zeros, request.recompute, request.gap),
+            Limits(
+                float(limit), request.zeros, request.recompute, request.gap,
+                request.features.recompute,
+            ),  # fmt: skip
             Effort(now + request.time_limit_seconds),
             now,
             basis,

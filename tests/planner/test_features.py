@@ -79,6 +79,25 @@ def test_no_recomputation_is_used_where_it_is_denied() -> None:
     assert {block.recompute for stage in found.stages for block in stage.blocks} == {"none"}
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_is_of_the_allowed_way_only(mode: str) -> None:
+    """Where activations do not fit, and one way to recompute is denied, the other is used."""
+    forced = Forced(dp=4, zero=0, num_microbatches=1)
+    graph, blocks = mlp(6, rows=4096, width=16, inner=64)
+    ways = {}
+    for deny in ((), (mode,)):
+        request = Request(
+            4096, forced=forced, features=features_of((), deny, SCHEDULES),
+            memory_limit_bytes=4_000_000,
+        )  # fmt: skip
+        ways[deny] = plan(graph, blocks, cluster(4), request)
+    less = {block.recompute for stage in ways[mode,].stages for block in stage.blocks}
+    assert mode not in less
+    assert less != {"none"}
+    seconds = {deny: found.prediction.step_seconds for deny, found in ways.items()}
+    assert seconds[mode,] >= seconds[()] * (1 - 1e-9)
+
+
 def test_the_largest_tensor_parallel_degree_is_kept() -> None:
     for most in (1, 2, 4):
         found = planned(max_tp=most, deny=("dp", "pp") if most == 4 else ())
