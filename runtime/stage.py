@@ -211,7 +211,12 @@ class StageModule(nn.Module):
     @property
     def deferred(self) -> frozenset[str]:
         """The parameters of single blocks whose gradients are computed apart."""
-        return frozenset().union(*(block.deferred for block in self.blocks))
+        return frozenset(
+            name
+            for block in self.blocks
+            if isinstance(block, StageBlock)
+            for name in block.deferred
+        )
 
     def _register_parameters(self, make: Callable[..., StageParameter]) -> None:
         for position, block in enumerate(self.program.blocks):

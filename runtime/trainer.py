@@ -31,7 +31,7 @@ from .executor import StageExecutor
 from .handover import Handover, split_boundaries
 from .materialize import materialize, materialize_deferred
 from .mesh import build_meshes, stages_of_rank
-from .optimizer import BuildOptimizer, build_optimizer, gradient_norm
+from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .parameters import StageParameter
 from .pipeline import PipelineRunner
 from .plan_schedule import schedule_of, splits_backward
@@ -44,10 +44,17 @@ Weights = deferred_init.Deferred | Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The loss of the global batch and the norm of the whole gradient, on every rank."""
+    """The loss of the global batch and the norm of the whole gradient, on every rank.
+
+    Who reads the norm waits until all ranks have their gradients; the step does not.
+    """
 
     loss: Tensor
-    gradient_norm: Tensor
+    norm: GradientNorm
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        return self.norm.value()
 
 
 class Trainer:

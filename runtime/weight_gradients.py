@@ -95,9 +95,8 @@ def _convolution(
     bias_shape: Any,
     mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor, ...]:
-    _, _, _, stride, padding, dilation, groups = (
-        *rest, *_CONVOLUTION_DEFAULTS[len(rest) :]
-    )  # fmt: skip
+    given = tuple(rest)
+    stride, padding, dilation, groups = (given + _CONVOLUTION_DEFAULTS[len(given) :])[3:]
     num_dims = data.dim() - 2
     each = [list(v) if isinstance(v, list | tuple) else [v] * num_dims
             for v in (stride, padding, dilation)]  # fmt: skip
