@@ -59,12 +59,26 @@ def _by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
+class GradientNorm:
+    """A norm whose sum over the ranks is under way: nobody waits for it but who reads it."""
+
+    def __init__(self, squares: Tensor, work: dist.Work | None) -> None:
+        self._squares, self._work = squares, work
+
+    def value(self) -> Tensor:
+        """The norm, once all ranks have given their part."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._squares.sqrt()
+
+
 def gradient_norm(
     parameters: Iterable[StageParameter],
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-) -> Tensor:
+) -> GradientNorm:
     """The 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
 
     Every element counts once: a rank's sum of squares is divided by the number of ranks of a
@@ -77,8 +91,7 @@ def gradient_norm(
         if gradient is not None:
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
             total += square.to(device) / replicas(parameter)
-    dist.all_reduce(total, group=group)
-    return total.sqrt()
+    return GradientNorm(total, dist.all_reduce(total, group=group, async_op=True))
 
 
 def replicas(parameter: StageParameter) -> int:
