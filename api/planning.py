@@ -110,9 +110,13 @@ def plan_program(
     observe: Observe = ignore,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.chunks import plan
+    from autoparallel.planner.whole_block import whole_blocks
 
-    basis = basis_for(cluster, options, target)
+    basis = whole_blocks(
+        program.graph, program.blocks, cluster, basis_for(cluster, options, target),
+        precision=options.precision,
+    )  # fmt: skip
     request = request_of(program, target, options)
     found = plan(
         program.graph,
@@ -140,7 +144,18 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
             where=str(database_path(options.database)),
             fix=f"autoparallel profile {target.name} --cluster {cluster.name}",
         )
+    if profile is not None:
+        profile = replace(profile, update=own_update(target))
     return Basis(profile, options.profile)
+
+
+def own_update(target: Target) -> str:
+    """The name of the target's own optimizer in a profile; "" where it has none."""
+    if target.build_optimizer is None:
+        return ""
+    from autoparallel.runtime.profile_update import own_name
+
+    return own_name(target.build_optimizer)
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
