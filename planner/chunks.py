@@ -106,8 +106,10 @@ def _of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -
     largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
     degrees = dict(zip(largest.axes, largest.shape, strict=True))
     if set(degrees) <= {"dp", "tp", "cp"}:
-        own = {"dp": 1, "tp": 1, **degrees}
-        base = found(replace(asked, forced=replace(asked.forced, **own)))
+        own = replace(
+            asked.forced, dp=degrees.get("dp", 1), tp=degrees.get("tp", 1), cp=degrees.get("cp")
+        )
+        base = found(replace(asked, forced=own))
     if len({stage.mesh for stage in base.stages}) > 1:
         raise _refused("the ranks of the pipeline have different meshes", "dp= and tp=")
     return base

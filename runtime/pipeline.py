@@ -180,7 +180,8 @@ class PipelineRunner:
 
     def _keep(self, action: Action, direction: Direction, values: Values) -> None:
         """Hands what was computed to this rank's stages, and keeps it until it is sent."""
-        kind, (_, stage, m) = SEND_FORWARD if direction == "forward" else SEND_BACKWARD, action
+        kind = SEND_FORWARD if direction == "forward" else SEND_BACKWARD
+        stage, m = action.stage, action.microbatch
         if self._handover is not None:
             self._handover.give(direction, stage, m, values)
         send = Action(kind, stage, m)

@@ -13,20 +13,10 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
-    DatabaseOption,
-    GlobalBatchOption,
-    MemoryLimitOption,
-    MicroBatchOption,
-    OptimizerOption,
     OutputOption,
-    ParallelOption,
-    PrecisionOption,
-    ProfileOption,
-    SeqOption,
     SetOption,
     StepsOption,
-    TimeLimitOption,
-    plan_options,
+    planning,
     stdout_console,
 )
 from autoparallel.options import parse_settings
@@ -59,21 +49,14 @@ TimeoutOption = Annotated[
 ]
 
 
+@planning()
 def run(
     source: SourceArgument,
+    *,
     steps: StepsOption = 20,
     seed: SeedOption = 0,
     cluster: ClusterOption = "local",
-    global_batch: GlobalBatchOption = 32,
-    seq: SeqOption = None,
-    micro_batch: MicroBatchOption = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: OptimizerOption = "adamw",
-    memory_limit: MemoryLimitOption = None,
-    parallel: ParallelOption = None,
-    time_limit: TimeLimitOption = 60.0,
-    profile: ProfileOption = "auto",
-    database: DatabaseOption = None,
+    options: PlanOptions,
     output: OutputOption = None,
     settings: SetOption = None,
     save: SaveOption = None,
@@ -82,18 +65,6 @@ def run(
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
-    options = plan_options(
-        global_batch=global_batch,
-        seq=seq,
-        micro_batch=micro_batch,
-        precision=precision,
-        optimizer=optimizer,
-        memory_limit=memory_limit,
-        parallel=parallel,
-        time_limit=time_limit,
-        profile=profile,
-        database=database,
-    )
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training
 
