@@ -120,11 +120,11 @@ def plan_program(
     observe: Observe = ignore,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.objective import plan_for
 
     basis = basis_for(cluster, options, target)
     request = request_of(program, target, options)
-    found = plan(
+    found = plan_for(
         program.graph,
         program.blocks,
         cluster,
