@@ -7,7 +7,7 @@ Both have the same names and take the same texts; ``SearchOptions`` lists them o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, cast
+from typing import TypedDict
 
 from autoparallel.options import (
     parse_deadline,
@@ -54,7 +54,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
     """The options as values. Raises UsageError (AP111 to AP117, AP173, AP180 to AP189)."""
     limit = asked.get("memory_limit")
     goal = Goal(
-        cast(Objective, asked.get("objective", "time")),
+        asked.get("objective", "time"),
         parse_prices(asked.get("price")),
         parse_deadline(asked.get("deadline")),
     )

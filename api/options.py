@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.goal import ANY_DEVICE, Deadline
-from autoparallel.planner.request import SCHEDULES, Forced
+from autoparallel.planner.request import FORCED_SCHEDULES, Forced
 
 UNITS = {
     "": 1, "b": 1,
@@ -23,7 +23,7 @@ UNITS = {
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
-DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches")
+DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches", "chunks")
 """What ``--parallel`` can force."""
 
 RECOMPUTE = ("none", "selective", "full")
@@ -99,7 +99,7 @@ def parse_parallel(text: str | None) -> Forced:
 
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
-    choices = {"recompute": RECOMPUTE, "schedule": SCHEDULES}.get(name)
+    choices = {"recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES}.get(name)
     if choices is not None:
         if value not in choices:
             raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)

@@ -41,7 +41,7 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
 EXACT_MEMORY_OPS = 1000
 """Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,12 @@ def plan_program(
 ) -> Plan:
     """The best plan found for a captured program."""
     from autoparallel.planner.objective import plan_for
+    from autoparallel.planner.whole_block import whole_blocks
 
-    basis = basis_for(cluster, options, target)
+    basis = whole_blocks(
+        program.graph, program.blocks, cluster, basis_for(cluster, options, target),
+        precision=options.precision,
+    )  # fmt: skip
     request = request_of(program, target, options)
     found = plan_for(
         program.graph,
@@ -150,7 +154,18 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
             where=str(database_path(options.database)),
             fix=f"autoparallel profile {target.name} --cluster {cluster.name}",
         )
+    if profile is not None:
+        profile = replace(profile, update=own_update(target))
     return Basis(profile, options.profile)
+
+
+def own_update(target: Target) -> str:
+    """The name of the target's own optimizer in a profile; "" where it has none."""
+    if target.build_optimizer is None:
+        return ""
+    from autoparallel.runtime.profile_update import own_name
+
+    return own_name(target.build_optimizer)
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:

@@ -70,9 +70,7 @@ class Features:
         return tuple(mode for mode in MODES if mode == "none" or self.allows(mode))
 
 
-def features_of(
-    allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]
-) -> Features:
+def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]) -> Features:
     """The features that two lists leave. Raises ``UsageError`` AP185 and AP186.
 
     >>> sorted(features_of(["zero1"], ["pp"], ("1f1b", "gpipe")).denied)

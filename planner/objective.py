@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cost_model.cluster import Cluster
+from .chunks import plan
 from .errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from .graph import Blocks, Graph
 from .nearest_change import with_nearest_change
+from .pins import check_kept
 from .plan import GoalReport, Plan, Tried
 from .request import Request
-from .search import plan
+from .stage_at import stage_begins
 from .sub_clusters import sub_clusters
 
 Search = Callable[[Cluster, Request], Plan]
@@ -48,7 +50,7 @@ def plan_for(
     """
     job = _Job(
         cluster, request,
-        lambda on, asked: plan(graph, blocks, on, asked, **options),
+        lambda on, asked: _kept(plan(graph, blocks, on, asked, **options), graph, blocks, asked),
     )  # fmt: skip
     try:
         return job.found()
@@ -56,6 +58,19 @@ def plan_for(
         if error.code != "AP301":
             raise
         raise with_nearest_change(error, cluster, request, job.search) from error
+
+
+def _kept(found: Plan, graph: Graph, blocks: Blocks, request: Request) -> Plan:
+    """The plan, if stages of several chunks per rank were not cut across what was asked for."""
+    names = [block.name for block in blocks.blocks]
+    begins = {names.index(stage.blocks[0].name) for stage in found.stages}
+    for path in request.stage_at:
+        if not begins.issuperset(stage_begins(graph, blocks, (path,))):
+            raise UsageError(
+                "AP183", f"--stage-at {path} cannot be met by {found.schedule}",
+                why="its stages are cut evenly", fix="another schedule",
+            )  # fmt: skip
+    return check_kept(found, graph, blocks, request.pins)
 
 
 @dataclass

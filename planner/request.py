@@ -13,6 +13,10 @@ from .pins import Pin
 from .plan import Precision, Recompute
 
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
+"""What the search chooses among."""
+
+FORCED_SCHEDULES = (*SCHEDULES, "interleaved-1f1b", "bfs")
+"""What can be forced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,10 @@ class Forced:
     ``dp=k``: a mesh axis "dp" of size k that splits the batch and replicates parameters.
     ``tp=k``: a mesh axis "tp" of size k that does not split the batch of the inputs and
     splits, and computes split with, every parameter of two or more dimensions that it
-    divides. ``pp=k``: k stages. ``cp=k``: a mesh axis "cp" of size k that splits positions.
-    ``sequence_parallel``: whether values between the split parameters of "tp" are split along
-    positions (True), whole (False), or as the solver finds (None).
+    divides. ``pp=k``: k stages, or k times ``chunks`` where a schedule runs several per rank.
+    ``cp=k``: a mesh axis "cp" of size k that splits positions. ``sequence_parallel``: whether
+    values between the split parameters of "tp" are split along positions (True), whole
+    (False), or as the solver finds (None).
     """
 
     dp: int | None = None
@@ -36,17 +41,18 @@ class Forced:
     num_microbatches: int | None = None
     cp: int | None = None
     sequence_parallel: bool | None = None
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "num_microbatches"):
+        for name in ("dp", "tp", "pp", "cp", "num_microbatches", "chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError("AP121", f"zero={self.zero} is not one of 0, 1, 2 and 3")
-        if self.schedule is not None and self.schedule not in SCHEDULES:
+        if self.schedule is not None and self.schedule not in FORCED_SCHEDULES:
             raise UsageError(
-                "AP122", f"schedule={self.schedule} is not one of {', '.join(SCHEDULES)}"
+                "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
             )
 
 
@@ -93,7 +99,6 @@ class Request:
                 fix=f"a divisor of {self.global_batch}: "
                 + ", ".join(str(size) for size in divisors(self.global_batch)),
             )
-
 
     @property
     def schedules(self) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from .heterogeneous import inner_size
 from .inter_op import Floats, Table
 from .intra_op import Effort, IntraOp, Limits
 from .layout import Mesh
-from .pins import Pins, by_template
 from .options import stage_numbers
+from .pins import Pins, by_template
 from .precision import with_precision
 from .prices import Prices, Rules
 from .refusals import does_not_fit
@@ -32,8 +32,8 @@ from .request import Request
 from .schedules import in_flight
 from .search_costs import Costs, Runs
 from .search_runs import RunClasses, run_classes
-from .stage_at import stage_begins, without_inner
 from .search_space import place_key
+from .stage_at import stage_begins, without_inner
 from .stage_model import StageModel
 from .structure import Structure
 from .submesh import meshes, restriction, submesh_sizes
@@ -79,9 +79,12 @@ class Job:
             request,
             rules,
             Limits(
-                float(limit), request.zeros, request.recompute, request.gap,
+                float(limit),
+                request.zeros,
+                request.recompute,
+                request.gap,
                 request.features.recompute,
-            ),  # fmt: skip
+            ),
             Effort(now + request.time_limit_seconds),
             now,
             basis,

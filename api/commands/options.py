@@ -25,7 +25,8 @@ TargetArgument = Annotated[
 ]
 ClusterOption = Annotated[
     str,
-    typer.Option("--cluster", 
+    typer.Option(
+        "--cluster",
         help="local, 8xH100, 4x8xA100-80GB, 2x8xA100+8xH100 (hosts that differ), cpu:4, or a TOML "
         "file (hosts in racks, prices)",
     ),
@@ -163,9 +164,7 @@ def plan_options(
 Command = Callable[..., None]
 
 
-def planning(
-    *, without: Collection[str] = (), **defaults: Any
-) -> Callable[[Command], Command]:
+def planning(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Command], Command]:
     """A decorator: the command takes the options of ``plan_options``, there where ``options`` or
     ``asked`` is among its parameters, as values (PlanOptions) or as they were given (a dict).
 
@@ -203,9 +202,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     known = {"PlanOptions": object}
     hints = get_type_hints(function, localns=known, include_extras=True)
     return {
-        name: parameter.replace(
-            annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY
-        )
+        name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(function).parameters.items()
     }
 

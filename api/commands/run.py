@@ -44,6 +44,10 @@ ResumeOption = Annotated[
     typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
 ]
 
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
+]
+
 
 @planning()
 def run(
@@ -58,14 +62,16 @@ def run(
     save: SaveOption = None,
     save_every: SaveEveryOption = None,
     resume: ResumeOption = None,
+    timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training
 
         start_training(
-            path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume
-        )
+            path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume,
+            timeout_seconds=timeout,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -16,9 +16,7 @@ from autoparallel.planner.search import plan
 
 def planned(*pins: str, forced: Forced | None = None, num_devices: int = 2) -> Plan:
     graph, blocks = mlp(3, rows=8, width=24, inner=48)
-    request = Request(
-        8, forced=forced or Forced(), pins=tuple(parse_pin(pin) for pin in pins)
-    )
+    request = Request(8, forced=forced or Forced(), pins=tuple(parse_pin(pin) for pin in pins))
     found = plan(graph, blocks, cluster(num_devices), request)
     assert evaluate(graph, blocks, found, found.cluster).step_seconds == pytest.approx(
         found.prediction.step_seconds, rel=1e-6
