@@ -41,7 +41,7 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
 EXACT_MEMORY_OPS = 1000
 """Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def plan_program(
     observe: Observe = ignore,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.chunks import plan
+    from autoparallel.planner.objective import plan_for
     from autoparallel.planner.whole_block import whole_blocks
 
     basis = whole_blocks(
@@ -128,7 +128,7 @@ def plan_program(
         precision=options.precision,
     )  # fmt: skip
     request = request_of(program, target, options)
-    found = plan(
+    found = plan_for(
         program.graph,
         program.blocks,
         cluster,

@@ -101,7 +101,9 @@ class Trainer:
         self.executors = {
             index: self._make_executor(stage, weights, seed) for index, stage in self.stages.items()
         }
-        self.optimizer: Optimizer = build_optimizer(self.all_parameters(), build)
+        self.optimizer: Optimizer = build_optimizer(
+            self.all_parameters(), build, name=plan.model.optimizer
+        )
         self.runner = self._make_runner(progress)
 
     def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
