@@ -40,7 +40,7 @@ from .structure import Run
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
 
-MOST_PROGRAMS = 8
+MOST_PROGRAMS = 2
 """Integer programs that are solved to narrow a stage's gap."""
 
 SMALL = 60
