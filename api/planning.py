@@ -57,6 +57,7 @@ class PlanOptions:
     forced: Forced = field(default_factory=Forced)
     time_limit_seconds: float = 60.0
     top: int = 5
+    search: str = "dp"
     profile: Mode = "auto"
     database: str | None = None
 
@@ -157,6 +158,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         top=options.top,
         target=target.name,
         settings=target.settings,
+        search=options.search,
     )
 
 

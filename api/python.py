@@ -55,6 +55,7 @@ class SearchOptions(TypedDict, total=False):
     parallel: str
     time_limit: float
     top: int
+    search: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def plan_options(global_batch: int, seq: int | None, options: SearchOptions) -> 
         forced=parse_parallel(options.get("parallel")),
         time_limit_seconds=options.get("time_limit", 60.0),
         top=options.get("top", 5),
+        search=options.get("search", "dp"),
     )
 
 

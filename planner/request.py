@@ -11,6 +11,9 @@ from .plan import Precision, Recompute
 
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 
+SEARCHES = ("dp", "rl")
+"""How pipelines are found: by dynamic programming, or by placers that learn (``placement``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forced:
@@ -68,8 +71,11 @@ class Request:
     top: int = 5
     target: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    search: str = "dp"
 
     def __post_init__(self) -> None:
+        if self.search not in SEARCHES:
+            raise UsageError("AP330", f"search={self.search} is not one of {', '.join(SEARCHES)}")
         if self.global_batch < 1:
             raise UsageError("AP123", f"a global batch of {self.global_batch} has no rows")
         rows = self.microbatch_size

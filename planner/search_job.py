@@ -139,7 +139,7 @@ class Job:
         """A solver for each mesh on the submesh."""
         found = []
         for mesh in meshes(size, inner_size(self.cluster, first, size), self.request.forced):
-            if mesh.axes[0] == "dp" and self.structure.graph.batch_dims and rows % mesh.shape[0]:
+            if mesh.axes[0] == "dp" and rows > 1 and rows % mesh.shape[0]:
                 continue
             found.append(self.solver(rows, mesh, first, free=False))
         return found

@@ -54,6 +54,9 @@ TimeLimitOption = Annotated[
     float, typer.Option("--time-limit", min=0.1, help="seconds for the search")
 ]
 TopOption = Annotated[int, typer.Option("--top", min=1, help="candidates that are simulated")]
+SearchOption = Annotated[
+    str, typer.Option("--search", help="dp, or rl: placers that learn by trial, for comparison")
+]
 OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="write the plan here")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 SetOption = Annotated[
@@ -83,6 +86,7 @@ def plan_options(
     parallel: str | None,
     time_limit: float,
     top: int = 5,
+    search: str = "dp",
     profile: str = "auto",
     database: str | None = None,
 ) -> PlanOptions:
@@ -99,6 +103,7 @@ def plan_options(
         forced=parse_parallel(parallel),
         time_limit_seconds=time_limit,
         top=top,
+        search=search,
         profile=cast("Mode", profile),
         database=database,
     )

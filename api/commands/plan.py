@@ -18,6 +18,7 @@ from autoparallel.commands.options import (
     ParallelOption,
     PrecisionOption,
     ProfileOption,
+    SearchOption,
     SeqOption,
     SetOption,
     TargetArgument,
@@ -48,6 +49,7 @@ def plan(
     parallel: ParallelOption = None,
     time_limit: TimeLimitOption = 60.0,
     top: TopOption = 5,
+    search: SearchOption = "dp",
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,
     output: OutputOption = None,
@@ -66,6 +68,7 @@ def plan(
         parallel=parallel,
         time_limit=time_limit,
         top=top,
+        search=search,
         profile=profile,
         database=database,
     )
