@@ -67,6 +67,7 @@ class PlanOptions:
     gap: float = 0.01
     time_limit_seconds: float = 60.0
     top: int = 5
+    search: str = "dp"
     profile: Mode = "auto"
     database: str | None = None
 
@@ -196,6 +197,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         top=options.top,
         target=target.name,
         settings=target.settings,
+        search=options.search,
     )
 
 
