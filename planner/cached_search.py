@@ -76,7 +76,7 @@ class CachedModel(StageModel):
     def _make_kind(self, kind: str) -> KindModel:
         packed = self.cache.get(KINDS, CODEC, kind)
         if packed is not MISSING:
-            return unpack(packed)
+            return unpack(packed, self._holder)
         made = StageModel._make_kind(self, kind)
         if self.cache.shelf is not None:
             self.cache.put(pack(made), KINDS, CODEC, kind)

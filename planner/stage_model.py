@@ -179,16 +179,17 @@ class StageModel:
         """``KindModel.held``, found when first asked for."""
         graph, prices = self.structure.graph, self.prices
         by_choice: dict[tuple[int, int], Held] = {}
-        by_layout: dict[int, Held] = {}
+        by_layout: dict[tuple[str, int], Held] = {}
 
         def of_layout(node: Node, layout: NodeLayout) -> Held:
-            if id(layout) not in by_layout:
-                by_layout[id(layout)] = (
+            key = (node.name, id(layout))  # by identity: hashing a layout takes longer
+            if key not in by_layout:
+                by_layout[key] = (
                     saved_parts(node, layout, graph, prices),
                     working_bytes(node, layout, graph, prices),
                     kept_parts(node, layout, graph, prices),
                 )
-            return by_layout[id(layout)]
+            return by_layout[key]
 
         def held(number: int, choice: int) -> Held:
             if (number, choice) not in by_choice:
