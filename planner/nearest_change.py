@@ -1,8 +1,9 @@
-"""What would make an infeasible request feasible, found by planning again.
+"""What binds where nothing fits, and what would make it feasible, found by planning again.
 
-In: the error, the cluster, the request, the search. Out: the error with the changes that were
-tried and really give a plan. Each gives up one thing: a forced choice, a pin, a denied
-feature, the memory limit, or the size of the cluster.
+In: the error, the cluster, the request, the search. Out: the error with the plan that is
+nearest (the one for more and more memory): its fullest device and what that holds; what was
+forced; and the changes that were tried and really give a plan. Each gives up one thing: a
+forced choice, a pin, a denied feature, the memory limit, or the size of the cluster.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from ..cost_model.cluster import Cluster
 from .errors import AutoparallelError, InfeasibleError
 from .features import Features
-from .plan import Plan
+from .plan import Plan, StagePlan
 from .request import Forced, Request
 
 Search = Callable[[Cluster, Request], Plan]
@@ -26,6 +27,12 @@ MOST_SECONDS = 20.0
 
 ENOUGH = 3
 """Changes that are named."""
+
+FACTORS = (1.05, 1.3, 2.0, 4.0, 16.0, 1e6)
+"""Limits of memory under which the nearest plan is sought."""
+
+EXTRA_SECONDS = 10.0
+"""The nearest plan may take so much longer than the changes."""
 
 MOST_TIMES = 64
 """The most times as many devices that are tried."""
@@ -46,10 +53,78 @@ def with_nearest_change(
             found.append(f"{words} ({_figures(plan)})")
     if len(found) < ENOUGH:
         found += _more_devices(cluster, request, search, until)
-    if not found:
-        return error
-    fix = "these fit, tried: " + "; ".join(found)
-    return InfeasibleError(error.code, error.what, why=error.why, where=error.where, fix=fix)
+    nearest = _nearest(cluster, request, search, until)
+    fix = "these fit, tried: " + "; ".join(found) if found else error.fix
+    if nearest is None:
+        return InfeasibleError(error.code, error.what, why=error.why, where=error.where, fix=fix)
+    limit = _limit_bytes(cluster, request)
+    peak = nearest.prediction.peak_memory_bytes
+    return InfeasibleError(
+        error.code,
+        f"the model does not fit: the nearest plan found needs {_text(peak)} of {_text(limit)}",
+        why=f"{_binding(nearest)}{_choices(request)}",
+        where=_fullest(nearest)[0],
+        fix=fix,
+    )
+
+
+def _nearest(cluster: Cluster, request: Request, search: Search, until: float) -> Plan | None:
+    """The plan for the least of a few larger limits that gives one."""
+    limit = _limit_bytes(cluster, request)
+    for factor in FACTORS:
+        left = until + EXTRA_SECONDS - time.perf_counter()
+        if left <= 0:
+            return None
+        more = replace(request, memory_limit_bytes=int(limit * factor), time_limit_seconds=left)
+        found = _tried(search, cluster, more)
+        if found is not None:
+            return found
+    return None
+
+
+def _limit_bytes(cluster: Cluster, request: Request) -> int:
+    if request.memory_limit_bytes is not None:
+        return request.memory_limit_bytes
+    return min(host.device.usable_memory_bytes for host in cluster.hosts)
+
+
+def _fullest(plan: Plan) -> tuple[str, StagePlan]:
+    """The stage whose devices hold the most, in words too."""
+    sizes = [sum(stage.prediction.memory_bytes.values()) for stage in plan.stages]
+    index = sizes.index(max(sizes))
+    stage = plan.stages[index]
+    of = f"stage {index} ({stage.blocks[0].name} to {stage.blocks[-1].name}), "
+    return f"{of if len(plan.stages) > 1 else ''}rank {stage.devices[0]}", stage
+
+
+def _binding(plan: Plan) -> str:
+    """What the fullest device holds, the most first."""
+    found = _fullest(plan)[1].prediction.memory_bytes
+    ordered = sorted(found.items(), key=lambda each: -each[1])
+    return ", ".join(f"{name} {_text(size)}" for name, size in ordered if size)
+
+
+def _choices(request: Request) -> str:
+    """What was fixed and may bind."""
+    forced = {name: getattr(request.forced, name) for name in Forced.__dataclass_fields__}
+    said = [f"{name}={value}" for name, value in forced.items() if value is not None]
+    if request.microbatch_size is not None:
+        said.append(f"micro-batches of {request.microbatch_size} rows")
+    said += [f"--pin {pin}" for pin in request.pins]
+    said += [f"--stage-at {path}" for path in request.stage_at]
+    said += [f"--max-tp {request.max_tp}"] if request.max_tp is not None else []
+    denied = ", ".join(sorted(request.features.denied))
+    said += [f"denied: {denied}"] if denied else []
+    return f"; fixed: {', '.join(said)}" if said else ""
+
+
+def _text(num_bytes: float) -> str:
+    """
+    >>> _text(3_250_000_000), _text(4_200_000)
+    ('3.25 GB', '4.20 MB')
+    """
+    unit, size = ("GB", 1e9) if num_bytes >= 1e8 else ("MB", 1e6)
+    return f"{num_bytes / size:.2f} {unit}"
 
 
 def _tried(search: Search, cluster: Cluster, request: Request) -> Plan | None:
@@ -60,7 +135,7 @@ def _tried(search: Search, cluster: Cluster, request: Request) -> Plan | None:
 
 
 def _figures(plan: Plan) -> str:
-    return f"{plan.prediction.peak_memory_bytes / 1e9:.3g} GB on the fullest device"
+    return f"{_text(plan.prediction.peak_memory_bytes)} on the fullest device"
 
 
 def changes(cluster: Cluster, request: Request) -> Iterator[Change]:

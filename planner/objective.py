@@ -86,8 +86,7 @@ class _Job:
         """The plan for the goal."""
         objective = self.request.goal.objective
         if objective == "cost":
-            for part in (self.cluster,):
-                self._dollars(part)
+            self._dollars(self.cluster)
             return self._cheapest()
         if objective == "devices":
             return self._fewest()

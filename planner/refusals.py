@@ -39,7 +39,8 @@ def does_not_fit(
     tries.append(f"about {devices} devices")
     return InfeasibleError(
         "AP301",
-        f"the model does not fit: the nearest plan is {excess / 1e9:.2f} GB over",
-        why=f"each device has {limit / 1e9:.2f} GB",
+        "the model does not fit"
+        + (f": the nearest plan is {excess / 1e9:.3g} GB over" if excess > 0 else ""),
+        why=f"each device has {limit / 1e9:.3g} GB",
         fix=" or ".join(tries),
     )

@@ -25,8 +25,8 @@ def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
     >>> from autoparallel.cost_model.shorthand import parse_cluster
     >>> [part.num_devices for part in sub_clusters(parse_cluster("2x4xH100"))]
     [1, 2, 3, 4, 8]
-    >>> [part.name for part in sub_clusters(parse_cluster("1xA100+2x1xH100"))]
-    ['1xH100', '1xA100', '2x1xH100', '1xA100+1xH100', '1xA100+2xH100']
+    >>> [part.name for part in sub_clusters(parse_cluster("1xV100+2x1xH100"))][:4]
+    ['1xH100', '1xV100-16GB', '2x1xH100', '1xV100-16GB+1xH100']
     """
     kinds = _kinds(cluster)
     whole = [

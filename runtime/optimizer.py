@@ -35,7 +35,11 @@ def default_optimizer(parameters: Iterable[nn.Parameter], name: str = "adamw") -
 
 
 def _named(
-    name: str, parameters: list[Any], *, fused: bool | None = None, learning_rate: float | None = None
+    name: str,
+    parameters: list[Any],
+    *,
+    fused: bool | None = None,
+    learning_rate: float | None = None,
 ) -> Optimizer:
     """The optimizer of a plan's name; ``fused`` where it has such a kernel for all devices."""
     if name.startswith("sgd"):

@@ -29,6 +29,7 @@ from autoparallel.report.facts import (
     usable_bytes,
     worst_stage,
 )
+from autoparallel.report.goal import goal_lines, goal_title
 from autoparallel.report.words import (
     bytes_text,
     count_text,
@@ -57,6 +58,8 @@ def describe(plan: Plan, *, short: bool = False) -> str:
 def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
     """Prints the report; ``short`` leaves out the splits of each parameter and the sources."""
     parts: list[RenderableType] = [header(plan), headline(plan)]
+    if plan.goal is not None:
+        parts.append(section(goal_title(plan.goal), goal_lines(plan)))
     parts.append(section("Stages", stages(plan)))
     if not short:
         parts.append(section("What is split, and how", splits(plan)))

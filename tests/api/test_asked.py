@@ -54,8 +54,8 @@ def test_texts_become_values() -> None:
 
 
 def test_the_command_line_and_python_mean_the_same() -> None:
-    given = {"pin": ["a.*=R@dp"], "price": ["3"], "allow": ["zero1"], "gap": 0.05}
-    assert plan_options(global_batch=8, seq=4, **given) == options_of(8, 4, given)  # type: ignore[arg-type]
+    given: SearchOptions = {"allow": ["zero1"], "gap": 0.05}
+    assert plan_options(global_batch=8, seq=4, allow=["zero1"], gap=0.05) == options_of(8, 4, given)
 
 
 def test_deadlines_and_prices_are_read() -> None:

@@ -8,6 +8,7 @@ import pytest
 from handmade import GIB, flat_plan, pipeline_plan
 
 from autoparallel import describe
+from autoparallel.planner.plan import GoalReport, Tried
 from autoparallel.report.facts import busiest_stage, merged_splits, stage_seconds, worst_stage
 
 
@@ -79,3 +80,17 @@ def test_ops_without_a_rule_are_listed() -> None:
     )
     text = describe(plan)
     assert "ops without a rule, whole on every rank, per step: my.op.default 12.0 ms" in text
+
+
+def test_the_objective_is_reported_with_what_was_tried() -> None:
+    tried = (
+        Tried("1xH100", 1, 2.0, 5e6), Tried("2xH100", 2, 0.0, None, "the model does not fit"),
+    )  # fmt: skip
+    goal = GoalReport("cost", "1xH100: 1 of 2 devices", 2.5, 5e6, 3.0, tried)
+    text = describe(replace(flat_plan(), goal=goal))
+    assert "The most tokens per dollar" in text
+    assert "chosen: 1xH100: 1 of 2 devices" in text
+    assert "per dollar at $2.50 an hour" in text
+    assert "a step may take 3.00 s" in text
+    assert "2xH100: the model does not fit" in text
+    assert "dollar" not in describe(flat_plan())

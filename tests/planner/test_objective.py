@@ -39,7 +39,7 @@ def test_the_most_tokens_per_dollar_are_those_of_the_best_part() -> None:
     prices = {"": 3.6}
     found = planned(Goal("cost", prices))
     every = {
-        part.num_devices: 16 / (3.6 * part.num_devices / 3600 * fastest(part).prediction.step_seconds)
+        part.num_devices: 16 / (part.num_devices / 1000 * fastest(part).prediction.step_seconds)
         for part in sub_clusters(toys())
     }
     assert found.goal is not None
@@ -121,5 +121,10 @@ def test_what_is_infeasible_says_what_would_fit() -> None:
     assert error.code == "AP301"
     assert "without zero=0" in error.fix
     assert "without recompute=none" not in error.fix
+    assert "of 4.20 MB" in error.what
+    assert "optimizer 2.23 MB" in error.why, "two states of 4 bytes of each of 278,528 weights"
+    assert "dp=4" in error.why
+    assert "zero=0" in error.why
+    assert error.where == "rank 0"
     freed = Request(16, forced=replace(forced, zero=None), memory_limit_bytes=4_200_000)
     assert plan(GRAPH, BLOCKS, toys(), freed).prediction.peak_memory_bytes <= 4_200_000
