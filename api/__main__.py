@@ -30,6 +30,7 @@ from typing import Annotated
 import typer
 
 from autoparallel import __version__
+from autoparallel.commands.cache import cache
 from autoparallel.commands.cluster import cluster
 from autoparallel.commands.inspect import inspect
 from autoparallel.commands.ops import ops
@@ -50,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, inspect, run, verify, profile, simulate, schedules, cluster, ops):
+for command in (plan, inspect, run, verify, profile, simulate, schedules, cluster, ops, cache):
     app.command()(command)
 
 

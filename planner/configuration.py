@@ -364,12 +364,12 @@ class _Work:
         forced = Forced(dp=own.dp, tp=own.tp, cp=own.cp, sequence_parallel=own.sequence_parallel)
         key = (
             id(self.graph), id(self.cluster), own.precision, own.microbatch_size, prices.mesh,
-            prices.groups, prices.device.name, link, own.sequence_parallel, own.policy,
+            prices.groups, prices.speed, link, own.sequence_parallel, own.policy,
             own.optimizer, own.zero,
         )  # fmt: skip
         if key not in self.cache.solvers:
             model = StageModel(self.structure, prices, restriction(prices.mesh, forced), link)
-            limits = Limits(float("inf"), own.zero, "none")
+            limits = Limits(float("inf"), (own.zero,), "none")
             self.cache.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
         return self.cache.solvers[key]
 
