@@ -23,6 +23,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
+from .action_costs import (
+    action_seconds,
+    inside_seconds,
+    num_messages,
+    part_of,
+    send_seconds,
+    slice_shares,
+)
 from .actions import (
     BACKWARD,
     FORWARD,
@@ -38,7 +46,6 @@ from .actions import (
     Action,
     Row,
     Schedule,
-    chain,
 )
 from .overlap import Collectives
 from .stage_costs import Overlap, StageCosts, of_replicas
@@ -47,7 +54,7 @@ from .timeline import Event, Exposed, Stream, Timeline
 __all__ = ["Overlap", "StageCosts", "Timeline", "simulate"]
 
 NOTHING = -1
-"""No message."""
+"""No message. Numbers below stand for the sum of a part's gradients over its replicas."""
 
 NEEDS_MESSAGE = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
 """What waits for a message, where its stage's neighbour is on another rank."""
@@ -119,11 +126,11 @@ class _Simulation:
         zeros = (0,) * stages
         self.schedule, self.costs, self.overlap = schedule, costs, overlap
         self.zero = 0 * costs.forward_seconds[0]
-        self.shares = _slice_shares(schedule, costs)
-        self.seconds = _action_seconds(costs)
-        self.inside = _inside_seconds(costs)
+        self.shares = slice_shares(schedule, costs)
+        self.seconds = action_seconds(costs)
+        self.inside = inside_seconds(costs)
         self.wiring = schedule.wiring
-        self.send = _send_seconds(schedule, costs)
+        self.send = send_seconds(schedule, costs)
         self.activation = costs.activation_bytes or zeros
         static = [0] * schedule.num_ranks
         for stage, num_bytes in enumerate(costs.static_bytes):
@@ -136,12 +143,14 @@ class _Simulation:
         number = 2 * stages * schedule.num_microbatches * schedule.num_slices
         self.sent: dict[tuple[int, int], float] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
-        self.missing = _num_messages(schedule)
+        self.missing = num_messages(schedule)
         self.posted: list[float | None] = [None] * number
         self.begun: list[float] = [self.zero] * number
         self.arrived: list[float | None] = [None] * number
         self.channel: dict[tuple[int, int], float] = {}
         self.waiting: dict[int, int] = {}
+        self.sums = bool(schedule.parts and costs.replica_sum_seconds)
+        self.at_sum: dict[int, dict[int, float]] = {}
 
     def run(self, replicas: tuple[int, ...]) -> Timeline:
         for rank in self.ranks:
@@ -209,6 +218,9 @@ class _Simulation:
             elif kind == WEIGHT_BACKWARD:
                 self._compute(rank, action, None, self.zero)
             elif kind == REDUCE:
+                if self.sums and not self._sum_replicas(rank, stage):
+                    rank.at = at
+                    return NOTHING - 1 - self.schedule.part(stage)
                 self._reduce(rank, action)
             elif kind == STEP:
                 self._step(rank, action)
@@ -278,7 +290,7 @@ class _Simulation:
             rank.inside += inside * self.shares[kind][part] if self.shares else inside
         num_bytes = self.activation[stage]
         if self.shares:
-            num_bytes = _part_of(num_bytes, self.schedule.slices, part)
+            num_bytes = part_of(num_bytes, self.schedule.slices, part)
         if num_bytes:
             if kind == FORWARD:
                 rank.held += num_bytes
@@ -305,6 +317,25 @@ class _Simulation:
     def _syncs(self, stage: int) -> bool:
         seconds = self.costs.gradient_sync_seconds
         return bool(seconds) and seconds[stage] > 0
+
+    def _sum_replicas(self, rank: _Rank, stage: int) -> bool:
+        """Whether all replicas of the stage have come to sum their gradients; if so, sums them.
+
+        Those that came first wait; the last one wakes them.
+        """
+        come = self.at_sum.setdefault(self.schedule.part(stage), {})
+        come.setdefault(stage, rank.clock)
+        if len(come) < len(self.schedule.replicas(stage)):
+            return False
+        start, seconds = max(come.values()), self.costs.replica_sum_seconds[stage]
+        rank.gradient_sync += start + seconds - rank.clock
+        rank.busy += seconds
+        rank.clock = start + seconds
+        rank.events.append(Event(Action(REDUCE, stage), start, rank.clock, "gradient sync"))
+        waiting = NOTHING - 1 - self.schedule.part(stage)
+        if waiting in self.waiting:
+            self.ready.append(self.waiting.pop(waiting))
+        return True
 
     def _reduce(self, rank: _Rank, action: Action) -> None:
         """Sums the stage's gradients, unless that began beside the last backward."""
@@ -360,79 +391,3 @@ class _Simulation:
             memory_bytes=tuple(tuple(rank.memory) for rank in ranks),
             replicas=replicas,
         )
-
-
-def _send_seconds(
-    schedule: Schedule, costs: StageCosts
-) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """The seconds of the messages of each direction, by (sending stage, receiving stage)."""
-    edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
-    forward = costs.send_seconds
-    backward = costs.send_backward_seconds or forward
-    there = dict(zip(edges, forward, strict=False))
-    back = {(target, source): s for (source, target), s in zip(edges, backward, strict=False)}
-    return there, back
-
-
-def _num_messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many messages of other ranks each stage's forward and backward wait for."""
-    ranks = schedule.stage_rank
-    forward, backward = (
-        tuple(sum(ranks[other] != ranks[s] for other in needed) for s, needed in enumerate(side))
-        for side in schedule.wiring
-    )
-    return forward, backward
-
-
-def _slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
-    """By kind, the part of a micro-batch that each slice is; empty where sequences are whole.
-
-    A slice's message is by its length; a message costs nothing to begin.
-    """
-    if not schedule.slices:
-        return {}
-    length = sum(schedule.slices)
-    even = [each / length for each in schedule.slices]
-    forward = costs.slice_forward_shares or even
-    backward = costs.slice_backward_shares or even
-    if len(forward) != len(even) or len(backward) != len(even):
-        raise ValueError(f"shares of {len(forward)} and {len(backward)} slices, not {len(even)}")
-    return {
-        FORWARD: forward,
-        BACKWARD: backward,
-        INPUT_BACKWARD: backward,
-        WEIGHT_BACKWARD: backward,
-        SEND_FORWARD: even,
-    }
-
-
-def _part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
-    """A slice's bytes by its length; those of all slices add up to the whole."""
-    length, before = sum(slices), sum(slices[:part])
-    return num_bytes * (before + slices[part]) // length - num_bytes * before // length
-
-
-def _action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """The seconds of each compute action, by kind and stage."""
-    whole = costs.backward_seconds
-    weight = costs.weight_backward_seconds or [s / 2 for s in whole]
-    return {
-        FORWARD: costs.forward_seconds,
-        BACKWARD: whole,
-        INPUT_BACKWARD: [s - w for s, w in zip(whole, weight, strict=True)],
-        WEIGHT_BACKWARD: weight,
-    }
-
-
-def _inside_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Of those, the seconds of collectives; a weight backward has none. Empty if none has."""
-    if not costs.forward_communication_seconds and not costs.backward_communication_seconds:
-        return {}
-    none = (0.0,) * len(costs.forward_seconds)
-    backward = costs.backward_communication_seconds or none
-    return {
-        FORWARD: costs.forward_communication_seconds or none,
-        BACKWARD: backward,
-        INPUT_BACKWARD: backward,
-        WEIGHT_BACKWARD: none,
-    }

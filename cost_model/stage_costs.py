@@ -46,6 +46,8 @@ class StageCosts:
     backward that a split schedule may delay, half of it by default.
     ``slice_forward_shares``, ``slice_backward_shares``: of a micro-batch in slices, the part of
     its time that each slice takes, in every stage; that of its length by default.
+    ``replica_sum_seconds``: summing a stage's gradients with those of its replicas in other
+    pipeline ranks, once, where the schedule has replicas.
     """
 
     forward_seconds: Sequence[float]
@@ -62,6 +64,7 @@ class StageCosts:
     forward_communication_seconds: Sequence[float] = ()
     backward_communication_seconds: Sequence[float] = ()
     edges: Edges | None = None
+    replica_sum_seconds: Sequence[float] = ()
     slice_forward_shares: Sequence[float] = ()
     slice_backward_shares: Sequence[float] = ()
 

@@ -30,6 +30,7 @@ from .plan import Precision, Recompute
 from .positions import Dims, position_dims
 from .precision import with_precision
 from .prices import Prices, Seconds, StateBytes
+from .replicas import with_replica_sums
 from .request import Forced
 from .rules.case import argument
 from .schedules import parts_of_ranks
@@ -241,6 +242,7 @@ def price(
         )
         for stage, run in enumerate(runs)
     )
+    costs = with_replica_sums(costs, configuration.schedule, cluster, configuration.pp)
     timeline = simulate_stages(
         configuration.schedule,
         configuration.num_microbatches,

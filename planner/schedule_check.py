@@ -115,7 +115,9 @@ def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iter
         for other in wiring.consumers[stage]:
             remote = ranks[other] != ranks[stage]
             yield (
-                Action(RECV_BACKWARD, stage, m, part) if remote else _gradient(split, other, m, part)
+                Action(RECV_BACKWARD, stage, m, part)
+                if remote
+                else _gradient(split, other, m, part)
             )
     elif kind == WEIGHT_BACKWARD:
         yield Action(INPUT_BACKWARD, stage, m, part)

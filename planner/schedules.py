@@ -83,8 +83,9 @@ def build_schedule(
         raise _bad(f"schedule {info.name!r} runs whole sequences", "schedule terapipe")
     parts, ways = two_ways(size.num_ranks) if info.name == "chimera" else ((), None)
     orders = info.orders(size._replace(num_slices=len(slices) or 1))
+    rest = complete(orders, prefetch=_prefetch(prefetch, size), edges=ways, parts=parts)
     return Schedule(
-        info.name, num_microbatches, *complete(orders, prefetch=_prefetch(prefetch, size), edges=ways, parts=parts),
+        info.name, num_microbatches, *rest,
         edges=ways, parts=parts, slices=slices, weights=info.weights,
     )  # fmt: skip
 
@@ -168,7 +169,9 @@ def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks
             f"schedule 'dualpipev' takes at least as many micro-batches as stages, {num_stages}"
         )
     if info.name == "chimera" and (num_ranks % 2 or num_microbatches < 2):
-        raise _bad("schedule 'chimera' takes an even number of ranks and at least two micro-batches")
+        raise _bad(
+            "schedule 'chimera' takes an even number of ranks and at least two micro-batches"
+        )
     updates = per_update_of_2bw(num_ranks, num_microbatches) if info.name == "pipedream-2bw" else 1
     return Size(num_ranks, num_microbatches, num_chunks, per_update=updates)
 

@@ -19,9 +19,9 @@ def chimera(num_ranks: int, num_microbatches: int) -> Table:
 
     Micro-batches go in units of ``num_ranks``, the first half of a unit down and the second up;
     where forward and backward take one slot each and ``num_ranks`` is even, no two actions of
-    a unit are due on a rank at the same time. A unit begins in the gaps at the end of the one before (direct
-    concatenation), and gives way to it. Source: Li and Hoefler 2021, Chimera (arXiv:2107.06925),
-    sections 3.1 and 3.5, figures 3 and 7.
+    a unit are due on a rank at the same time. A unit begins in the gaps at the end of the one
+    before (direct concatenation), and gives way to it. Source: Li and Hoefler 2021, Chimera
+    (arXiv:2107.06925), sections 3.1 and 3.5, figures 3 and 7.
     """
     due: list[list[tuple[_Due, Action]]] = [[] for _ in range(num_ranks)]
     for unit, first in enumerate(range(0, num_microbatches, num_ranks)):

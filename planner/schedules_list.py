@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from ..cost_model.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, Action, Table, Weights
@@ -110,9 +109,7 @@ def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
     return in_flight
 
 
-def _both_ways(
-    num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
-) -> int:
+def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
     """What the two stages of Chimera's rank ``stage`` hold at once, at most."""
     row = chimera(num_stages, num_microbatches)[stage]
     held = most = 0

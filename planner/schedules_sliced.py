@@ -54,7 +54,10 @@ def slice_lengths(
         raise ValueError(f"{length} positions are not slices of multiples of {granularity}")
     count = length // granularity
     times = [
-        [seconds((end - start) * granularity, start * granularity) for end in range(start + 1, count + 1)]
+        [
+            seconds((end - start) * granularity, start * granularity)
+            for end in range(start + 1, count + 1)
+        ]
         for start in range(count)
     ]
     best: tuple[float, tuple[int, ...]] | None = None

@@ -56,8 +56,10 @@ def schedules(
 
 def facts(info: ScheduleInfo) -> dict[str, Any]:
     """What there is to say about a schedule."""
-    from autoparallel.planner.request import SCHEDULES as EXECUTED
+    from autoparallel.planner.request import FORCED_SCHEDULES
+    from autoparallel.planner.schedules import find_schedule
 
+    executed = {find_schedule(name).name for name in FORCED_SCHEDULES}
     return {
         "name": info.name,
         "family": info.family,
@@ -66,7 +68,7 @@ def facts(info: ScheduleInfo) -> dict[str, Any]:
         "bubble": info.bubble,
         "memory": info.memory,
         "source": info.source,
-        "runs": info.name in EXECUTED or not info.trains,
+        "runs": info.name in executed or not info.trains,
     }
 
 

@@ -1,6 +1,7 @@
 """Bubbles of simulated schedules: closed forms exactly, published rates as their authors."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 
@@ -23,7 +24,9 @@ def run(name, num_ranks, num_microbatches, *, chunks=None, f=1, i=1, w=1, **opti
     """F, I and W are those of a rank's whole share of the model."""
     k = chunks or SCHEDULES[name].chunks[0]
     schedule = build_schedule(name, num_ranks * k, num_microbatches, num_chunks=k, **options)
-    return simulate(schedule, equal(num_ranks * k, f=Fraction(f, k), i=Fraction(i, k), w=Fraction(w, k)))
+    return simulate(
+        schedule, equal(num_ranks * k, f=Fraction(f, k), i=Fraction(i, k), w=Fraction(w, k))
+    )
 
 
 SIZES = [(1, 4), (2, 2), (2, 8), (4, 4), (4, 8), (8, 16)]
@@ -67,6 +70,15 @@ def test_chimera_has_the_bubble_of_its_paper(d):
     assert run("chimera", d, d).bubble_fraction == Fraction(2 * (d - 2), 3 * d + 2 * (d - 2))
 
 
+def test_replicas_sum_their_gradients_once_both_are_there():
+    """Two ranks, one micro-batch each way: both end at 6, sum part 0 in 1 s and part 1 in 2 s."""
+    costs = StageCosts((1, 1), (2, 2), replica_sum_seconds=(1, 2), step_seconds=(3, 4))
+    timeline = simulate(build_schedule("chimera", 2, 2), costs)
+    assert timeline.step_seconds == 6 + 1 + 2 + 3 + 4
+    without = simulate(build_schedule("chimera", 2, 2), StageCosts((1, 1), (2, 2)))
+    assert without.step_seconds == 6
+
+
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_equal_slices_are_that_many_more_micro_batches(slices):
     """arXiv:2102.07988, section 3.2: with S equal slices (D-1)/(D-1+SN)."""
@@ -92,7 +104,7 @@ def brute_force(seconds, length, num_stages):
     best = float("inf")
     for mask in range(2 ** (length - 1)):
         cuts = [0, *(k + 1 for k in range(length - 1) if mask >> k & 1), length]
-        times = [seconds(b - a, a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        times = [seconds(b - a, a) for a, b in pairwise(cuts)]
         best = min(best, sum(times) + (num_stages - 1) * max(times))
     return best
 

@@ -19,7 +19,7 @@ from autoparallel.planner.schedule_check import (
     peak_of_ranks,
 )
 from autoparallel.planner.schedules import ALIASES, SCHEDULES, build_schedule, find_schedule
-from autoparallel.planner.schedules_orders import depths
+from autoparallel.planner.schedules_orders import depths, round_size
 
 SIZES = [(1, 3), (2, 1), (2, 5), (2, 8), (3, 3), (3, 9), (4, 2), (4, 8), (4, 16), (5, 10), (6, 13)]
 
@@ -34,15 +34,26 @@ def built(name: str, num_ranks: int, num_microbatches: int, **options) -> Schedu
     )
 
 
+def fits(name: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether the schedule is defined for so many; see ``docs/schedules.md``."""
+    if name == "chimera":
+        return num_ranks % 2 == 0 and num_microbatches > 1
+    if name == "dualpipev":
+        return num_microbatches >= 2 * num_ranks
+    if name in ("interleaved", "zb-h1"):
+        return round_size(num_ranks, num_microbatches) > 0
+    return True
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_a_schedule_is_complete_and_does_not_deadlock_even_without_buffers(name, size):
     """At every prefetch where sends are buffered, and by default where they wait as well."""
-    try:
-        schedule = built(name, *size)
-    except UsageError as error:
-        assert error.code == "AP153"
+    if not fits(name, *size):
+        with pytest.raises(UsageError):
+            built(name, *size)
         return
+    schedule = built(name, *size)
     check_blocking(schedule)
     for prefetch in (0, 1, 2, 4):
         check_schedule(built(name, *size, prefetch=prefetch))
