@@ -208,7 +208,7 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     Of equally heavy cuts the one whose runs' squares sum to least. By dynamic programming.
 
     >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
-    (0, 2, 4)
+    (0, 3, 4)
     """
     sums = [0.0]
     for weight in weights:

@@ -15,7 +15,9 @@ from .plan import Precision, Recompute
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 """What the search chooses among."""
 
-FORCED_SCHEDULES = (*SCHEDULES, "interleaved-1f1b", "bfs")
+FORCED_SCHEDULES = (
+    *SCHEDULES, "interleaved", "interleaved-1f1b", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev",
+)  # fmt: skip
 """What can be forced."""
 
 SEARCHES = ("dp", "rl")

@@ -1,4 +1,4 @@
-"""Schedules that run several stages per rank, held to one device in float64."""
+"""Schedules of several stages per rank and of split backwards, held to one device in float64."""
 
 from __future__ import annotations
 
@@ -21,11 +21,21 @@ TWO = (
     ("gpt-tied", "pp=2,schedule=bfs,chunks=2,microbatches=4"),
     ("gpt", "pp=2,schedule=interleaved-1f1b,chunks=3,microbatches=8"),
     ("dropout", "pp=2,schedule=bfs,chunks=2,microbatches=2,recompute=full"),
+    ("gpt-tied", "pp=2,schedule=zb-h1,microbatches=4"),
+    ("llama", "pp=2,schedule=zb-h2,microbatches=8"),
+    ("gpt-tied", "pp=2,schedule=zbv,microbatches=4"),
+    ("dropout", "pp=2,schedule=zbv,microbatches=4,recompute=full"),
+    ("gpt-tied", "pp=2,schedule=dualpipev,microbatches=4"),
 )
 FOUR = (
     ("gpt-tied", "pp=2,tp=2,schedule=interleaved-1f1b,chunks=2,microbatches=4"),
     ("gpt-tied", "pp=2,dp=2,zero=3,schedule=interleaved-1f1b,chunks=2,microbatches=4"),
     ("gpt", "pp=2,dp=2,zero=1,schedule=bfs,chunks=2,microbatches=4,recompute=selective"),
+    ("gpt-tied", "pp=2,dp=2,zero=3,schedule=zbv,microbatches=4"),
+    ("gpt-tied", "pp=2,tp=2,schedule=zb-h1,microbatches=4"),
+    ("gpt", "pp=2,dp=2,zero=2,schedule=dualpipev,microbatches=4"),
+    ("gpt-tied", "pp=4,schedule=zb-h2,microbatches=8"),
+    ("gpt", "pp=4,schedule=zb-h1,microbatches=4"),
 )
 
 
@@ -47,13 +57,13 @@ def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
 
 
 @pytest.mark.parametrize("case", TWO, ids=" ".join)
-def test_several_stages_on_each_of_two_ranks_equal_one_device(case: tuple[str, str]) -> None:
+def test_a_schedule_on_two_ranks_equals_one_device(case: tuple[str, str]) -> None:
     check_verified(results(2)[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR, ids=" ".join)
-def test_several_stages_on_tensor_and_data_ranks_equal_one_device(case: tuple[str, str]) -> None:
+def test_a_schedule_on_four_ranks_equals_one_device(case: tuple[str, str]) -> None:
     check_verified(results(4)[case])
 
 
