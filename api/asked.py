@@ -46,6 +46,7 @@ class SearchOptions(TypedDict, total=False):
     gap: float
     time_limit: float
     top: int
+    search: str
     profile: Mode
     database: str | None
 
@@ -75,6 +76,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         gap=asked.get("gap", 0.01),
         time_limit_seconds=asked.get("time_limit", 60.0),
         top=asked.get("top", 5),
+        search=asked.get("search", "dp"),
         profile=asked.get("profile", "auto"),
         database=asked.get("database"),
     )

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from autoparallel.planner.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.features import Features
 from autoparallel.planner.goal import Goal
@@ -41,7 +42,7 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
 EXACT_MEMORY_OPS = 1000
 """Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class PlanOptions:
     gap: float = 0.01
     time_limit_seconds: float = 60.0
     top: int = 5
+    search: str = "dp"
     profile: Mode = "auto"
     database: str | None = None
 
@@ -84,24 +86,29 @@ class PlanOptions:
 
 
 def make_plan(
-    target: Target, cluster_text: str, options: PlanOptions, observe: Observe = ignore
+    target: Target,
+    cluster_text: str,
+    options: PlanOptions,
+    observe: Observe = ignore,
+    cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
     Its memory is that of running its stages on fake tensors, unless they are too many.
     """
-    from autoparallel.passes.stage_memory import num_ops, with_exact_memory
+    from autoparallel.cached_capture import with_kept_memory
+    from autoparallel.passes.stage_memory import num_ops
 
     observe("cluster", 0, 1)
     cluster = find_cluster(cluster_text)
     observe("cluster", 1, 1)
     started = time.perf_counter()
-    program = capture_target(target, options, observe)
+    program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started
-    found = plan_program(program, target, cluster, options, observe)
+    found = plan_program(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
     if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS:
-        found = with_exact_memory(found, program.graph, program.blocks)
+        found = with_kept_memory(found, program, cache)
     spent = {
         "capture": capture_seconds,
         **found.solver.seconds,
@@ -118,17 +125,19 @@ def plan_program(
     cluster: Cluster,
     options: PlanOptions,
     observe: Observe = ignore,
+    cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.chunks import plan
+    from autoparallel.planner.objective import plan_for
     from autoparallel.planner.whole_block import whole_blocks
 
     basis = whole_blocks(
         program.graph, program.blocks, cluster, basis_for(cluster, options, target),
         precision=options.precision,
     )  # fmt: skip
+    basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
-    found = plan(
+    found = plan_for(
         program.graph,
         program.blocks,
         cluster,
@@ -188,6 +197,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         top=options.top,
         target=target.name,
         settings=target.settings,
+        search=options.search,
     )
 
 
@@ -200,16 +210,21 @@ def stamped(plan: Plan) -> Plan:
     return replace(plan, version=__version__, torch_version=torch.__version__)
 
 
-def capture_target(target: Target, options: PlanOptions, observe: Observe = ignore) -> Program:
+def capture_target(
+    target: Target, options: PlanOptions, observe: Observe = ignore, cache: Cache = NO_CACHE
+) -> Program:
     """The target's model and loss as a graph; no weights are allocated."""
+    from autoparallel.cached_capture import kept_program
+
     observe("capture", 0, 1)
-    program = capture_program(
+    deferred = record_target(target)
+    program = kept_program(cache, target, deferred.model, options, lambda: capture_program(
         target,
-        record_target(target),
+        deferred,
         global_batch=options.global_batch,
         seq=options.seq,
         precision=options.precision,
-    )
+    ))  # fmt: skip
     observe("capture", 1, 1)
     return program
 

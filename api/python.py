@@ -259,7 +259,7 @@ class Step:
     ) -> None:
         """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
 
-        The optimizer is ``build_optimizer(parameters)``, or AdamW.
+        The optimizer is ``build_optimizer(parameters)``, or the plan's by name, or AdamW.
 
         Raises UsageError AP142 where a plan with several devices is given outside torchrun,
         and AP148 for a plain module under torchrun.
@@ -283,8 +283,11 @@ class Step:
                 fix="model = autoparallel.parallelize(model, example_batch=...)",
             )
         _require_one_device(plan)
-        build = build_optimizer or default_optimizer
-        self.optimizer = build(list(model.parameters()))
+        name = "adamw" if plan is None else plan.model.optimizer
+        own = list(model.parameters())
+        self.optimizer = (
+            default_optimizer(own, name) if build_optimizer is None else build_optimizer(own)
+        )
         self._run = self._one_device
 
     def __call__(self, batch: Batch) -> Tensor:

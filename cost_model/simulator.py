@@ -41,7 +41,7 @@ from .actions import (
     chain,
 )
 from .overlap import Collectives
-from .stage_costs import Overlap, StageCosts
+from .stage_costs import Overlap, StageCosts, of_replicas
 from .timeline import Event, Exposed, Stream, Timeline
 
 __all__ = ["Overlap", "StageCosts", "Timeline", "simulate"]
@@ -71,10 +71,11 @@ def simulate(
     >>> simulate(Schedule("example", 1, (0, 1), table), costs).step_seconds
     7.0
     """
-    if len(costs.forward_seconds) != schedule.num_stages:
+    if len(costs.forward_seconds) != schedule.num_parts:
         raise ValueError(
-            f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_stages}"
+            f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"
         )
+    costs = of_replicas(costs, schedule)
     if schedule.edges is not None and costs.edges is not None and schedule.edges != costs.edges:
         raise ValueError(f"costs of the edges {costs.edges} for a schedule of {schedule.edges}")
     if (schedule.edges is None) != (costs.edges is None) and costs.send_seconds:
@@ -118,6 +119,7 @@ class _Simulation:
         zeros = (0,) * stages
         self.schedule, self.costs, self.overlap = schedule, costs, overlap
         self.zero = 0 * costs.forward_seconds[0]
+        self.shares = _slice_shares(schedule, costs)
         self.seconds = _action_seconds(costs)
         self.inside = _inside_seconds(costs)
         self.wiring = schedule.wiring
@@ -229,7 +231,10 @@ class _Simulation:
         pair = (ranks[source], ranks[stage])
         start = max(sent, posted, self.channel.get(pair, sent))
         seconds = self.send[backward]
-        end = start + seconds[source, stage] if seconds else start
+        end = start
+        if seconds:
+            share = self.shares[SEND_FORWARD][part] if self.shares else 1
+            end += seconds[source, stage] * share
         self.channel[pair] = end
         action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m, part)
         stream: Stream = "send backward" if backward else "send forward"
@@ -252,12 +257,14 @@ class _Simulation:
 
     def _compute(self, rank: _Rank, action: Action, arrival: float | None, begun: float) -> None:
         """A forward or backward, from when the rank is free and its message there."""
-        kind, stage, _, _ = action
+        kind, stage, _, part = action
         free = start = rank.clock
         if arrival is not None and arrival > free:
             start = arrival
             rank.messages += arrival - (begun if begun > free else free)
         work = self.seconds[kind][stage]
+        if self.shares:
+            work = work * self.shares[kind][part]
         beside = rank.collectives
         if beside is None or (beside.busy_until <= start and action not in rank.beside):
             end = start + work
@@ -267,8 +274,11 @@ class _Simulation:
         rank.clock = end
         rank.events.append(Event(action, start, end, "compute"))
         if self.inside:
-            rank.inside += self.inside[kind][stage]
+            inside = self.inside[kind][stage]
+            rank.inside += inside * self.shares[kind][part] if self.shares else inside
         num_bytes = self.activation[stage]
+        if self.shares:
+            num_bytes = _part_of(num_bytes, self.schedule.slices, part)
         if num_bytes:
             if kind == FORWARD:
                 rank.held += num_bytes
@@ -372,6 +382,34 @@ def _num_messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]
         for side in schedule.wiring
     )
     return forward, backward
+
+
+def _slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
+    """By kind, the part of a micro-batch that each slice is; empty where sequences are whole.
+
+    A slice's message is by its length; a message costs nothing to begin.
+    """
+    if not schedule.slices:
+        return {}
+    length = sum(schedule.slices)
+    even = [each / length for each in schedule.slices]
+    forward = costs.slice_forward_shares or even
+    backward = costs.slice_backward_shares or even
+    if len(forward) != len(even) or len(backward) != len(even):
+        raise ValueError(f"shares of {len(forward)} and {len(backward)} slices, not {len(even)}")
+    return {
+        FORWARD: forward,
+        BACKWARD: backward,
+        INPUT_BACKWARD: backward,
+        WEIGHT_BACKWARD: backward,
+        SEND_FORWARD: even,
+    }
+
+
+def _part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
+    """A slice's bytes by its length; those of all slices add up to the whole."""
+    length, before = sum(slices), sum(slices[:part])
+    return num_bytes * (before + slices[part]) // length - num_bytes * before // length
 
 
 def _action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:

@@ -7,11 +7,12 @@ are offered; of two with equal layouts the rules' first stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
+from .batch import rows_apart
 from .feature_strategies import allowed
 from .features import Features
 from .graph import Graph, Node, TensorSpec
@@ -139,8 +140,8 @@ def _axis_strategies(
     if axis not in (*restriction.split_batch, *restriction.split_positions):
         dims = partial(_dims, graph, size, prices)
         strategies = allowed(node, graph, strategies, dims, restriction.features)
-    if axis in restriction.split_batch and graph.batch_dims:
-        return _batch_split(node, graph, strategies)
+    if axis in restriction.split_batch and (graph.batch_dims or graph.batch_size % size == 0):
+        return _batch_split(node, batch_dims(graph, prices), strategies)
     if axis in restriction.split_parameters:
         fitting = _batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
@@ -150,6 +151,18 @@ def _axis_strategies(
         whole = _batch_whole(node, graph, strategies)
         return _positions_split(node, whole, _dims(graph, size, prices))
     return strategies
+
+
+def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
+    """The dimensions of the batch, of a graph whose rows meet as far as they are apart."""
+    if graph.batch_dims:
+        return graph.batch_dims
+    key = ("rows apart", graph.batch_size)
+    found: Mapping[str, tuple[int | None, ...]] | None = prices.cache.get(key)
+    if found is None:
+        found = rows_apart(graph)
+        prices.cache[key] = found
+    return found
 
 
 def _dims(graph: Graph, size: int, prices: Prices) -> Dims:
@@ -189,11 +202,15 @@ def _positions_split(
 
 
 def _batch_split(
-    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+    node: Node,
+    dims: Mapping[str, tuple[int | None, ...]],
+    strategies: tuple[AxisStrategy, ...],
 ) -> tuple[AxisStrategy, ...]:
     """The strategies that split the batch wherever a tensor has one, if there are any."""
-    inputs = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
-    outputs = list(graph.batch_dims[node.name])
+    if node.name not in dims:
+        return strategies
+    inputs = [dims[ref.name][ref.index] for ref in node.inputs]
+    outputs = list(dims[node.name])
     fitting = tuple(
         strategy
         for strategy in strategies

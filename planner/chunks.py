@@ -32,8 +32,8 @@ from .schedules import LOOPED, build_schedule
 from .sources import with_sources
 from .strategy import NodeLayout
 
-DEFAULT_CHUNKS = 2
-"""Of a schedule that needs several, where nothing is said."""
+OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
+"""Schedules of two chunks where nothing is said."""
 
 
 def plan(
@@ -74,14 +74,15 @@ def plan(
 
 def num_chunks(forced: Forced) -> int:
     """The stages per rank that are asked for. Raises UsageError AP546 where that cannot be."""
-    if forced.schedule in LOOPED:
-        return DEFAULT_CHUNKS if forced.chunks is None else forced.chunks
-    if forced.chunks is not None and forced.chunks > 1:
+    count = forced.chunks
+    if count is None:
+        return 2 if forced.schedule in OF_TWO else 1
+    if count > 1 and forced.schedule not in (*LOOPED, *OF_TWO):
         raise _refused(
             f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
             f"schedule=, one of {', '.join(LOOPED)}",
         )
-    return 1
+    return count
 
 
 def _num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
@@ -106,10 +107,8 @@ def _of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -
     largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
     degrees = dict(zip(largest.axes, largest.shape, strict=True))
     if set(degrees) <= {"dp", "tp", "cp"}:
-        own = replace(
-            asked.forced, dp=degrees.get("dp", 1), tp=degrees.get("tp", 1), cp=degrees.get("cp")
-        )
-        base = found(replace(asked, forced=own))
+        dp, tp, cp = degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("cp")
+        base = found(replace(asked, forced=replace(asked.forced, dp=dp, tp=tp, cp=cp)))
     if len({stage.mesh for stage in base.stages}) > 1:
         raise _refused("the ranks of the pipeline have different meshes", "dp= and tp=")
     return base

@@ -26,7 +26,8 @@ from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .recompute import is_kept, kept_parts
 from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
-from .schedules import SCHEDULES, in_flight
+from .schedule_check import peak_in_flight
+from .schedules import build_schedule, in_flight
 from .stage_cost import StageCost
 from .step import send_seconds, simulate_stages
 from .strategy import NodeLayout
@@ -312,8 +313,10 @@ class _Walk:
         """The most micro-batches that the stage holds at once."""
         plan, number = self.plan, len(self.plan.stages)
         if plan.num_chunks > 1:
-            info = SCHEDULES[plan.schedule]
-            return info.in_flight(number, plan.num_microbatches, self.index, plan.num_chunks)
+            schedule = build_schedule(
+                plan.schedule, number, plan.num_microbatches, num_chunks=plan.num_chunks
+            )
+            return peak_in_flight(schedule)[self.index]
         return in_flight(plan.schedule, self.depth, number, plan.num_microbatches)
 
 

@@ -18,6 +18,9 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 FORCED_SCHEDULES = (*SCHEDULES, "interleaved-1f1b", "bfs")
 """What can be forced."""
 
+SEARCHES = ("dp", "rl")
+"""How pipelines are found: by dynamic programming, or by placers that learn (``placement``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forced:
@@ -85,8 +88,11 @@ class Request:
     goal: Goal = field(default_factory=Goal)
     target: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    search: str = "dp"
 
     def __post_init__(self) -> None:
+        if self.search not in SEARCHES:
+            raise UsageError("AP330", f"search={self.search} is not one of {', '.join(SEARCHES)}")
         if self.global_batch < 1:
             raise UsageError("AP123", f"a global batch of {self.global_batch} has no rows")
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)

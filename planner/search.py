@@ -27,6 +27,7 @@ from .graph import Blocks, Graph
 from .heterogeneous import HostOrder, in_given_ranks, over_orders
 from .options import check_degrees, microbatch_rows
 from .pins import check_kept, in_given_kinds, pinned_blocks
+from .placement import learned_pipelines
 from .plan import Plan
 from .prices import Rules
 from .refusals import check_measured
@@ -41,6 +42,9 @@ from .sources import with_sources
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
+
+SOON = 0.05
+"""The share of the time limit after which a first plan is made of what is known."""
 
 MOST_DRAFTS = 64
 """Drafts after which only those count that would be the best."""
@@ -133,6 +137,10 @@ class _Ranking:
         job = self.job
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         numbers = job.stage_numbers
+        if job.request.search == "rl":
+            self._learn(rows, numbers)
+            self._refine()
+            return
         quests: list[Quest] = []
         for index, each in enumerate(rows):
             if self.drafts and self._is_late(0.5):
@@ -174,15 +182,20 @@ class _Ranking:
         return sorted(self.drafts, key=lambda draft: draft.seconds)
 
     def _looked(self, quests: Iterator[Quest]) -> list[Quest]:
-        """The quests that may still lead to something near the best, with their estimates."""
-        began, solved = time.perf_counter(), self.job.solver_seconds
+        """The quests that may still lead to something near the best, with their estimates.
+
+        Where looking takes long, what was looked at is followed to a first plan.
+        """
         found = []
         for quest in quests:
+            began, solved = time.perf_counter(), self.job.solver_seconds
             quest.look(self._cutoff)
+            spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
+            self.job.took("dp", spent)
             if quest.estimate < float("inf"):
                 found.append(quest)
-        spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
-        self.job.took("dp", spent)
+            if not self.drafts and self._is_late(SOON):
+                self._follow(found, until_first=True)
         return found
 
     @property
@@ -214,6 +227,24 @@ class _Ranking:
         for found in candidates(self.job, draft, refine=False):
             self.drawn[id(found)] = draft
             self._offer(found)
+
+    def _learn(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """The pipelines that placers learn, in place of those of the dynamic program.
+
+        Each micro-batch size has an equal share of what is left of the time.
+        """
+        job = self.job
+        for index, each in enumerate(rows):
+            share = 0.8 * max(job.effort.left_seconds, 0.0) / (len(rows) - index)
+            self.observe(f"learning to place micro-batches of {each} rows", index, len(rows))
+            began, solved = time.perf_counter(), job.solver_seconds
+            found = learned_pipelines(
+                job.table(each), job.num_microbatches(each), numbers, time_limit_seconds=share
+            )
+            spent = time.perf_counter() - began - (job.solver_seconds - solved)
+            job.took("learning", spent)
+            for pipeline in found:
+                self._keep(Draft(each, pipeline))
 
     def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Pipelines in which branches have devices of their own."""

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..cost_model.cluster import Cluster
+from . import rules as default_rules
 from .basis import DEFAULT, Basis
+from .cache import NO_CACHE, Cache
+from .cached_search import cache_for, cached_solver
 from .errors import TimeLimitError
 from .graph import Blocks, Graph
 from .heterogeneous import inner_size
@@ -107,6 +110,14 @@ class Job:
         return self.graphs[rows]
 
     @cached_property
+    def kept(self) -> Cache:
+        """What earlier searches solved of this graph."""
+        if self.rules is not default_rules:
+            return NO_CACHE
+        own = self.structure
+        return cache_for(own.graph, own.blocks, self.request, self.basis)
+
+    @cached_property
     def classes(self) -> RunClasses:
         found = run_classes(self.structure)
         begins = stage_begins(self.structure.graph, self.structure.blocks, self.request.stage_at)
@@ -162,7 +173,7 @@ class Job:
         for mesh in meshes(size, inner_size(self.cluster, first, size), self.request.forced):
             if not self.request.features.allows_mesh(mesh, self.request.max_tp):
                 continue
-            if mesh.axes[0] == "dp" and self.structure.graph.batch_dims and rows % mesh.shape[0]:
+            if mesh.axes[0] == "dp" and rows > 1 and rows % mesh.shape[0]:
                 continue
             found.append(self.solver(rows, mesh, first, free=False))
         return found
@@ -186,7 +197,7 @@ class Job:
                 pins=self.pins, features=request.features,
             )  # fmt: skip
             model = StageModel(self.at(rows), prices, limited, link)
-            self.solvers[key] = IntraOp(model, limits, self.effort)
+            self.solvers[key] = cached_solver(IntraOp(model, limits, self.effort), self.kept)
         return self.solvers[key]
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:

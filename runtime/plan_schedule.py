@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
-from ..cost_model.actions import RECV_FORWARD, SEND_FORWARD, Action, Schedule, compute_only
+from ..cost_model.actions import (
+    INPUT_BACKWARD,
+    RECV_FORWARD,
+    SEND_FORWARD,
+    Action,
+    Schedule,
+    compute_only,
+)
 from ..planner.branches import reduced
 from ..planner.plan import Plan
 from ..planner.schedules import build_schedule
@@ -35,6 +42,12 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
     edges = tuple(sorted(crossing))
     orders = tuple(compute_only(row) for row in schedule.table)
     return replace(schedule, table=complete(orders, prefetch=2, edges=edges)[1], edges=edges)
+
+
+def splits_backward(schedule: Schedule, stage: int) -> bool:
+    """Whether a stage computes gradients of inputs and of weights apart."""
+    row = schedule.table[schedule.stage_rank[stage]]
+    return any(action.kind == INPUT_BACKWARD and action.stage == stage for action in row)
 
 
 def _carries(schedule: Schedule, crossing: Set[tuple[int, int]]) -> bool:

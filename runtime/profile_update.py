@@ -78,8 +78,8 @@ def _master(numel: int, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
 
 
 def _optimizer(name: str, masters: list[nn.Parameter]) -> Optimizer:
-    if name == "sgd":
-        return SGD(masters, lr=1e-6)
+    if name.startswith("sgd"):
+        return SGD(masters, lr=1e-6, momentum=0.9 if name == "sgd-momentum" else 0.0)
     kind = Adam if name == "adam" else AdamW
     return kind(masters, lr=1e-6, fused=True)
 

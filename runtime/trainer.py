@@ -31,10 +31,10 @@ from .executor import StageExecutor
 from .handover import Handover, split_boundaries
 from .materialize import materialize, materialize_deferred
 from .mesh import build_meshes, stages_of_rank
-from .optimizer import BuildOptimizer, build_optimizer, gradient_norm
+from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .parameters import StageParameter
 from .pipeline import PipelineRunner
-from .plan_schedule import schedule_of
+from .plan_schedule import schedule_of, splits_backward
 from .stage import StageModule
 from .tied import find_tied
 
@@ -44,10 +44,17 @@ Weights = deferred_init.Deferred | Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The loss of the global batch and the norm of the whole gradient, on every rank."""
+    """The loss of the global batch and the norm of the whole gradient, on every rank.
+
+    Who reads the norm waits until all ranks have their gradients; the step does not.
+    """
 
     loss: Tensor
-    gradient_norm: Tensor
+    norm: GradientNorm
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        return self.norm.value()
 
 
 class Trainer:
@@ -80,6 +87,9 @@ class Trainer:
         self.device = device
         self.rank = dist.get_rank()
         meshes = build_meshes(plan, device.type)
+        self.crossing = boundaries(self.program.graph, self.program.blocks, plan)
+        pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
+        self.schedule = schedule_of(plan, pairs)
         self.stages: dict[int, StageModule] = {}
         for index in stages_of_rank(plan, self.rank):
             self.stages[index] = self._make_stage(index, ProcessCommunicator(meshes[index]))
@@ -91,7 +101,9 @@ class Trainer:
         self.executors = {
             index: self._make_executor(stage, weights, seed) for index, stage in self.stages.items()
         }
-        self.optimizer: Optimizer = build_optimizer(self.all_parameters(), build)
+        self.optimizer: Optimizer = build_optimizer(
+            self.all_parameters(), build, name=plan.model.optimizer
+        )
         self.runner = self._make_runner(progress)
 
     def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
@@ -110,6 +122,7 @@ class Trainer:
             zero=own.zero,
             precision=self.plan.model.precision,
             device=self.device,
+            splits_backward=splits_backward(self.schedule, index),
         )
 
     def _make_executor(self, stage: StageModule, weights: Weights, seed: int) -> StageExecutor:
@@ -122,10 +135,9 @@ class Trainer:
 
     def _make_runner(self, progress: Callable[..., None] | None) -> PipelineRunner:
         plan = self.plan
-        crossing = boundaries(self.program.graph, self.program.blocks, plan)
-        sent, handed = split_boundaries(crossing, plan.stages)
+        sent, handed = split_boundaries(self.crossing, plan.stages)
         return PipelineRunner(
-            schedule_of(plan, {(b.source_stage, b.target_stage) for b in crossing}),
+            self.schedule,
             self.executors,
             Exchange(
                 sent, stages=plan.stages, rank=self.rank, device=self.device, progress=progress

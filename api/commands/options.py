@@ -109,6 +109,9 @@ TimeLimitOption = Annotated[
     float, typer.Option("--time-limit", min=0.1, help="seconds for the search")
 ]
 TopOption = Annotated[int, typer.Option("--top", min=1, help="candidates that are simulated")]
+SearchOption = Annotated[
+    str, typer.Option("--search", help="dp, or rl: placers that learn by trial, for comparison")
+]
 OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="write the plan here")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 SetOption = Annotated[
@@ -147,6 +150,7 @@ def plan_options(
     gap: GapOption = 0.01,
     time_limit: TimeLimitOption = 60.0,
     top: TopOption = 5,
+    search: SearchOption = "dp",
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,
 ) -> PlanOptions:

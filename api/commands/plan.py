@@ -25,6 +25,10 @@ CheckOption = Annotated[
     bool, typer.Option("--check", help="only check the model file and say what was found")
 ]
 
+NoCacheOption = Annotated[
+    bool, typer.Option("--no-cache", help="reuse nothing of earlier searches, and keep nothing")
+]
+
 
 @planning()
 def plan(
@@ -36,6 +40,7 @@ def plan(
     settings: SetOption = None,
     json: JsonOption = False,
     check: CheckOption = False,
+    no_cache: NoCacheOption = False,
 ) -> None:
     """Find the fastest way to train TARGET on a cluster."""
     from autoparallel.targets import load_target
@@ -46,11 +51,15 @@ def plan(
 
         typer.echo(check_target(loaded, options.global_batch, options.seq))
         return
+    from autoparallel.cache import plan_cache
     from autoparallel.planning import make_plan
     from autoparallel.progress import progress
 
-    with progress() as observe:
-        found = make_plan(loaded, cluster, options, observe)
+    with plan_cache(not no_cache) as cache:
+        with progress() as observe:
+            found = make_plan(loaded, cluster, options, observe, cache.values)
+        if said := cache.report():
+            typer.echo(f"autoparallel: cache: {said}", err=True)
     show(found, output=output, json=json)
 
 
