@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         run_rank(Job.parse(options.rank))
         return 0
     names = options.names or [name for name, info in SCHEDULES.items() if info.trains]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     job = Job(
         tuple(names), options.microbatches, options.bytes, options.rounds,
         options.forward_ms / 1e3, options.backward_ms / 1e3,
@@ -91,7 +93,9 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"measured inputs, forwards as 1: backward {inputs['backward_seconds'] / forward:.2f},"
         f" message {inputs['message_seconds'] / forward:.3f}"
-        f" (of it occupying the link {inputs['occupied_seconds'] / forward:.3f})"
+        f" (of it occupying the link {inputs['occupied_seconds'] / forward:.3f}),"
+        f" call of a send {inputs['send_call_seconds'] / forward:.3f}"
+        f" and of a receive {inputs['post_call_seconds'] / forward:.3f}"
     )
     head = ("over ideal", "measured/simulated", "bubble", "simulated")
     yield f"{'schedule':18s} {head[0]:>10s} {head[1]:>19s} {head[2]:>8s} {head[3]:>9s}"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autoparallel.cost_model.actions import COMPUTE, Schedule
 from autoparallel.cost_model.simulator import StageCosts, simulate
+from autoparallel.cost_model.timeline import Timeline
 from autoparallel.passes.stage_cut import Boundary
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.graph import TensorSpec
@@ -102,6 +103,13 @@ class SleepingStage:
         return None
 
 
+class _Silent(Exchange):
+    """An exchange that shares no loss: each rank runs alone."""
+
+    def share_loss(self, loss: Tensor | None) -> Tensor:
+        return torch.zeros(())
+
+
 def run_rank(job: Job) -> None:
     """Measures on this rank; rank 0 prints."""
     torch.set_num_threads(1)
@@ -135,9 +143,13 @@ def measure_inputs(job: Job) -> dict[str, float]:
         )
         for name, kind in (("forward", "F"), ("backward", "B"))
     }
-    one = statistics.median(message_seconds(job, 1) for _ in range(9))
-    four = statistics.median(message_seconds(job, 4) for _ in range(9))
-    return {**found, "message_seconds": one, "occupied_seconds": (four - one) / 3}
+    one, four = ([messages(job, count) for _ in range(9)] for count in (1, 4))
+    message, send, post = (statistics.median(column) for column in zip(*one, strict=True))
+    last = statistics.median(came for came, _, _ in four)
+    return {
+        **found, "message_seconds": message, "occupied_seconds": (last - message) / 3,
+        "send_call_seconds": send, "post_call_seconds": post,
+    }  # fmt: skip
 
 
 def alone(job: Job) -> Sequence[ActionTiming]:
@@ -146,56 +158,77 @@ def alone(job: Job) -> Sequence[ActionTiming]:
     runner = PipelineRunner(
         build_schedule("1f1b", 1, job.num_microbatches),
         {0: SleepingStage(job, 1.0, "", "")},
-        Exchange((), stages=places, rank=dist.get_rank(), device=CPU),
+        _Silent((), stages=places, rank=dist.get_rank(), device=CPU),
         clock=time.monotonic,
     )
-    # A loss of its own, as where all ranks are in the last stage.
     runner.step({})
     return runner.timings
 
 
-def message_seconds(job: Job, count: int) -> float:
-    """From the first of ``count`` sends of rank 0 until the last has come to rank 1."""
+def messages(job: Job, count: int) -> tuple[float, float, float]:
+    """``count`` messages from rank 0 to 1: (first send to last arrival, a send, a posting).
+
+    The last two are what the call itself takes of its rank's time.
+    """
     places = tuple(Place((rank,)) for rank in range(2))
     rank = dist.get_rank()
-    came = 0.0
+    came = sent = posted = 0.0
     exchange = Exchange(chain_boundaries(2, job), stages=places, rank=rank, device=CPU)
+    value = torch.ones(job.num_bytes // 4)
     if rank == 1:
+        began = time.monotonic()
         for m in range(count):
             exchange.post("forward", 1, m)
+        posted = (time.monotonic() - began) / count
     start = start_together()
     if rank == 0:
+        began = time.monotonic()
         for m in range(count):
-            exchange.send("forward", 0, m, {"h0": torch.ones(job.num_bytes // 4)})
+            exchange.send("forward", 0, m, {"h0": value})
+        sent = (time.monotonic() - began) / count
         exchange.finish()
     if rank == 1:
         for m in range(count):
             exchange.receive("forward", 1, m)
         came = time.monotonic() - start
-    return shared(came)
+    return shared(came), shared(sent), shared(posted)
 
 
 def measure_schedule(job: Job, schedule: Schedule, inputs: Mapping[str, float]) -> dict[str, Any]:
     """The median step of a schedule, and what the simulator makes of the measured inputs."""
     share = dist.get_world_size() / schedule.num_stages
     rounds = [run_step(job, schedule, share) for _ in range(job.rounds + 1)][1:]
-    stages = schedule.num_stages
-    forward, backward, message = (
-        inputs[f"{name}_seconds"] for name in ("forward", "backward", "message")
-    )
-    costs = StageCosts(
-        (forward * share,) * stages, (backward * share,) * stages, (message,) * (stages - 1)
-    )
-    ideal = simulate(schedule, StageCosts(costs.forward_seconds, costs.backward_seconds))
-    timeline = simulate(schedule, costs)
+    timeline, ideal = simulated(schedule, inputs, share), simulated(schedule, inputs, share, 0)
+    busy = (inputs["forward_seconds"] + inputs["backward_seconds"]) * job.num_microbatches
     return {
         "step_seconds": statistics.median(step for step, _ in rounds),
         "bubble": statistics.median(bubble for _, bubble in rounds),
         "steps": [step for step, _ in rounds],
         "ideal_seconds": ideal.step_seconds,
         "simulated_seconds": timeline.step_seconds,
-        "simulated_bubble": timeline.bubble_fraction,
+        "simulated_bubble": 1 - busy / timeline.step_seconds,
     }
+
+
+def simulated(
+    schedule: Schedule, inputs: Mapping[str, float], share: float, messages: int = 1
+) -> Timeline:
+    """The step from the measured inputs; with ``messages`` 0 as if they took no time.
+
+    A stage's forward takes, beside its compute, the calls that post what it receives and send
+    what it makes; so does its backward. The first and the last stage have one neighbour. A
+    message is on its way from the beginning of the call that sends it, which the simulator
+    counts to the compute before it.
+    """
+    last = schedule.num_stages - 1
+    post, send = inputs["post_call_seconds"] * messages, inputs["send_call_seconds"] * messages
+    forward, backward = inputs["forward_seconds"] * share, inputs["backward_seconds"] * share
+    costs = StageCosts(
+        [forward + post * (stage > 0) + send * (stage < last) for stage in range(last + 1)],
+        [backward + post * (stage < last) + send * (stage > 0) for stage in range(last + 1)],
+        (inputs["message_seconds"] * messages - send,) * last,
+    )
+    return simulate(schedule, costs)
 
 
 def run_step(job: Job, schedule: Schedule, share: float) -> tuple[float, float]:

@@ -2,8 +2,9 @@
 
 ``python benchmarks/pipelines/peers.py [--schedules gpipe,1f1b] [--rounds N] [--json FILE]``.
 A GPT is planned on four CPU ranks under each schedule. Both runtimes then train the stages of
-that plan in the same four processes and the same gloo group: ours by the plan, torch's with
-the modules of the same blocks, same weights, same batch. They take turns, and every turn is a
+that plan in the same four processes and the same gloo group, with the same weights and batch:
+torch's schedule runs the stage modules that ours runs, or with ``--plain`` the model's own
+modules of the same blocks. They take turns, and every turn is a
 whole step from zeroed gradients to complete ones, without the optimizer, timed from a barrier
 to the last rank's end. Losses and gradients of both are compared first. Printed: the ratio of
 the median steps, ours to torch's, and the quartiles of the ratios of neighbouring turns.
@@ -45,15 +46,18 @@ PEERS = {
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schedules", default="gpipe,1f1b,interleaved")
+    parser.add_argument("--schedules", default="gpipe,1f1b,interleaved-1f1b")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="print where our rank 1 spends time")
+    parser.add_argument("--plain", action="store_true", help="the model's own modules for torch")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found: dict[str, Any] = {}
     for name in options.schedules.split(","):
         try:
-            found[name] = measure(name, options.rounds, profile=options.profile)
+            found[name] = measure(
+                name, options.rounds, plain=options.plain, profile=options.profile
+            )
         except AutoparallelError as error:
             print(f"{name:12s}  not run: {error.what}", flush=True)
             continue
@@ -68,8 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def measure(schedule: str, rounds: int, *, profile: bool = False) -> dict[str, Any]:
+def measure(schedule: str, rounds: int, *, plain: bool, profile: bool = False) -> dict[str, Any]:
     """Plans the GPT under ``schedule`` and lets both runtimes train it in turns."""
+    peer = PEERS[schedule.removesuffix("-1f1b")]
     options = PlanOptions(
         global_batch=MICROBATCHES * ROWS, seq=64, micro_batch=ROWS, profile="analytic",
         forced=parse_parallel(f"pp={RANKS},schedule={schedule}"),
@@ -80,7 +85,13 @@ def measure(schedule: str, rounds: int, *, profile: bool = False) -> dict[str, A
         save_plan(plan, path)
         seconds: dict[str, list[float]] = launch(
             "peers:compare",
-            {"plan_path": str(path), "peer": PEERS[schedule], "rounds": rounds, "profile": profile},
+            {
+                "plan_path": str(path),
+                "peer": peer,
+                "rounds": rounds,
+                "plain": plain,
+                "profile": profile,
+            },
             num_processes=RANKS,
         )
     ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
@@ -93,7 +104,7 @@ def measure(schedule: str, rounds: int, *, profile: bool = False) -> dict[str, A
 
 
 def compare(
-    worker: Worker, *, plan_path: str, peer: str, rounds: int, profile: bool
+    worker: Worker, *, plan_path: str, peer: str, rounds: int, plain: bool, profile: bool
 ) -> dict[str, list[float]]:
     """On each rank: the seconds of every turn of both runtimes."""
     import torch
@@ -111,7 +122,8 @@ def compare(
         name: torch.randint(0, 256, shape, generator=generator)
         for name in ("tokens", "targets")
     }  # fmt: skip
-    modules, theirs = torch_pipeline(trainer, target, peer)
+    modules = plain_modules(trainer, target) if plain else same_modules(trainer, target)
+    theirs = torch_pipeline(trainer, modules, peer)
     inputs = trainer.inputs(batch)
 
     def ours() -> float | None:
@@ -156,49 +168,95 @@ def show_profile(rank: int, steps: Mapping[str, Callable[[], float | None]]) -> 
             pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(22)
 
 
-def torch_pipeline(trainer: Any, target: Any, peer: str) -> tuple[dict[int, Any], Any]:
-    """torch's schedule over the same blocks: (this rank's modules by stage, its step)."""
-    import torch.nn.functional as F  # noqa: N812
+def torch_pipeline(trainer: Any, modules: Mapping[int, Any], peer: str) -> Any:
+    """torch's schedule over this rank's stage modules: a step, which returns the loss if it has it.
+
+    The last module takes the targets too, and returns the loss, as one element, for torch
+    concatenates what the last stage makes.
+    """
+    import torch
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    from autoparallel.passes.deferred_init import plain_build
-    from autoparallel.passes.stage_cut import stage_ranges
-
-    plan = trainer.plan
-    model = plain_build(target.build_model, 0)
-    blocks = trainer.program.blocks.blocks
-    modules, stages = {}, []
-    for index, (stage, positions) in enumerate(zip(plan.stages, stage_ranges(plan), strict=True)):
-        if trainer.rank in stage.devices:
-            modules[index] = piece(model, [blocks[at].name for at in positions])
-            stages.append(PipelineStage(modules[index], index, len(plan.stages), trainer.device))
-
-    def loss_fn(logits: Any, targets: Any) -> Any:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
+    count = len(trainer.plan.stages)
+    stages = [
+        PipelineStage(module, index, count, trainer.device) for index, module in modules.items()
+    ]
     kind = getattr(schedules, peer)
     is_looped = issubclass(kind, schedules.PipelineScheduleMulti)
-    schedule = kind(stages if is_looped else stages[0], MICROBATCHES, loss_fn=loss_fn)
+    schedule = kind(
+        stages if is_looped else stages[0], MICROBATCHES, loss_fn=lambda loss, target: loss[0]
+    )
 
     def step(tokens: Any, targets: Any) -> float | None:
-        import torch
-
         for module in modules.values():
             module.zero_grad()
         losses: list[Any] = []
         first = (tokens,) if 0 in modules else ()
-        if len(plan.stages) - 1 in modules:
-            schedule.step(*first, target=targets, losses=losses)
+        if count - 1 in modules:
+            schedule.step(*first, target=targets, losses=losses, targets=targets)
             return float(torch.stack(losses).detach().mean())
         schedule.step(*first)
         return None
 
-    return modules, step
+    return step
+
+
+def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
+    """This rank's stages as our runtime runs them, with weights of their own."""
+    from torch import nn
+
+    from autoparallel.planning import record_target
+    from autoparallel.runtime.communicator import ProcessCommunicator
+    from autoparallel.runtime.trainer import constants_of, fill_stage
+
+    weights = record_target(target, 0)
+
+    class Same(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            mesh = trainer.stages[index].device_mesh
+            self.stage = trainer._make_stage(index, ProcessCommunicator(mesh))
+            fill_stage(self.stage, weights, trainer.program)
+            program = self.stage.program
+            self.constants = constants_of(trainer.program, self.stage, weights, "cpu")
+            received = [boundary.key for boundary in program.receives]
+            self.executor = trainer.executors[index]
+            (self.entry,) = received or ["tokens"]
+            (self.exit,) = [program.loss] if program.loss else [b.key for b in program.sends]
+
+        def forward(self, x: Any, targets: Any = None) -> Any:
+            # The targets of the whole batch are counted once a step; the batch stays the same.
+            values = {**self.constants, **self.executor._counts, self.entry: x}
+            if targets is not None:
+                values["targets"] = targets
+            value = self.stage(values)[self.exit]
+            return value if value.dim() else value.unsqueeze(0)
+
+        def gradients(self) -> dict[str, Any]:
+            held = self.stage.by_name.items()
+            return {n: p.master.grad if p.leaf is None else p.leaf.grad for n, p in held}
+
+    return {index: Same(index) for index in trainer.stages}
+
+
+def plain_modules(trainer: Any, target: Any) -> dict[int, Any]:
+    """This rank's stages as pieces of the plain model."""
+    from autoparallel.passes.deferred_init import plain_build
+    from autoparallel.passes.stage_cut import stage_ranges
+
+    model = plain_build(target.build_model, 0)
+    blocks = trainer.program.blocks.blocks
+    return {
+        index: piece(model, [blocks[at].name for at in positions])
+        for index, positions in enumerate(stage_ranges(trainer.plan))
+        if index in trainer.stages
+    }
 
 
 def piece(model: Any, names: Sequence[str]) -> Any:
-    """The blocks ``names`` of the GPT as a module of one argument, under the model's names."""
+    """The blocks ``names`` of the GPT as a module, its parameters under the model's names."""
     from torch import arange, nn
+    from torch.nn.functional import cross_entropy
 
     class Piece(nn.Module):
         def __init__(self) -> None:
@@ -210,12 +268,18 @@ def piece(model: Any, names: Sequence[str]) -> Any:
             if "head" in names:
                 self.norm, self.head = model.norm, model.head
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: Any, targets: Any = None) -> Any:
             if "embedding" in names:
                 x = self.tokens(x) + self.positions(arange(x.shape[1], device=x.device))
             for layer in self.layers.values():
                 x = layer(x)
-            return self.head(self.norm(x)) if "head" in names else x
+            if "head" not in names:
+                return x
+            logits = self.head(self.norm(x))
+            return cross_entropy(logits.flatten(0, 1), targets.flatten()).unsqueeze(0)
+
+        def gradients(self) -> dict[str, Any]:
+            return {name: p.grad for name, p in self.named_parameters()}
 
     return Piece()
 
@@ -226,11 +290,16 @@ def check_gradients(trainer: Any, modules: Mapping[int, Any]) -> None:
 
     seen = set()
     for module in modules.values():
-        for name, parameter in module.named_parameters():
-            mine = trainer.parameters[name].master.grad.to_local()
-            assert torch.allclose(mine, parameter.grad, rtol=1e-3, atol=1e-6), name
+        for name, gradient in module.gradients().items():
+            mine = local(trainer.parameters[name].master.grad)
+            assert torch.allclose(mine, local(gradient), rtol=1e-3, atol=1e-6), name
             seen.add(name)
     assert seen == set(trainer.parameters)
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 if __name__ == "__main__":
