@@ -9,9 +9,13 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from autoparallel.planner.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.features import Features
+from autoparallel.planner.goal import Goal
+from autoparallel.planner.pins import Pin
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planner.request import Forced, Request
+from autoparallel.planner.request import Forced, Request, check_allowed
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.targets import Batch, LossFn, Target, building
@@ -38,7 +42,7 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
 EXACT_MEMORY_OPS = 1000
 """Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,12 @@ class PlanOptions:
     optimizer: str = "adamw"
     memory_limit_bytes: int | None = None
     forced: Forced = field(default_factory=Forced)
+    pins: tuple[Pin, ...] = ()
+    stage_at: tuple[str, ...] = ()
+    max_tp: int | None = None
+    features: Features = field(default_factory=Features)
+    goal: Goal = field(default_factory=Goal)
+    gap: float = 0.01
     time_limit_seconds: float = 60.0
     top: int = 5
     search: str = "dp"
@@ -72,27 +82,33 @@ class PlanOptions:
             )
         if self.profile not in MODES:
             raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
+        check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
 
 
 def make_plan(
-    target: Target, cluster_text: str, options: PlanOptions, observe: Observe = ignore
+    target: Target,
+    cluster_text: str,
+    options: PlanOptions,
+    observe: Observe = ignore,
+    cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
     Its memory is that of running its stages on fake tensors, unless they are too many.
     """
-    from autoparallel.passes.stage_memory import num_ops, with_exact_memory
+    from autoparallel.cached_capture import with_kept_memory
+    from autoparallel.passes.stage_memory import num_ops
 
     observe("cluster", 0, 1)
     cluster = find_cluster(cluster_text)
     observe("cluster", 1, 1)
     started = time.perf_counter()
-    program = capture_target(target, options, observe)
+    program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started
-    found = plan_program(program, target, cluster, options, observe)
+    found = plan_program(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
     if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS:
-        found = with_exact_memory(found, program.graph, program.blocks)
+        found = with_kept_memory(found, program, cache)
     spent = {
         "capture": capture_seconds,
         **found.solver.seconds,
@@ -109,13 +125,19 @@ def plan_program(
     cluster: Cluster,
     options: PlanOptions,
     observe: Observe = ignore,
+    cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.objective import plan_for
+    from autoparallel.planner.whole_block import whole_blocks
 
-    basis = basis_for(cluster, options, target)
+    basis = whole_blocks(
+        program.graph, program.blocks, cluster, basis_for(cluster, options, target),
+        precision=options.precision,
+    )  # fmt: skip
+    basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
-    found = plan(
+    found = plan_for(
         program.graph,
         program.blocks,
         cluster,
@@ -141,7 +163,18 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
             where=str(database_path(options.database)),
             fix=f"autoparallel profile {target.name} --cluster {cluster.name}",
         )
+    if profile is not None:
+        profile = replace(profile, update=own_update(target))
     return Basis(profile, options.profile)
+
+
+def own_update(target: Target) -> str:
+    """The name of the target's own optimizer in a profile; "" where it has none."""
+    if target.build_optimizer is None:
+        return ""
+    from autoparallel.runtime.profile_update import own_name
+
+    return own_name(target.build_optimizer)
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
@@ -154,6 +187,12 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         memory_limit_bytes=options.memory_limit_bytes,
         microbatch_size=options.micro_batch,
         forced=options.forced,
+        pins=options.pins,
+        stage_at=options.stage_at,
+        max_tp=options.max_tp,
+        features=options.features,
+        goal=options.goal,
+        gap=options.gap,
         time_limit_seconds=options.time_limit_seconds,
         top=options.top,
         target=target.name,
@@ -171,16 +210,21 @@ def stamped(plan: Plan) -> Plan:
     return replace(plan, version=__version__, torch_version=torch.__version__)
 
 
-def capture_target(target: Target, options: PlanOptions, observe: Observe = ignore) -> Program:
+def capture_target(
+    target: Target, options: PlanOptions, observe: Observe = ignore, cache: Cache = NO_CACHE
+) -> Program:
     """The target's model and loss as a graph; no weights are allocated."""
+    from autoparallel.cached_capture import kept_program
+
     observe("capture", 0, 1)
-    program = capture_program(
+    deferred = record_target(target)
+    program = kept_program(cache, target, deferred.model, options, lambda: capture_program(
         target,
-        record_target(target),
+        deferred,
         global_batch=options.global_batch,
         seq=options.seq,
         precision=options.precision,
-    )
+    ))  # fmt: skip
     observe("capture", 1, 1)
     return program
 

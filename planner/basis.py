@@ -8,6 +8,7 @@ from typing import Literal
 from ..cost_model.cluster import Source
 from ..cost_model.profile.lookup import Profile
 from .asked import Asked
+from .cache import NO_CACHE, Cache
 
 Mode = Literal["auto", "measured", "analytic"]
 """``auto``: measured, else interpolated, else from specifications; ``measured``: every op that
@@ -18,13 +19,15 @@ the search asks for must have been measured; ``analytic``: specifications alone.
 class Basis:
     """Measurements and how they are used. ``asked`` records every question.
 
-    With ``only``, seconds that come from elsewhere count as none.
+    With ``only``, seconds that come from elsewhere count as none. ``cache`` has what earlier
+    searches found.
     """
 
     profile: Profile | None = None
     mode: Mode = "auto"
     asked: Asked | None = None
     only: Source | None = None
+    cache: Cache = NO_CACHE
 
     @property
     def used(self) -> Profile | None:

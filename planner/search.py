@@ -25,7 +25,8 @@ from .branches import sections
 from .branches_search import branch_pipelines
 from .graph import Blocks, Graph
 from .heterogeneous import HostOrder, in_given_ranks, over_orders
-from .options import check_degrees, microbatch_rows, stage_numbers
+from .options import check_degrees, microbatch_rows
+from .pins import check_kept, in_given_kinds, pinned_blocks
 from .placement import learned_pipelines
 from .plan import Plan
 from .prices import Rules
@@ -65,6 +66,7 @@ def plan(
     and are not), ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError``
     (AP701) if nothing was found in time.
     """
+    given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
     known: list[Job] = []
@@ -84,7 +86,8 @@ def plan(
         job.structure, order.cluster, request, ranking[0], ranking[1:], known[0].spent()
     )
     found = in_given_ranks(found, order, cluster)
-    return with_sources(found, graph, blocks, basis=basis, rules=rules)
+    found = in_given_kinds(check_kept(found, graph, blocks, request.pins), blocks, given)
+    return with_sources(found, graph, given, basis=basis, rules=rules)
 
 
 def ranked(
@@ -133,7 +136,7 @@ class _Ranking:
         """Searches until nothing better is left, or the time is up."""
         job = self.job
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        numbers = stage_numbers(job.request, job.cluster, len(job.structure.blocks.blocks))
+        numbers = job.stage_numbers
         if job.request.search == "rl":
             self._learn(rows, numbers)
             self._refine()
@@ -167,7 +170,8 @@ class _Ranking:
     def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of any sizes, for the micro-batches that are best in one size first."""
         order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
-        several = tuple(number for number in numbers if number > 1)
+        allowed = self.job.request.features.allows("mixed-stages")
+        several = tuple(number for number in numbers if number > 1 and allowed)
         for each in order:
             if several and not (self.drafts and self._is_late(0.6)):
                 costs = self.job.costs(each)
@@ -245,6 +249,8 @@ class _Ranking:
     def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Pipelines in which branches have devices of their own."""
         job = self.job
+        if not job.request.features.allows("branches"):
+            return
         for section in sections(job.structure):
             for each in rows:
                 if self._is_late(0.7):
@@ -264,7 +270,7 @@ class _Ranking:
                 break
             for each in candidates(job, draft, refine=True):
                 self._offer(each)
-        if self.best and not self._is_late(0.9):
+        if self.best and job.request.frees_axes and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
 
     def _offer(self, found: Candidate) -> None:

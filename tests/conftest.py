@@ -1,4 +1,4 @@
-"""For every test: a database of its own; at the end, how many layouts of ops were proved."""
+"""For every test: a database and a cache of its own; at the end, how many layouts were proved."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test sees, or adds to, what its user has measured."""
+    """No test sees, or adds to, what its user has measured or planned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("AUTOPARALLEL_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

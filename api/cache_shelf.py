@@ -1,0 +1,194 @@
+"""The cache's file: bytes by key in SQLite, for several processes at once.
+
+In: a path, what made the values (versions), a size limit. Out: a shelf for ``planner.cache``.
+What is put stays in memory until ``close`` writes it in one transaction, so a reader sees all of
+a run's values or none, and an interrupted run leaves the file as it was. Every row has a checksum
+of its own; a file that is none of ours is put aside. Values not read for longest go first where
+the file would grow beyond its limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FORMAT = 1
+LOCK_SECONDS = 10.0
+"""How long to wait for another process's transaction."""
+
+KEPT_SHARE = 0.8
+"""Of the limit what is left where values are removed, so that it is not done every time."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS entry (
+    key TEXT PRIMARY KEY, value BLOB NOT NULL, checksum TEXT NOT NULL, origin TEXT NOT NULL,
+    bytes INTEGER NOT NULL, used REAL NOT NULL
+) WITHOUT ROWID;
+"""
+
+
+@dataclass
+class FileShelf:
+    """Values in ``path``. ``origin`` names the versions that make them now.
+
+    ``faults`` counts what could not be used, by reason.
+    """
+
+    path: Path
+    origin: str
+    most_bytes: int
+    faults: Counter[str] = field(default_factory=Counter)
+    _new: dict[str, bytes] = field(default_factory=dict, repr=False)
+    _read: set[str] = field(default_factory=set, repr=False)
+    _reader: sqlite3.Connection | None = field(default=None, repr=False)
+    _is_closed: bool = False
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes, None where there are none or they are damaged."""
+        if key in self._new:
+            return self._new[key]
+        row = None
+        with self._guarded():
+            reader = self._opened()
+            query = "SELECT value, checksum FROM entry WHERE key = ?"
+            row = reader.execute(query, (key,)).fetchone() if reader is not None else None
+        if row is None:
+            return None
+        value, checksum = row
+        if not isinstance(value, bytes) or checksum != _checksum(value):
+            self.faults["damaged values"] += 1
+            return None
+        self._read.add(key)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        self._new[key] = value
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no file of values yet."""
+        return not self.path.exists()
+
+    def origins(self) -> Mapping[str, int]:
+        """How many values there are by the versions that made them, the latest used first."""
+        found: dict[str, int] = {}
+        with self._guarded():
+            reader = self._opened()
+            query = "SELECT origin, COUNT(*) FROM entry GROUP BY origin ORDER BY MAX(used) DESC"
+            found = dict(reader.execute(query).fetchall()) if reader is not None else {}
+        return found
+
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        total = 0
+        with self._guarded():
+            reader = self._opened()
+            if reader is not None:
+                total = reader.execute("SELECT COALESCE(SUM(bytes), 0) FROM entry").fetchone()[0]
+        return total
+
+    def close(self) -> None:
+        """Writes what is new, notes what was read, and keeps to the limit."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if not self._new and not self._read:
+            return
+        with self._guarded(), contextlib.closing(_writer(self.path)) as writer:
+            now = time.time()
+            rows = [
+                (key, value, _checksum(value), self.origin, len(value), now)
+                for key, value in self._new.items()
+            ]
+            with writer:
+                writer.execute("BEGIN IMMEDIATE")
+                writer.executemany("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?)", rows)
+                writer.executemany(
+                    "UPDATE entry SET used = ? WHERE key = ?", [(now, key) for key in self._read]
+                )
+                _shrink(writer, self.most_bytes)
+
+    def _opened(self) -> sqlite3.Connection | None:
+        """A connection for reading, None where there is no file."""
+        if self._reader is None and self.path.exists():
+            self._reader = _connected(self.path)
+        return self._reader
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A file that cannot be used counts as a fault, and stops nobody.
+
+        One that is no database is put aside; it may not be ours to delete.
+        """
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            self.faults[f"the file cannot be used ({error})"] += 1
+        except sqlite3.DatabaseError:
+            self.faults["a damaged file, put aside"] += 1
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+            with contextlib.suppress(OSError):
+                os.replace(self.path, self.path.with_suffix(".damaged"))
+        except OSError as error:
+            self.faults[f"the folder cannot be used ({error.strerror})"] += 1
+
+
+def _checksum(value: bytes) -> str:
+    return hashlib.blake2b(value, digest_size=8).hexdigest()
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    """A connection to a file of this format. Raises ``sqlite3.DatabaseError``."""
+    connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)
+    try:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, FORMAT):
+            raise sqlite3.OperationalError(f"its format is {version}, not {FORMAT}")
+        if version == 0:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(SCHEMA)
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _writer(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _connected(path)
+
+
+def _shrink(writer: sqlite3.Connection, most_bytes: int) -> None:
+    """Removes what was not used for longest, if there is more than may be."""
+    total = writer.execute("SELECT COALESCE(SUM(bytes), 0) FROM entry").fetchone()[0]
+    if total <= most_bytes:
+        return
+    goal, gone = total - KEPT_SHARE * most_bytes, []
+    for key, size in writer.execute("SELECT key, bytes FROM entry ORDER BY used, key"):
+        if goal <= 0:
+            break
+        gone.append((key,))
+        goal -= size
+    writer.executemany("DELETE FROM entry WHERE key = ?", gone)
+
+
+def clear(path: Path) -> int:
+    """Removes the file; how many bytes it had. Raises ``OSError``."""
+    size = path.stat().st_size if path.exists() else 0
+    path.unlink(missing_ok=True)
+    return size
