@@ -214,15 +214,25 @@ class Prices:
         return self._priced(node, inputs, layout)[:2]
 
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
-        local_inputs = tuple(
-            self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
-        )
-        local_outputs = tuple(
-            self.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
-        )
-        key = ("op", node.name, local_inputs, local_outputs, self.speed, self.profile)
+        sizes = self.mesh.shape
+        key = (
+            "op", node.name, self.speed, self.profile,
+            tuple([
+                local_shape(spec.shape, each, sizes)
+                for spec, each in zip(
+                    (*inputs, *node.outputs), (*layout.inputs, *layout.outputs), strict=True
+                )
+            ]),
+        )  # fmt: skip
         found: Priced | None = self.cache.get(key)
         if found is None:
+            local_inputs = tuple(
+                self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
+            )
+            local_outputs = tuple(
+                self.local(spec, each)
+                for spec, each in zip(node.outputs, layout.outputs, strict=True)
+            )
             found = self._compute(node, local_inputs, local_outputs)
             self.cache[key] = found
         return self._counted(found)
