@@ -294,3 +294,10 @@ def reserve(model: StageModel) -> int:
     """What a device gives to no tensor: its context and communication buffers."""
     num_groups = sum(size > 1 for size in model.prices.mesh.shape)
     return reserve_bytes(model.prices.device.kind, num_groups)
+
+
+def fixed_bytes(model: StageModel, run: Run) -> float:
+    """Bytes that every choice holds: constants, buffers, the largest op at its smallest."""
+    sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
+    working = max((float(each.min()) for each in sizes), default=0.0)
+    return constant_bytes(model, run) + reserve(model) + working

@@ -43,6 +43,15 @@ def priced(
     )
 
 
+def rounded(price: float) -> float:
+    """A price to the next half power of ten: runs that are priced alike share their tables.
+
+    >>> [round(rounded(price), 6) for price in (0.9, 0.4, 0.001)]
+    [1.0, 0.316228, 0.001]
+    """
+    return float(10 ** (round(2 * np.log10(price)) / 2))
+
+
 def allowed_rungs(run: Run, recompute: Recompute | None, modes: Sequence[Recompute]) -> Rungs:
     """The rungs of a run in allowed modes, or the only one that a forced recomputation leaves."""
     found = rungs(*run.class_counts)

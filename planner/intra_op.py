@@ -25,23 +25,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from . import ilp
-from .assembly import Assembly, Setting, Solution, constant_bytes, reserve
-from .closing import allowed_rungs, bounds, lowest_first, priced
+from .assembly import Assembly, Setting, Solution, fixed_bytes
+from .closing import allowed_rungs, bounds, lowest_first, priced, rounded
 from .errors import TimeLimitError
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .ladder import MODES, forced
+from .ladder import forced
 from .plan import Recompute
 from .pool import SAME, Found, Pool
 from .stage_cost import Figures, StageCost
+from .stage_limits import Effort as Effort
+from .stage_limits import Limits as Limits
 from .stage_model import StageModel
 from .structure import Run
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
 
-MOST_PROGRAMS = 2
-"""Integer programs that are solved to narrow a stage's gap."""
+MOST_PROGRAMS, MOST_SMALL_PROGRAMS = 2, 8
+"""Integer programs that are solved to narrow a stage's gap; the second in a small graph."""
 
 SMALL = 60
 """In a small graph, programs of up to so many binaries are solved to the end for every run."""
@@ -66,41 +68,7 @@ class StageAnswer:
         return self.figures.price(self.run, self.setting)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
-
-    ``gap``: a stage may be worse than the best by this part of its cost.
-    """
-
-    memory_bytes: float
-    zeros: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: Recompute | None = None
-    gap: float = 0.01
-    modes: tuple[Recompute, ...] = MODES
-
-
-@dataclass
-class Effort:
-    """Time for solving and what was spent."""
-
-    deadline: float
-    num_problems: int = 0
-    seconds: float = 0.0
-    table_seconds: float = 0.0
-
-    @property
-    def left_seconds(self) -> float:
-        return self.deadline - time.perf_counter()
-
-
-def _rounded(price: float) -> float:
-    """A price to the next half power of ten: runs that are priced alike share their tables.
-
-    >>> [round(_rounded(price), 6) for price in (0.9, 0.4, 0.001)]
-    [1.0, 0.316228, 0.001]
-    """
-    return float(10 ** (round(2 * np.log10(price)) / 2))
+_Bounded = tuple[Sequence[Run], Rates]
 
 
 @dataclass
@@ -115,9 +83,7 @@ class IntraOp:
     _kinds: dict[str, KindTables] = field(default_factory=dict, repr=False)
     _families: dict[int, Family | None] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
-    _bounded: dict[int, list[tuple[Sequence[Run], Rates]]] = field(
-        default_factory=dict, repr=False
-    )
+    _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
 
     @property
@@ -233,10 +199,14 @@ class IntraOp:
             return self._closed(answer, 0.0, SAME - 1, float("inf"))
         return answer
 
+    @property
+    def _is_small_graph(self) -> bool:
+        every = self.model.structure.blocks.kinds.values()
+        return sum(len(block.nodes) for block in every) <= SMALL_GRAPH
+
     def _is_small(self, run: Run) -> bool:
         """Whether the run's programs are so small that they may all be solved to the end."""
-        every = self.model.structure.blocks.kinds.values()
-        if sum(len(block.nodes) for block in every) > SMALL_GRAPH:
+        if not self._is_small_graph:
             return False
         kinds = [self.model.kind(kind).decisions for kind in run.counts]
         sizes = [len(each.choices) for decisions in kinds for each in decisions]
@@ -271,7 +241,7 @@ class IntraOp:
             return False
         self._thrifty.add(key)
         pool = self._pool(run)
-        unit = _rounded(self._price_unit(run, num_microbatches))
+        unit = rounded(self._price_unit(run, num_microbatches))
         in_flight = 1 << (in_flight.bit_length() - 1)
         before = len(pool.entries)
         for mode in self.modes:
@@ -304,8 +274,8 @@ class IntraOp:
         family = self._family(run)
         if family is None or not np.isfinite(self.limits.memory_bytes):
             return bound
-        free = self.limits.memory_bytes - self._fixed_bytes(run)
-        grid = np.geomspace(1e-3, 1e2, 12) * _rounded(self._price_unit(run, num_microbatches))
+        free = self.limits.memory_bytes - fixed_bytes(self.model, run)
+        grid = np.geomspace(1e-3, 1e2, 12) * rounded(self._price_unit(run, num_microbatches))
         least = {zero: 0.0 for zero in self.zeros}
         zeros = self.zeros
         for size in (6, 6, 0):
@@ -329,14 +299,6 @@ class IntraOp:
                 self._take(self._pool(run), solved)
         return max(bound, min(least.values()))
 
-    def _fixed_bytes(self, run: Run) -> float:
-        """Bytes that every choice holds: constants, buffers, the largest op at its smallest."""
-        working = max(
-            (float(sizes.min()) for kind in run.counts
-             for sizes in self.model.kind(kind).working_bytes), default=0.0,
-        )  # fmt: skip
-        return constant_bytes(self.model, run) + reserve(self.model) + working
-
     def _ways(
         self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
     ) -> dict[Recompute, Rates]:
@@ -350,13 +312,13 @@ class IntraOp:
         if found is None or found.gap <= SAME - 1:
             return found
         bound = self.memory_bound_seconds(run, num_microbatches, in_flight)
-        limit = self.limits.memory_bytes
-        best = self._pool(run).cheapest(run, num_microbatches, in_flight, limit)
+        best = self._pool(run).cheapest(run, num_microbatches, in_flight, self.limits.memory_bytes)
         better = self._stage_answer(run, num_microbatches, best)
         assert better is not None, "what fits is still there"
         found = replace(better, gap=max(0.0, 1 - bound / better.objective))
         if found.gap > self.limits.gap:
-            found = self._closed(found, bound, self.limits.gap, MOST_PROGRAMS)
+            most = MOST_SMALL_PROGRAMS if self._is_small_graph else MOST_PROGRAMS
+            found = self._closed(found, bound, self.limits.gap, most)
         self.answers[run.key, num_microbatches, in_flight] = found
         return found
 
@@ -368,7 +330,7 @@ class IntraOp:
             return found
         on = allowed_rungs(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
-        free = self.limits.memory_bytes - self._fixed_bytes(run)
+        free = self.limits.memory_bytes - fixed_bytes(self.model, run)
         values = bounds(
             family, run, self._ways(count, base.in_flight, self.zeros, prices), on,
             num_zeros=len(self.zeros), free_bytes=free,

@@ -15,31 +15,26 @@ from measurements), and else from the device's and links' figures ("spec").
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from ..cost_model.cluster import Cluster, Device, Link, Source
-from ..cost_model.collectives import (
-    Group,
-    Library,
-    collective_seconds,
-    group_of,
-    p2p_seconds,
-)
+from ..cost_model.collectives import Group, Library, collective_seconds, group_of, p2p_seconds
 from ..cost_model.compute import host_seconds, work_seconds
 from ..cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
 from ..cost_model.profile.lookup import Profile, level_of
 from .asked import Asked, AskedOp
-from .graph import Graph, Node, Ref, TensorSpec
+from .graph import Node, TensorSpec
 from .layout import INVARIANT, Layout, Mesh, conversion_steps, local_shape
 from .op_case import op_case
 from .plan import Precision
+from .rules_protocol import Rules as Rules
 from .seconds import Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
-from .strategy import AxisStrategy, InnerCollective, NodeLayout
+from .strategy import InnerCollective, NodeLayout
 from .update import update_curve
 
 CONVERSION_SECONDS = 1e-8
@@ -47,22 +42,6 @@ CONVERSION_SECONDS = 1e-8
 
 STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 """ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
-
-
-class Rules(Protocol):
-    """What ``planner.rules`` offers: how an op can be split and what it costs locally."""
-
-    def axis_strategies(
-        self, node: Node, graph: Graph, axis_size: int
-    ) -> tuple[AxisStrategy, ...]: ...
-    def work(
-        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
-    ) -> Any: ...
-    def saved(self, node: Node, graph: Graph | None = None) -> tuple[Ref, ...]: ...
-    def saved_extra_bytes(
-        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
-    ) -> int: ...
-    def storage_of(self, graph: Graph) -> Mapping[tuple[str, int], tuple[str, int]]: ...
 
 
 def held_layout(layout: Layout) -> Layout:
@@ -214,15 +193,25 @@ class Prices:
         return self._priced(node, inputs, layout)[:2]
 
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
-        local_inputs = tuple(
-            self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
-        )
-        local_outputs = tuple(
-            self.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
-        )
-        key = ("op", node.name, local_inputs, local_outputs, self.speed, self.profile)
+        sizes = self.mesh.shape
+        key = (
+            "op", node.name, self.speed, self.profile,
+            tuple([
+                local_shape(spec.shape, each, sizes)
+                for spec, each in zip(
+                    (*inputs, *node.outputs), (*layout.inputs, *layout.outputs), strict=True
+                )
+            ]),
+        )  # fmt: skip
         found: Priced | None = self.cache.get(key)
         if found is None:
+            local_inputs = tuple(
+                self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
+            )
+            local_outputs = tuple(
+                self.local(spec, each)
+                for spec, each in zip(node.outputs, layout.outputs, strict=True)
+            )
             found = self._compute(node, local_inputs, local_outputs)
             self.cache[key] = found
         return self._counted(found)

@@ -1,0 +1,25 @@
+"""What ``planner.rules`` offers, as those who take other rules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from .graph import Graph, Node, Ref, TensorSpec
+from .strategy import AxisStrategy
+
+
+class Rules(Protocol):
+    """What ``planner.rules`` offers: how an op can be split and what it costs locally."""
+
+    def axis_strategies(
+        self, node: Node, graph: Graph, axis_size: int
+    ) -> tuple[AxisStrategy, ...]: ...
+    def work(
+        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    ) -> Any: ...
+    def saved(self, node: Node, graph: Graph | None = None) -> tuple[Ref, ...]: ...
+    def saved_extra_bytes(
+        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    ) -> int: ...
+    def storage_of(self, graph: Graph) -> Mapping[tuple[str, int], tuple[str, int]]: ...
