@@ -33,6 +33,7 @@ from .report_plan import Candidate, make_plan
 from .request import Request
 from .search_candidates import WORTH_IT as WORTH_IT
 from .search_candidates import candidates, completed, freed
+from .search_exact import exact_candidates
 from .search_job import Job
 from .search_quests import Draft, Quest, drafts
 from .search_space import mixed_tiling, uniform_tiling
@@ -124,6 +125,7 @@ class _Ranking:
         self.known: list[Candidate] = []
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
+        self.bound = 0.0
 
     def run(self) -> None:
         """Searches until nothing better is left, or the time is up."""
@@ -144,6 +146,7 @@ class _Ranking:
         self._add_branches(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         self._refine()
+        self._prove(rows, numbers)
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
@@ -236,11 +239,24 @@ class _Ranking:
         if self.best and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
 
+    def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Goes through a small space to the end; otherwise bounds what was not simulated."""
+        if not self.best:
+            return
+        step = self.best[0].step_seconds
+        found = exact_candidates(self.job, rows, numbers, step)
+        if found is not None:
+            better, self.bound = found
+            for each in better:
+                self._offer(each)
+            if better:
+                self._offer(freed(self.job, self.best[0]))
+
     def _offer(self, found: Candidate) -> None:
         """Takes in a candidate."""
         self.known.append(found)
         ranking = sorted(
-            [*self.best, found], key=lambda c: (float(f"{c.step_seconds:.6g}"), c.peak_bytes)
+            [*self.best, found], key=lambda c: (float(f"{c.step_seconds:.10g}"), c.peak_bytes)
         )
         self.best = ranking[:1]
 
