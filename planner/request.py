@@ -54,6 +54,7 @@ class Request:
     ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch over
     all data-parallel ranks; None lets the search choose. ``memory_limit_bytes`` per device
     overrides what the device says. ``top`` is how many candidates the simulator ranks.
+    The search ends within ``gap`` of the best step there is, where it can show that.
     ``target`` and ``settings`` only pass through to the plan.
     """
 
@@ -68,6 +69,7 @@ class Request:
     top: int = 5
     target: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    gap: float = 0.01
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:

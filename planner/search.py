@@ -14,7 +14,7 @@ The time limit, or Ctrl-C, ends the search early with the best plan so far.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..cost_model.cluster import Cluster
@@ -23,14 +23,16 @@ from .asked import Asked, uses_of
 from .basis import DEFAULT, Basis
 from .branches import sections
 from .branches_search import branch_pipelines
+from .errors import TimeLimitError
 from .graph import Blocks, Graph
 from .heterogeneous import HostOrder, in_given_ranks, over_orders
 from .options import check_degrees, microbatch_rows, stage_numbers
-from .plan import Plan
+from .plan import Plan, SolverInfo
 from .prices import Rules
 from .refusals import check_measured
 from .report_plan import Candidate, make_plan
 from .request import Request
+from .search_bound import step_bound
 from .search_candidates import WORTH_IT as WORTH_IT
 from .search_candidates import candidates, completed, freed
 from .search_exact import exact_candidates
@@ -42,8 +44,8 @@ from .sources import with_sources
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
 
-MOST_DRAFTS = 64
-"""Drafts after which only those count that would be the best."""
+GRACE_SECONDS = 2.0
+"""After Ctrl-C: to find out how good the best so far is."""
 
 
 def plan(
@@ -65,23 +67,45 @@ def plan(
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
     known: list[Job] = []
+    stopped = ""
 
     def attempt(order: HostOrder, limited: Request) -> tuple[Job, list[Candidate]]:
-        job, found = ranked(
-            graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
-            known=known[0] if known else None,
-        )  # fmt: skip
+        nonlocal stopped
+        if stopped:
+            raise TimeLimitError("AP701", f"the search was {stopped}", fix="let it run on")
+        try:
+            job, found = ranked(
+                graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
+                known=known[0] if known else None,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if not known:
+                raise
+            stopped = "interrupted"
+            raise TimeLimitError(
+                "AP701", "the search was interrupted", fix="let it run on"
+            ) from None
         known.append(job)
+        stopped = job.stopped
         return job, found
 
     order, job, ranking = over_orders(cluster, request, attempt)
     if basis.mode == "measured":
         check_measured(basis, request)
-    found = make_plan(
-        job.structure, order.cluster, request, ranking[0], ranking[1:], known[0].spent()
-    )
+    bound = min(each.bound_seconds for each in known) if not stopped or len(known) == 1 else 0.0
+    spent = known[0].spent()
+    found = make_plan(job.structure, order.cluster, request, ranking[0], ranking[1:], spent)
+    found = replace(found, solver=solver_info(ranking[0].step_seconds, bound, spent))
     found = in_given_ranks(found, order, cluster)
     return with_sources(found, graph, blocks, basis=basis, rules=rules)
+
+
+def solver_info(
+    step_seconds: float, bound_seconds: float, spent: tuple[int, Mapping[str, float]]
+) -> SolverInfo:
+    """How good a step is, by a bound of all, and what it took to find."""
+    bound = min(bound_seconds, step_seconds)
+    return SolverInfo(max(0.0, 1 - bound / step_seconds), spent[0], dict(spent[1]), bound)
 
 
 def ranked(
@@ -103,16 +127,24 @@ def ranked(
     job = Job.of(graph, blocks, cluster, request, rules=rules, basis=basis)
     if known is not None:
         job = job.like(known)
-    ranking = _Ranking(job, observe or (lambda what, done, total: None))
+    ranking = _Ranking(job, observe or _ignore)
     try:
         ranking.run()
     except KeyboardInterrupt:
         if not ranking.best:
             raise
         job.stopped = "interrupted"
+        job.effort.deadline = time.perf_counter() + GRACE_SECONDS
+        ranking.observe = _ignore
+        ranking.bound_rest()
     if not ranking.best:
         raise job.failure()
+    job.bound_seconds = ranking.bound
     return job, ranking.found()
+
+
+def _ignore(what: str, done: float, total: float) -> None:
+    """Watches nothing."""
 
 
 class _Ranking:
@@ -240,17 +272,30 @@ class _Ranking:
             self._offer(freed(job, self.best[0]))
 
     def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Goes through a small space to the end; otherwise bounds what was not simulated."""
-        if not self.best:
-            return
-        step = self.best[0].step_seconds
-        found = exact_candidates(self.job, rows, numbers, step)
-        if found is not None:
-            better, self.bound = found
-            for each in better:
-                self._offer(each)
-            if better:
-                self._offer(freed(self.job, self.best[0]))
+        """Goes through a small space to the end; of a large one says what nothing is below."""
+        job, before = self.job, self._step_seconds
+        self.observe("proving the best", len(rows), len(rows))
+        for found, bound in exact_candidates(job, rows, numbers, before):
+            self.bound = bound
+            if found is not None:
+                self._offer(found)
+        if self.best and self._step_seconds < before:
+            self._offer(freed(job, self.best[0]))
+        if not self.bound:
+            self.bound_rest()
+
+    def bound_rest(self) -> None:
+        """Says what nothing is below, of whatever was or was not looked at."""
+        job = self.job
+        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+        numbers = stage_numbers(job.request, job.cluster, len(job.structure.blocks.blocks))
+        if self.best:
+            found = step_bound(job, rows, numbers, self._step_seconds, job.request.gap)
+            self.bound = max(self.bound, found)
+
+    @property
+    def _step_seconds(self) -> float:
+        return self.best[0].step_seconds if self.best else float("inf")
 
     def _offer(self, found: Candidate) -> None:
         """Takes in a candidate."""

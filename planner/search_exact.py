@@ -68,16 +68,14 @@ class ExactSearch:
 
     def run(self, wholes: list[Whole]) -> Iterator[Candidate]:
         """Better and better candidates. Raises ``TooManyError`` if stages have too many ways."""
-        tries = sorted(
-            ((self._least(each), number) for number, each in enumerate(wholes)),
-        )
+        tries = sorted((self._least(each), number) for number, each in enumerate(wholes))
         undone = float("inf")
         for least, number in tries:
+            self.bound = min(least, self.bar, undone)
             if least * SAME >= min(self.bar, undone):
                 break
             if self.job.effort.left_seconds <= 0:
-                undone = min(undone, least)
-                break
+                return
             found, left = self._best(wholes[number], least)
             undone = min(undone, left)
             if found is not None:
@@ -171,25 +169,27 @@ class ExactSearch:
 
 def exact_candidates(
     job: Job, rows: tuple[int, ...], numbers: tuple[int, ...], bar: float
-) -> tuple[list[Candidate], float] | None:
-    """Candidates faster than ``bar`` and a bound over the whole space; None if it is not small."""
+) -> Iterator[tuple[Candidate | None, float]]:
+    """Candidates faster than ``bar`` as they are found, each with a bound over the whole space.
+
+    The last is None with the final bound. Nothing where the space is not small.
+    """
     wholes = all_pipelines(job, rows, numbers)
     if wholes is None:
-        return None
+        return
     began = time.perf_counter()
     search = ExactSearch(job, bar)
     try:
-        found = list(search.run(wholes))
+        for found in search.run(wholes):
+            yield found, search.bound
+        yield None, search.bound
     except TooManyError:
-        return None
+        return
     finally:
         job.took("exact", time.perf_counter() - began)
-    return found, search.bound
 
 
-def all_pipelines(
-    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
-) -> list[Whole] | None:
+def all_pipelines(job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]) -> list[Whole] | None:
     """Every pipeline under every schedule; None if there are more than ``MOST_PIPELINES``."""
     num_blocks = len(job.structure.blocks.blocks)
     if sum(comb(num_blocks - 1, number - 1) for number in numbers) > MOST_PIPELINES:
@@ -211,9 +211,7 @@ def _scheduled(job: Job, rows: int, stages: tuple[StageChoice, ...]) -> Iterator
         yield Whole(rows, schedule, stages, held, needs)
 
 
-def _stagings(
-    job: Job, rows: int, numbers: tuple[int, ...]
-) -> Iterator[tuple[StageChoice, ...]]:
+def _stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
     """Every cut of the blocks on every tiling of the devices."""
     tiling = mixed_tiling(job.cluster, max(numbers), job.costs(rows).place)
     num_blocks = len(job.structure.blocks.blocks)

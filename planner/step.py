@@ -70,7 +70,9 @@ def simulate_figures(
         step_seconds=end,
         edges=pairs,
     )
-    return float(simulate(_table(schedule, len(figures), num_microbatches, pairs), costs).step_seconds)
+    return float(
+        simulate(_table(schedule, len(figures), num_microbatches, pairs), costs).step_seconds
+    )
 
 
 @lru_cache(maxsize=256)

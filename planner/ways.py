@@ -133,9 +133,7 @@ class _Space:
     def __init__(self, mesh: MeshWays, run: Run, zero: int, *, time_only: bool) -> None:
         self.mesh, self.run, self.zero = mesh, run, zero
         self.model = mesh.model
-        self.kinds = {
-            kind: mesh.kind(kind, zero, time_only=time_only) for kind in run.counts
-        }
+        self.kinds = {kind: mesh.kind(kind, zero, time_only=time_only) for kind in run.counts}
         sizes = [len(ways) for ways in self.kinds.values()]
         sizes += [len(self.model.shared(name).choices) for name in run.shared]
         if prod(sizes) > MOST_WAYS:
@@ -280,9 +278,7 @@ class _Space:
         passed = own[3] + again @ (field[1] + self._class_edges(0)[:, some]) + own[5]
         issued = (self._counts - again) @ np.maximum(field[2], field[9])
         issued += full @ np.maximum(field[2] + field[0], field[9] + field[8])
-        issued += partly @ np.maximum(
-            field[2] + field[0] - kept[0], field[9] + field[8] - kept[1]
-        )
+        issued += partly @ np.maximum(field[2] + field[0] - kept[0], field[9] + field[8] - kept[1])
         backward = np.maximum(computed, issued) + passed
         forward = np.maximum(own[0], self._counts @ np.maximum(field[0], field[8]))
         forward = forward + own[1] + own[4]
@@ -328,9 +324,7 @@ class _Space:
 
     def _fits(self, on: Rungs, some: Ints, in_flight: int, limit_bytes: float) -> np.ndarray:
         kept = self.kept_bytes(on, some) * in_flight
-        found: np.ndarray = (
-            self.states[some] + kept + self.transient_bytes(on, some) <= limit_bytes
-        )
+        found: np.ndarray = self.states[some] + kept + self.transient_bytes(on, some) <= limit_bytes
         return found
 
     def _points(self, on: Rungs, seconds: Floats, ways: Ints, rungs: Ints) -> Points:

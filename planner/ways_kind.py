@@ -167,7 +167,10 @@ def outside(model: StageModel, kind: str) -> tuple[End, ...]:
 def undominated(ways: KindWays, ends: tuple[End, ...], zero: int, *, time_only: bool) -> KindWays:
     """The ways of which no other that looks alike from outside is as good in everything."""
     looks = np.column_stack(
-        [np.zeros(len(ways), dtype=np.int64), *(e.classes[ways.choices[:, e.decision]] for e in ends)]
+        [
+            np.zeros(len(ways), dtype=np.int64),
+            *(e.classes[ways.choices[:, e.decision]] for e in ends),
+        ]
     )
     columns = ways.columns(zero, time_only=time_only)
     _, groups = np.unique(looks, axis=0, return_inverse=True)

@@ -342,17 +342,24 @@ def source_lines(plan: Plan) -> list[Text]:
     return lines
 
 
+def gap_text(plan: Plan) -> str:
+    """How far from the best the plan can be, by the bound that was found."""
+    solver = plan.solver
+    if solver.bound_seconds <= 0:
+        return "the best of those tried; how far from the best possible is not known"
+    if solver.gap <= 1e-9:
+        return "the best possible under this cost model"
+    return f"within {percent_text(solver.gap)} of the best possible under this cost model"
+
+
 def certainty(plan: Plan) -> RenderableType:
     """Where the figures come from, the solver's gap, and where planning time went."""
     lines: list[Text] = []
     lines += source_lines(plan)
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
     solver = plan.solver
-    gap = "" if solver.gap <= 1e-9 else f", the solver's gap {percent_text(solver.gap)}"
     lines.append(Text(f"memory: {memory_source(plan)}"))
-    lines.append(
-        Text(f"plan: the best of those tried{gap} ({solver.num_problems} problems solved)")
-    )
+    lines.append(Text(f"plan: {gap_text(plan)} ({solver.num_problems} problems solved)"))
     if plan.replicated_ops:
         costs = [
             f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"

@@ -19,10 +19,12 @@ COUNT = 4
 def stages(seed: int) -> list[tuple[IntraOp, Run]]:
     """The meshes of the first and of the last devices, with the first and the last runs."""
     case = random_case(seed)
-    job = Job.of(
-        case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
+    job = Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+    rows, size, number = (
+        case.request.global_batch,
+        case.cluster.num_devices,
+        len(case.blocks.blocks),
     )
-    rows, size, number = case.request.global_batch, case.cluster.num_devices, len(case.blocks.blocks)
     structure = job.at(rows)
     found = [(solver, structure.run(0, number)) for solver in job.solvers_on(rows, 0, size)]
     if size > 1:
