@@ -10,8 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.features import Features
+from autoparallel.planner.goal import Goal
+from autoparallel.planner.pins import Pin
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planner.request import Forced, Request
+from autoparallel.planner.request import Forced, Request, check_allowed
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.targets import Batch, LossFn, Target, building
@@ -55,6 +58,12 @@ class PlanOptions:
     optimizer: str = "adamw"
     memory_limit_bytes: int | None = None
     forced: Forced = field(default_factory=Forced)
+    pins: tuple[Pin, ...] = ()
+    stage_at: tuple[str, ...] = ()
+    max_tp: int | None = None
+    features: Features = field(default_factory=Features)
+    goal: Goal = field(default_factory=Goal)
+    gap: float = 0.01
     time_limit_seconds: float = 60.0
     top: int = 5
     profile: Mode = "auto"
@@ -71,6 +80,7 @@ class PlanOptions:
             )
         if self.profile not in MODES:
             raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
+        check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
 
 
 def make_plan(
@@ -110,9 +120,13 @@ def plan_program(
     observe: Observe = ignore,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.chunks import plan
+    from autoparallel.planner.whole_block import whole_blocks
 
-    basis = basis_for(cluster, options, target)
+    basis = whole_blocks(
+        program.graph, program.blocks, cluster, basis_for(cluster, options, target),
+        precision=options.precision,
+    )  # fmt: skip
     request = request_of(program, target, options)
     found = plan(
         program.graph,
@@ -140,7 +154,18 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
             where=str(database_path(options.database)),
             fix=f"autoparallel profile {target.name} --cluster {cluster.name}",
         )
+    if profile is not None:
+        profile = replace(profile, update=own_update(target))
     return Basis(profile, options.profile)
+
+
+def own_update(target: Target) -> str:
+    """The name of the target's own optimizer in a profile; "" where it has none."""
+    if target.build_optimizer is None:
+        return ""
+    from autoparallel.runtime.profile_update import own_name
+
+    return own_name(target.build_optimizer)
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
@@ -153,6 +178,12 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         memory_limit_bytes=options.memory_limit_bytes,
         microbatch_size=options.micro_batch,
         forced=options.forced,
+        pins=options.pins,
+        stage_at=options.stage_at,
+        max_tp=options.max_tp,
+        features=options.features,
+        goal=options.goal,
+        gap=options.gap,
         time_limit_seconds=options.time_limit_seconds,
         top=options.top,
         target=target.name,

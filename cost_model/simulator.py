@@ -131,7 +131,7 @@ class _Simulation:
         ]
         trains = any(rank.last_backwards for rank in self.ranks)
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
-        number = 2 * stages * schedule.num_microbatches
+        number = 2 * stages * schedule.num_microbatches * schedule.num_slices
         self.sent: dict[tuple[int, int], float] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
         self.missing = _num_messages(schedule)
@@ -174,13 +174,14 @@ class _Simulation:
     def _advance(self, rank: _Rank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""
         row, num_microbatches = rank.row, self.schedule.num_microbatches
+        num_slices = self.schedule.num_slices
         posted, arrived = self.posted, self.arrived
         length = len(row)
         at = rank.at
         while at < length:
             action = row[at]
-            kind, stage, m = action
-            number = 2 * (stage * num_microbatches + m)
+            kind, stage, m, part = action
+            number = 2 * ((stage * num_microbatches + m) * num_slices + part)
             if kind in NEEDS_MESSAGE:
                 if kind != FORWARD:
                     number += 1
@@ -200,7 +201,7 @@ class _Simulation:
             elif kind in SENDS:
                 backward = kind == SEND_BACKWARD
                 for target in self.wiring[not backward][stage]:
-                    number = 2 * (target * num_microbatches + m) + backward
+                    number = 2 * ((target * num_microbatches + m) * num_slices + part) + backward
                     self.sent[number, stage] = rank.clock
                     self._transfer(number, stage)
             elif kind == WEIGHT_BACKWARD:
@@ -221,7 +222,8 @@ class _Simulation:
         sent, posted = self.sent.get((number, source)), self.posted[number]
         if sent is None or posted is None:
             return
-        stage, m = divmod(number // 2, self.schedule.num_microbatches)
+        unit, part = divmod(number // 2, self.schedule.num_slices)
+        stage, m = divmod(unit, self.schedule.num_microbatches)
         backward = number & 1
         ranks = self.schedule.stage_rank
         pair = (ranks[source], ranks[stage])
@@ -229,7 +231,7 @@ class _Simulation:
         seconds = self.send[backward]
         end = start + seconds[source, stage] if seconds else start
         self.channel[pair] = end
-        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m)
+        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m, part)
         stream: Stream = "send backward" if backward else "send forward"
         self.ranks[pair[0]].events.append(Event(action, start, end, stream, stage))
         if self._is_last(number, stage, start, end) and number in self.waiting:
@@ -250,7 +252,7 @@ class _Simulation:
 
     def _compute(self, rank: _Rank, action: Action, arrival: float | None, begun: float) -> None:
         """A forward or backward, from when the rank is free and its message there."""
-        kind, stage, _ = action
+        kind, stage, _, _ = action
         free = start = rank.clock
         if arrival is not None and arrival > free:
             start = arrival

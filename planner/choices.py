@@ -8,11 +8,15 @@ are offered; of two with equal layouts the rules' first stays.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
+from .feature_strategies import allowed
+from .features import Features
 from .graph import Graph, Node, TensorSpec
 from .layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
+from .pins import Pins, kept
 from .positions import (
     Dims,
     by_entries,
@@ -45,13 +49,16 @@ class Restriction:
     used split where an op can; ``sequence_parallel`` says whether values outside such ops are
     split along positions there, as in Megatron-LM with and without sequence parallelism (None
     leaves it to the solver). On one of ``split_positions`` every value that counts positions
-    is split along them and parameters are replicated (context parallelism).
+    is split along them and parameters are replicated (context parallelism). ``pins`` are the
+    layouts that the user asks for, by node of a kind, ``features`` the means that are allowed.
     """
 
     split_batch: tuple[int, ...] = ()
     split_parameters: tuple[int, ...] = ()
     sequence_parallel: bool | None = None
     split_positions: tuple[int, ...] = ()
+    pins: Pins = field(default_factory=dict)
+    features: Features = field(default_factory=Features)
 
 
 def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
@@ -76,7 +83,18 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
         key = (layout.inputs, layout.outputs)
         if key not in found or len(inner) < len(found[key].inner):
             found[key] = Way(layout, inner)
-    return tuple(found.values())
+    return _as_pinned(node, tuple(found.values()), prices, restriction)
+
+
+def _as_pinned(
+    node: Node, found: tuple[Way, ...], prices: Prices, restriction: Restriction
+) -> tuple[Way, ...]:
+    """Of the ways those that keep the node's pins, all if none does."""
+    pins = restriction.pins.get(node.name, ())
+    if not pins:
+        return found
+    made = set(kept([way.layout.outputs[0] for way in found], pins, prices.mesh))
+    return tuple(way for way in found if way.layout.outputs[0] in made)
 
 
 def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
@@ -118,6 +136,9 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = _strategies(node, graph, size, prices)
+    if axis not in (*restriction.split_batch, *restriction.split_positions):
+        dims = partial(_dims, graph, size, prices)
+        strategies = allowed(node, graph, strategies, dims, restriction.features)
     if axis in restriction.split_batch and graph.batch_dims:
         return _batch_split(node, graph, strategies)
     if axis in restriction.split_parameters:
@@ -259,9 +280,8 @@ def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[
             options.append([*splits, same])
         else:
             options.append([*splits, REPLICATE])
-    return tuple(
-        layout for layout in product(*options) if divides(shape, layout, prices.mesh.shape)
-    )
+    found = [each for each in product(*options) if divides(shape, each, prices.mesh.shape)]
+    return kept(found, restriction.pins.get(node.name, ()), prices.mesh)
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:

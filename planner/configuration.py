@@ -364,7 +364,7 @@ class _Work:
         )  # fmt: skip
         if key not in self.cache.solvers:
             model = StageModel(self.structure, prices, restriction(prices.mesh, forced), link)
-            limits = Limits(float("inf"), own.zero, "none")
+            limits = Limits(float("inf"), (own.zero,), "none")
             self.cache.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
         return self.cache.solvers[key]
 

@@ -30,7 +30,7 @@ from .closing import allowed_rungs, bounds, lowest_first, priced
 from .errors import TimeLimitError
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .ladder import forced
+from .ladder import MODES, forced
 from .plan import Recompute
 from .pool import SAME, Found, Pool
 from .stage_cost import Figures, StageCost
@@ -65,15 +65,16 @@ class StageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every stage must keep to: bytes per device, forced ZeRO and recomputation.
+    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
 
     ``gap``: a stage may be worse than the best by this part of its cost.
     """
 
     memory_bytes: float
-    zero: int | None = None
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute: Recompute | None = None
     gap: float = 0.01
+    modes: tuple[Recompute, ...] = MODES
 
 
 @dataclass
@@ -107,15 +108,13 @@ class IntraOp:
     @property
     def zeros(self) -> tuple[int, ...]:
         """The ZeRO stages to choose from."""
-        if self.limits.zero is not None:
-            return (self.limits.zero if self.model.prices.shards > 1 else 0,)
-        return (0, 1, 2, 3) if self.model.prices.shards > 1 else (0,)
+        return self.limits.zeros if self.model.prices.shards > 1 else (0,)
 
     @property
     def modes(self) -> tuple[Recompute, ...]:
         """How blocks may be run."""
         given = self.limits.recompute
-        return ("none", "selective", "full") if given is None else (given,)
+        return self.limits.modes if given is None else (given,)
 
     @property
     def excess_bytes(self) -> dict[object, float]:
@@ -144,7 +143,9 @@ class IntraOp:
 
     def _pool(self, run: Run) -> Pool:
         if run.family not in self.pools:
-            self.pools[run.family] = Pool(self.model, self.zeros, self.limits.recompute)
+            self.pools[run.family] = Pool(
+                self.model, self.zeros, self.limits.recompute, self.limits.modes
+            )
         return self.pools[run.family]
 
     def _family(self, run: Run) -> Family | None:
@@ -326,7 +327,7 @@ class IntraOp:
         family, count = self._family(run), base.num_microbatches
         if family is None:
             return found
-        on = allowed_rungs(run, self.limits.recompute)
+        on = allowed_rungs(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - self._fixed_bytes(run)
         values = bounds(

@@ -168,5 +168,10 @@ class Plan:
         return self.model.global_batch // self.num_microbatches
 
     @property
+    def num_chunks(self) -> int:
+        """How many stages share their devices; 1 where each has its own."""
+        return len(self.stages) // len({frozenset(stage.devices) for stage in self.stages})
+
+    @property
     def has_pipeline(self) -> bool:
         return len(self.stages) > 1

@@ -230,7 +230,12 @@ class Prices:
         known = self.profile.op(case) if self.profile is not None else None
         found, error = analytic, 0.0
         if known is not None:
-            found = Priced(known.forward_seconds, known.backward_seconds, known.source, *issue)
+            assert self.profile is not None
+            forward, backward = self.profile.factors.get(node.name, (1.0, 1.0))
+            found = Priced(
+                known.forward_seconds * forward, known.backward_seconds * backward,
+                known.source, *issue,
+            )  # fmt: skip
             error = known.error
         if self.asked is not None:
             op = AskedOp(case, found.source, error=error)

@@ -71,12 +71,12 @@ class _Ties(NamedTuple):
 
     def receive(self, compute: Action) -> tuple[Action | None, list[int]]:
         """What ``compute`` has to wait for and from whom, if it comes from other ranks."""
-        kind, stage, m = compute
+        kind, stage, m, part = compute
         if kind == FORWARD:
-            wanted = Action(RECV_FORWARD, stage, m)
+            wanted = Action(RECV_FORWARD, stage, m, part)
             sources = self.others(stage, self.wiring.producers[stage])
         elif kind in (BACKWARD, INPUT_BACKWARD):
-            wanted = Action(RECV_BACKWARD, stage, m)
+            wanted = Action(RECV_BACKWARD, stage, m, part)
             sources = self.others(stage, self.wiring.consumers[stage])
         else:
             return None, []
@@ -84,12 +84,12 @@ class _Ties(NamedTuple):
 
     def send(self, compute: Action) -> Action | None:
         """What leaves for other ranks once ``compute`` is done."""
-        kind, stage, m = compute
+        kind, stage, m, part = compute
         if kind == FORWARD and self.others(stage, self.wiring.consumers[stage]):
-            return Action(SEND_FORWARD, stage, m)
+            return Action(SEND_FORWARD, stage, m, part)
         is_backward = kind in (BACKWARD, INPUT_BACKWARD)
         if is_backward and self.others(stage, self.wiring.producers[stage]):
-            return Action(SEND_BACKWARD, stage, m)
+            return Action(SEND_BACKWARD, stage, m, part)
         return None
 
 

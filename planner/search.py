@@ -26,12 +26,13 @@ from .branches_search import branch_pipelines
 from .errors import TimeLimitError
 from .graph import Blocks, Graph
 from .heterogeneous import HostOrder, in_given_ranks, over_orders
-from .options import check_degrees, microbatch_rows, stage_numbers
+from .options import check_degrees, microbatch_rows
+from .pins import check_kept, in_given_kinds, pinned_blocks
 from .plan import Plan, SolverInfo
 from .prices import Rules
 from .refusals import check_measured
 from .report_plan import Candidate, make_plan
-from .request import Request
+from .request import SCHEDULES, Request
 from .search_bound import step_bound
 from .search_candidates import WORTH_IT as WORTH_IT
 from .search_candidates import candidates, completed, freed
@@ -64,6 +65,7 @@ def plan(
     and are not), ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError``
     (AP701) if nothing was found in time.
     """
+    given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
     known: list[Job] = []
@@ -97,7 +99,8 @@ def plan(
     found = make_plan(job.structure, order.cluster, request, ranking[0], ranking[1:], spent)
     found = replace(found, solver=solver_info(ranking[0].step_seconds, bound, spent))
     found = in_given_ranks(found, order, cluster)
-    return with_sources(found, graph, blocks, basis=basis, rules=rules)
+    found = in_given_kinds(check_kept(found, graph, blocks, request.pins), blocks, given)
+    return with_sources(found, graph, given, basis=basis, rules=rules)
 
 
 def solver_info(
@@ -163,7 +166,7 @@ class _Ranking:
         """Searches until nothing better is left, or the time is up."""
         job = self.job
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        numbers = stage_numbers(job.request, job.cluster, len(job.structure.blocks.blocks))
+        numbers = job.stage_numbers
         quests: list[Quest] = []
         for index, each in enumerate(rows):
             if self.drafts and self._is_late(0.5):
@@ -194,7 +197,8 @@ class _Ranking:
     def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of any sizes, for the micro-batches that are best in one size first."""
         order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
-        several = tuple(number for number in numbers if number > 1)
+        allowed = self.job.request.features.allows("mixed-stages")
+        several = tuple(number for number in numbers if number > 1 and allowed)
         for each in order:
             if several and not (self.drafts and self._is_late(0.6)):
                 costs = self.job.costs(each)
@@ -249,6 +253,8 @@ class _Ranking:
     def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Pipelines in which branches have devices of their own."""
         job = self.job
+        if not job.request.features.allows("branches"):
+            return
         for section in sections(job.structure):
             for each in rows:
                 if self._is_late(0.7):
@@ -268,18 +274,23 @@ class _Ranking:
                 break
             for each in candidates(job, draft, refine=True):
                 self._offer(each)
-        if self.best and not self._is_late(0.9):
+        if self.best and job.request.frees_axes and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
 
     def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Goes through a small space to the end; of a large one says what nothing is below."""
+        """Goes through a small space to the end; of a large one says what nothing is below.
+
+        Several stages per rank, which only can be forced, have no bound yet.
+        """
+        if not set(self.job.request.schedules) <= set(SCHEDULES):
+            return
         job, before = self.job, self._step_seconds
         self.observe("proving the best", len(rows), len(rows))
         for found, bound in exact_candidates(job, rows, numbers, before):
             self.bound = bound
             if found is not None:
                 self._offer(found)
-        if self.best and self._step_seconds < before:
+        if self.best and self._step_seconds < before and job.request.frees_axes:
             self._offer(freed(job, self.best[0]))
         if not self.bound:
             self.bound_rest()
@@ -288,8 +299,8 @@ class _Ranking:
         """Says what nothing is below, of whatever was or was not looked at."""
         job = self.job
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        numbers = stage_numbers(job.request, job.cluster, len(job.structure.blocks.blocks))
-        if self.best:
+        numbers = job.stage_numbers
+        if self.best and set(job.request.schedules) <= set(SCHEDULES):
             found = step_bound(job, rows, numbers, self._step_seconds, job.request.gap)
             self.bound = max(self.bound, found)
 

@@ -36,10 +36,10 @@ from .inter_op_sweep import Move, Sweep, Tiling, larger, turning
 from .search_costs import MANY, Costs, MeshCosts
 from .search_job import Job
 from .search_runs import Floats, Ints, Series, at_least
-from .search_space import mixed_tiling, uniform_tiling
+from .search_space import tilings
 
-MOST_RAISED = 48
-"""Stages whose bounds are found again with the memory limit."""
+MOST_RAISED = 8
+"""Bounds of stages that are found again with the memory limit."""
 
 Stages = Sequence[tuple[int, int, Move]]
 
@@ -57,7 +57,7 @@ class StageBounds:
     count: int
     first: bool
     held: int
-    _raised: set[int] = field(default_factory=set)
+    _raised: set[tuple[str, int, int]] = field(default_factory=set)
 
     @cached_property
     def share(self) -> list[Floats]:
@@ -100,22 +100,29 @@ class StageBounds:
         found[self.numbers] = np.minimum.reduce(every)[self.numbers]
         return found
 
-    def raise_by_memory(self, number: int) -> bool:
-        """Bounds a class with its memory; whether that was not done before."""
-        if number in self._raised:
-            return False
-        self._raised.add(number)
-        for at, mesh in enumerate(self.meshes):
-            self._raise(self.micro, at, number, mesh, MANY)
-            self._raise(self.share, at, number, mesh, self.count)
-        return True
+    def raise_by_memory(self, number: int, *, alone: bool) -> int:
+        """Bounds a class with its memory on the meshes that may be its best; on how many.
 
-    def _raise(
-        self, every: list[Floats], at: int, number: int, mesh: MeshCosts, count: int
-    ) -> None:
+        Only what counts for the role: W of a pipeline of one stage, Q of a later stage.
+        """
+        forms = [("share", self.count)] if self.first else []
+        forms += [] if alone else [("micro", MANY)]
+        raised = 0
+        for name, count in forms:
+            every: list[Floats] = getattr(self, name)
+            while True:
+                at = min(range(len(every)), key=lambda each: float(every[each][number]))
+                if (name, at, number) in self._raised:
+                    break
+                self._raised.add((name, at, number))
+                self._raise(every, at, number, count)
+                raised += 1
+        return raised
+
+    def _raise(self, every: list[Floats], at: int, number: int, count: int) -> None:
         """A run takes at least what a shorter one of its series does."""
-        run = mesh.runs.run(number)
-        found = mesh.solver.memory_bound_seconds(run, count, self.held)
+        mesh = self.meshes[at]
+        found = mesh.solver.memory_bound_seconds(mesh.runs.run(number), count, self.held)
         if found <= every[at][number]:
             return
         every[at] = every[at].copy()
@@ -172,12 +179,13 @@ class _Space:
         return found, sweep.stages(num_stages) if found < float("inf") else ()
 
     def raise_by_memory(self, stages: Stages) -> int:
-        """Bounds the stages of a pipeline with their memory; for how many that was new."""
+        """Bounds the stages of a pipeline with their memory; how many bounds that were."""
         raised = 0
         for at, (start, stop, move) in enumerate(stages):
             own = self.stage(len(stages) - at, move.place, at == 0)
             number = int(self.costs.runs.classes.numbers[start, stop])
-            raised += own is not None and own.raise_by_memory(number)
+            if own is not None:
+                raised += own.raise_by_memory(number, alone=len(stages) == 1)
         return raised
 
 
@@ -233,16 +241,8 @@ def _spaces(
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
     is_chain = all((at, at + 1) in edges for at in range(num_blocks - 1))
+    mixed = job.request.features.allows("mixed-stages")
     for each in rows:
         costs = job.costs(each)
-        for number in numbers:
-            tiling = uniform_tiling(job.cluster, number, costs.place)
-            if tiling is not None:
-                yield _Space(costs, tiling, is_chain), number
-        several = tuple(number for number in numbers if number > 1)
-        if several:
-            tiling = mixed_tiling(job.cluster, several[-1], costs.place)
-            space = _Space(costs, tiling, is_chain)
-            for number in several:
-                if number <= tiling.most:
-                    yield space, number
+        for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
+            yield _Space(costs, tiling, is_chain), number

@@ -24,12 +24,14 @@ import numpy as np
 from .branches import WeightedEdges, stage_depths
 from .decisions import Floats
 from .inter_op import StageChoice
+from .inter_op_sweep import Tiling
 from .intra_op import IntraOp
 from .pipeline_bound import least_seconds
 from .report_plan import Candidate
 from .search_candidates import edges, schedules, simulated
 from .search_job import Job
-from .search_space import mixed_tiling
+from .search_runs import NO_RUN
+from .search_space import tilings
 from .step import simulate_figures
 from .ways import MeshWays, Points, joined
 from .ways_kind import TooManyError
@@ -100,6 +102,8 @@ class ExactSearch:
         costs = self.job.costs(rows)
         place = costs.place(stage.first_device, stage.num_devices)
         number = int(costs.runs.classes.numbers[stage.start, stage.stop])
+        if number == NO_RUN:
+            return joined([])
         key = (id(costs.places[place]), number, held)
         if key not in self._ways:
             run = costs.runs.run(number)
@@ -213,10 +217,11 @@ def _scheduled(job: Job, rows: int, stages: tuple[StageChoice, ...]) -> Iterator
 
 def _stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
     """Every cut of the blocks on every tiling of the devices."""
-    tiling = mixed_tiling(job.cluster, max(numbers), job.costs(rows).place)
     num_blocks = len(job.structure.blocks.blocks)
 
-    def extend(left: int, block: int, position: int) -> Iterator[tuple[StageChoice, ...]]:
+    def extend(
+        tiling: Tiling, left: int, block: int, position: int
+    ) -> Iterator[tuple[StageChoice, ...]]:
         if left == 0:
             yield ()
             return
@@ -224,9 +229,14 @@ def _stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[S
             stops = (num_blocks,) if left == 1 else range(block + 1, num_blocks - left + 2)
             for stop in stops:
                 choice = StageChoice(block, stop, move.first_device, move.num_devices)
-                for rest in extend(left - 1, stop, move.stop):
+                for rest in extend(tiling, left - 1, stop, move.stop):
                     yield (choice, *rest)
 
-    for number in numbers:
-        if number <= min(tiling.end, num_blocks):
-            yield from extend(number, 0, 0)
+    seen: set[tuple[StageChoice, ...]] = set()
+    mixed = job.request.features.allows("mixed-stages")
+    for tiling, number in tilings(job.cluster, numbers, job.costs(rows).place, mixed=mixed):
+        if number <= min(tiling.most, num_blocks):
+            for stages in extend(tiling, number, 0, 0):
+                if stages not in seen:
+                    seen.add(stages)
+                    yield stages

@@ -102,7 +102,7 @@ class MeshWays:
     def points(self, run: Run, in_flight: int, limit_bytes: float) -> list[Points]:
         """Per ZeRO stage the ways that fit and can be of use. Raises ``TooManyError``."""
         found = []
-        on = allowed_rungs(run, self.solver.limits.recompute)
+        on = allowed_rungs(run, self.solver.limits.recompute, self.solver.limits.modes)
         is_free = not on.full[0].any() and not on.selective[0].any()
         for zero in self.solver.zeros:
             if is_free and self._most_bytes(run, zero, in_flight) <= limit_bytes:

@@ -21,7 +21,6 @@ from .backward import around_backward
 from .data import local_inputs, local_part, microbatch_rows
 from .gradients import GradientReducer
 from .stage import StageModule
-from .tied import TiedParameters
 from .zero import begin_backward, begin_step
 
 
@@ -46,7 +45,6 @@ class StageExecutor:
         *,
         num_microbatches: int,
         constants: Mapping[str, Tensor] | None = None,
-        tied: TiedParameters | None = None,
         seed: int = 0,
     ) -> None:
         """``constants`` are the whole values, by name, of the stage's constants and of the
@@ -58,7 +56,6 @@ class StageExecutor:
         self.stage = stage
         self.program = stage.program
         self.num_microbatches = num_microbatches
-        self.tied = tied
         self.seed = seed
         self.steps_begun = 0
         self.parameters = stage.by_name
@@ -195,13 +192,12 @@ class StageExecutor:
         self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:
-        """After the last backward: complete all gradient sums and hand them to the optimizer.
+        """After the last backward: complete the gradient sums and hand them to the optimizer.
 
-        Collective over the stage, and over all stages that share a parameter.
+        Collective over the stage. What several stages hold is yet to be summed over these
+        (``runtime.tied``).
         """
         self._reducer.finish()
-        if self.tied is not None:
-            self.tied.sum(self.parameters)
         self.stage.keep_buffers()
         for parameter in self.parameters.values():
             parameter.publish()

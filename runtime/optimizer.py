@@ -63,19 +63,18 @@ def gradient_norm(
     parameters: Iterable[StageParameter],
     *,
     device: torch.device,
-    elsewhere: frozenset[str] = frozenset(),
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
 
-    Every element counts once: a rank's sum of squares is divided by the number of ranks
-    that hold the same elements, and the names in ``elsewhere``, which another stage counts,
-    are left out. A rank with no stage passes no parameters. Float64.
+    Every element counts once: a rank's sum of squares is divided by the number of ranks of a
+    stage that hold the same elements, and of several stages that hold a parameter one passes
+    it. A rank with no stage passes no parameters. Float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         gradient = parameter.gradient
-        if gradient is not None and parameter.name not in elsewhere:
+        if gradient is not None:
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
             total += square.to(device) / replicas(parameter)
     dist.all_reduce(total, group=group)

@@ -77,7 +77,7 @@ def simulate(
     own, rest = split_parallel(parallel)
     options = plan_options(
         global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
-        optimizer=optimizer, memory_limit=None, parallel=rest, time_limit=60.0,
+        optimizer=optimizer, parallel=rest,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
     from autoparallel.planning import find_cluster

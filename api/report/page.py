@@ -346,10 +346,13 @@ def gap_text(plan: Plan) -> str:
     """How far from the best the plan can be, by the bound that was found."""
     solver = plan.solver
     if solver.bound_seconds <= 0:
-        return "the best of those tried; how far from the best possible is not known"
+        return "the best of those tried; how far from the best there is, is not known"
     if solver.gap <= 1e-9:
-        return "the best possible under this cost model"
-    return f"within {percent_text(solver.gap)} of the best possible under this cost model"
+        return "the best of the space searched, under this cost model"
+    return (
+        f"within {percent_text(solver.gap)} of the best possible in the space searched, "
+        "under this cost model"
+    )
 
 
 def certainty(plan: Plan) -> RenderableType:

@@ -121,12 +121,9 @@ def test_two_fast_and_two_slow_devices_share_the_layers_by_speed() -> None:
     """8 layers on speeds 3, 3, 1, 1: all work over all speed is 1, reached by 3, 3, 1, 1.
 
     Then T = 4 + (B − 1), where fast devices alone, 4 layers each, take 8/3 + (B − 1)·4/3:
-    of 16 micro-batches less, of 4 more.
+    of 16 micro-batches less.
     """
     graph, blocks = mlp(8, inner=512)
-    request = Request(16, forced=Forced(pp=4, num_microbatches=4))
-    found = plan(graph, blocks, toys(host(1), host(3), host(1), host(3)), request)
-    assert layers_by_device(found) == {"toy1": [0, 0], "toy3": [4, 4]}
     request = Request(16, forced=Forced(pp=4, num_microbatches=16))
     found = plan(graph, blocks, toys(host(1), host(3), host(1), host(3)), request)
     assert layers_by_device(found) == {"toy1": [1, 1], "toy3": [3, 3]}

@@ -225,7 +225,7 @@ def test_an_action_survives_its_text(text):
     assert str(parse_action(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "F0", "1F", "1X0", "1STEP3", "1REDUCE0", "-1F0"])
+@pytest.mark.parametrize("text", ["", "F0", "1F", "1X0", "1STEP3.1", "1REDUCE0.1", "-1F0"])
 def test_text_that_is_no_action_is_refused(text):
     with pytest.raises(ValueError, match="is no action"):
         parse_action(text)

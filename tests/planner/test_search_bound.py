@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
+from dataclasses import replace
 
 import pytest
 from random_cases import random_case
@@ -28,8 +28,7 @@ def test_no_schedule_is_faster_than_the_bound_of_a_pipeline(
     seed: int, edges: tuple[tuple[int, int, float], ...] | None
 ) -> None:
     rng = random.Random(seed)
-    figures = [tuple(rng.choice((0.0, 0.1, 1.0, 3.0)) + rng.random() for _ in range(5))] * 4
-    figures = [tuple(rng.random() * rng.choice((0.1, 1, 5)) for _ in range(5)) for _ in figures]
+    figures = [tuple(rng.random() * rng.choice((0.1, 1, 5)) for _ in range(5)) for _ in range(4)]
     count = rng.choice((1, 2, 3, 8))
     least = least_seconds(figures, count, edges)
     for schedule in SCHEDULES:
@@ -43,11 +42,12 @@ def test_equal_stages_without_messages_take_just_the_bound() -> None:
     assert simulate_figures("1f1b", 4, figures) == pytest.approx(6 * 3 + 0.5)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_the_bound_of_a_large_space_is_below_the_best_of_a_small_one(seed: int) -> None:
     """The best is known, as the small space was gone through; its bound is found as a large one's
-    is, with memory that binds or not."""
+    is, with memory that binds or not. "dp" is for the batch alone, as in the space of the bound."""
     case = random_case(seed, mixed=False)
+    case = replace(case, request=replace(case.request, max_tp=8))
     try:
         job, found = ranked(case.graph, case.blocks, case.cluster, case.request)
         if case.memory_share is not None:
@@ -104,7 +104,3 @@ def test_a_search_out_of_time_gives_the_best_so_far_and_a_true_gap(limit: float)
     except TimeLimitError:
         return
     assert_is_honest(found, best)
-
-
-def test_an_infinite_best_bounds_nothing() -> None:
-    assert math.isinf(least_seconds([(math.inf, 1.0, 0.0, 0.0, 0.0)], 2))
