@@ -276,7 +276,7 @@ class IntraOp:
             return bound
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
         grid = np.geomspace(1e-3, 1e2, 12) * rounded(self._price_unit(run, num_microbatches))
-        least = {zero: 0.0 for zero in self.zeros}
+        least = dict.fromkeys(self.zeros, 0.0)
         zeros = self.zeros
         for size in (6, 6, 0):
             ways = self._ways(num_microbatches, in_flight, zeros, grid.tolist())

@@ -10,7 +10,7 @@ from ..cost_model.cluster import Cluster
 from .layout import Mesh
 from .strategy import NodeLayout
 
-SCHEMA = 2
+SCHEMA = 3
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -126,11 +126,17 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class SolverInfo:
-    """How the plan was found. ``gap`` is relative; ``seconds`` splits planning time by phase."""
+    """How the plan was found, and how good it is under the cost model.
+
+    No plan of the space that was searched takes less than ``bound_seconds`` (0 where none is
+    known), so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. ``seconds``
+    splits planning time by phase.
+    """
 
     gap: float
     num_problems: int
     seconds: Mapping[str, float]
+    bound_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,10 @@ def loads(text: str, where: str = "plan") -> Plan:
     """
     table = _parse(text, where)
     schema = table.get("schema")
-    if schema not in (1, SCHEMA):
+    if schema not in range(1, SCHEMA + 1):
         raise PlanError(
             "AP502",
-            f"the plan has schema {schema!r}, this version reads 1 and {SCHEMA}",
+            f"the plan has schema {schema!r}, this version reads 1 to {SCHEMA}",
             where=where,
             fix="plan again",
         )
@@ -67,13 +67,16 @@ def loads(text: str, where: str = "plan") -> Plan:
 
 
 def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
-    """A plan of an older schema as one of this. Schema 1 knew no profiles, 2 at first no goals."""
+    """A plan of an older schema as one of this: 1 knew no profiles, 2 no bound and no goals."""
     table = {"goal": None, **table}
-    prediction = table.get("prediction")
-    if table.get("schema") == SCHEMA or not isinstance(prediction, dict):
+    schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
+    if schema == SCHEMA or not isinstance(prediction, dict) or not isinstance(solver, dict):
         return table
-    new: dict[str, Any] = {"sources_of": {}, "profile": None}
-    return {**table, "schema": SCHEMA, "prediction": {**new, **prediction}}
+    new: dict[str, Any] = {"sources_of": {}, "profile": None} if schema == 1 else {}
+    return {
+        **table, "schema": SCHEMA, "prediction": {**new, **prediction},
+        "solver": {"bound_seconds": 0.0, **solver},
+    }  # fmt: skip
 
 
 class _Damage(Exception):  # noqa: N818 — a signal inside this file, not an error of its own

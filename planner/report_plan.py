@@ -108,11 +108,13 @@ def make_plan(
     losers: Iterable[Candidate],
     spent: tuple[int, Mapping[str, float]],
 ) -> Plan:
-    """The plan of the winner. ``spent`` is the number of programs and seconds by phase."""
+    """The plan of the winner. ``spent`` is the number of programs and seconds by phase.
+
+    How good it is, is not known here.
+    """
     graph = structure.graph
     num_problems, seconds = spent
     stages = tuple(_stage(structure, best, index, send) for index, send in enumerate(_sends(best)))
-    gap = max(answer.gap for _, answer in best.answers)
     rules = best.answers[0][0].prices.rules
     has_rule = getattr(rules, "has_rule", lambda op: True)
     without = [n for n in graph if n.kind == "op" and n.rule is None and not has_rule(n.op)]
@@ -134,7 +136,7 @@ def make_plan(
         stages=stages,
         prediction=_prediction(best, cluster, request),
         alternatives=alternatives(best, losers),
-        solver=SolverInfo(gap, num_problems, dict(seconds)),
+        solver=SolverInfo(1.0, num_problems, dict(seconds)),
         replicated_ops=tuple(replicated),
         replicated_seconds=replicated,
         undivided=_undivided(structure, best),

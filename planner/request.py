@@ -68,7 +68,7 @@ class Request:
     ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch over
     all data-parallel ranks; None lets the search choose. ``memory_limit_bytes`` per device
     overrides what the device says. ``top`` is how many candidates the simulator ranks.
-    ``gap``: how much worse than the best a stage may be, as a part of its cost. ``pins`` are
+    ``gap``: how much worse than the best a plan may be, where that can be shown. ``pins`` are
     layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
     may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
     """

@@ -14,7 +14,7 @@ The time limit, or Ctrl-C, ends the search early with the best plan so far.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..cost_model.cluster import Cluster
@@ -23,18 +23,21 @@ from .asked import Asked, uses_of
 from .basis import DEFAULT, Basis
 from .branches import sections
 from .branches_search import branch_pipelines
+from .errors import TimeLimitError
 from .graph import Blocks, Graph
 from .heterogeneous import HostOrder, in_given_ranks, over_orders
 from .options import check_degrees, microbatch_rows
 from .pins import check_kept, in_given_kinds, pinned_blocks
 from .placement import learned_pipelines
-from .plan import Plan
+from .plan import Plan, SolverInfo
 from .prices import Rules
 from .refusals import check_measured
 from .report_plan import Candidate, make_plan
-from .request import Request
+from .request import SCHEDULES, Request
+from .search_bound import step_bound
 from .search_candidates import WORTH_IT as WORTH_IT
 from .search_candidates import candidates, completed, freed
+from .search_exact import exact_candidates
 from .search_job import Job
 from .search_quests import Draft, Quest, drafts
 from .search_space import mixed_tiling, uniform_tiling
@@ -46,8 +49,8 @@ Observe = Callable[[str, float, float], None]
 SOON = 0.05
 """The share of the time limit after which a first plan is made of what is known."""
 
-MOST_DRAFTS = 64
-"""Drafts after which only those count that would be the best."""
+GRACE_SECONDS = 2.0
+"""After Ctrl-C: to find out how good the best so far is."""
 
 
 def plan(
@@ -70,24 +73,46 @@ def plan(
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
     known: list[Job] = []
+    stopped = ""
 
     def attempt(order: HostOrder, limited: Request) -> tuple[Job, list[Candidate]]:
-        job, found = ranked(
-            graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
-            known=known[0] if known else None,
-        )  # fmt: skip
+        nonlocal stopped
+        if stopped:
+            raise TimeLimitError("AP701", f"the search was {stopped}", fix="let it run on")
+        try:
+            job, found = ranked(
+                graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
+                known=known[0] if known else None,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if not known:
+                raise
+            stopped = "interrupted"
+            raise TimeLimitError(
+                "AP701", "the search was interrupted", fix="let it run on"
+            ) from None
         known.append(job)
+        stopped = job.stopped
         return job, found
 
     order, job, ranking = over_orders(cluster, request, attempt)
     if basis.mode == "measured":
         check_measured(basis, request)
-    found = make_plan(
-        job.structure, order.cluster, request, ranking[0], ranking[1:], known[0].spent()
-    )
+    bound = min(each.bound_seconds for each in known) if not stopped or len(known) == 1 else 0.0
+    spent = known[0].spent()
+    found = make_plan(job.structure, order.cluster, request, ranking[0], ranking[1:], spent)
+    found = replace(found, solver=solver_info(ranking[0].step_seconds, bound, spent))
     found = in_given_ranks(found, order, cluster)
     found = in_given_kinds(check_kept(found, graph, blocks, request.pins), blocks, given)
     return with_sources(found, graph, given, basis=basis, rules=rules)
+
+
+def solver_info(
+    step_seconds: float, bound_seconds: float, spent: tuple[int, Mapping[str, float]]
+) -> SolverInfo:
+    """How good a step is, by a bound of all, and what it took to find."""
+    bound = min(bound_seconds, step_seconds)
+    return SolverInfo(max(0.0, 1 - bound / step_seconds), spent[0], dict(spent[1]), bound)
 
 
 def ranked(
@@ -109,16 +134,24 @@ def ranked(
     job = Job.of(graph, blocks, cluster, request, rules=rules, basis=basis)
     if known is not None:
         job = job.like(known)
-    ranking = _Ranking(job, observe or (lambda what, done, total: None))
+    ranking = _Ranking(job, observe or _ignore)
     try:
         ranking.run()
     except KeyboardInterrupt:
         if not ranking.best:
             raise
         job.stopped = "interrupted"
+        job.effort.deadline = time.perf_counter() + GRACE_SECONDS
+        ranking.observe = _ignore
+        ranking.bound_rest()
     if not ranking.best:
         raise job.failure()
+    job.bound_seconds = ranking.bound
     return job, ranking.found()
+
+
+def _ignore(what: str, done: float, total: float) -> None:
+    """Watches nothing."""
 
 
 class _Ranking:
@@ -131,6 +164,7 @@ class _Ranking:
         self.known: list[Candidate] = []
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
+        self.bound = 0.0
 
     def run(self) -> None:
         """Searches until nothing better is left, or the time is up."""
@@ -155,6 +189,7 @@ class _Ranking:
         self._add_branches(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         self._refine()
+        self._prove(rows, numbers)
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
@@ -273,11 +308,42 @@ class _Ranking:
         if self.best and job.request.frees_axes and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
 
+    def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Goes through a small space to the end; of a large one says what nothing is below.
+
+        Several stages per rank, which only can be forced, have no bound yet.
+        """
+        if not set(self.job.request.schedules) <= set(SCHEDULES):
+            return
+        job, before = self.job, self._step_seconds
+        self.observe("proving the best", len(rows), len(rows))
+        for found, bound in exact_candidates(job, rows, numbers, before):
+            self.bound = bound
+            if found is not None:
+                self._offer(found)
+        if self.best and self._step_seconds < before and job.request.frees_axes:
+            self._offer(freed(job, self.best[0]))
+        if not self.bound:
+            self.bound_rest()
+
+    def bound_rest(self) -> None:
+        """Says what nothing is below, of whatever was or was not looked at."""
+        job = self.job
+        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+        numbers = job.stage_numbers
+        if self.best and set(job.request.schedules) <= set(SCHEDULES):
+            found = step_bound(job, rows, numbers, self._step_seconds, job.request.gap)
+            self.bound = max(self.bound, found)
+
+    @property
+    def _step_seconds(self) -> float:
+        return self.best[0].step_seconds if self.best else float("inf")
+
     def _offer(self, found: Candidate) -> None:
         """Takes in a candidate."""
         self.known.append(found)
         ranking = sorted(
-            [*self.best, found], key=lambda c: (float(f"{c.step_seconds:.6g}"), c.peak_bytes)
+            [*self.best, found], key=lambda c: (float(f"{c.step_seconds:.10g}"), c.peak_bytes)
         )
         self.best = ranking[:1]
 

@@ -166,6 +166,34 @@ class MeshCosts:
             self.slowest[numbers] = (self.runs.count - 1) * least
             self._bounded.add(series)
 
+    def least(self, wanted: Iterable[Series], count: int) -> Floats:
+        """By class at least c + r + e / ``count``, without the memory limit; 0 elsewhere."""
+        found = np.zeros(len(self.runs.classes.firsts))
+        runs = {
+            series: [
+                self.runs.run(number)
+                for number, length in zip(series.classes, series.lengths, strict=True)
+                if length in asked
+            ]
+            for series in wanted
+            for asked in (set(samples(series)),)
+        }
+        self._prepare([run for own in runs.values() for run in own], count)
+        for series, own in runs.items():
+            known = np.array(samples(series))
+            found[list(series.classes)] = chords(
+                np.array(series.lengths), known, self._bounds(own, count), series.regular
+            )
+        return found
+
+    def most_received(self, wanted: Iterable[Series]) -> Floats:
+        """By class the most seconds that its messages can take."""
+        found = np.zeros(len(self.runs.classes.firsts))
+        for series in wanted:
+            own = [self.runs.run(number) for number in (series.classes[0], series.classes[-1])]
+            found[list(series.classes)] = max(self._receive_seconds(run) for run in own)
+        return found
+
     def _prepare(self, runs: Sequence[Run], count: int) -> None:
         families: dict[int, list[Run]] = {}
         for run in runs:

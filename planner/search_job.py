@@ -44,7 +44,10 @@ from .submesh import meshes, restriction, submesh_sizes
 
 @dataclass
 class Job:
-    """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``."""
+    """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
+
+    No plan takes less than ``bound_seconds``; 0 where no bound is known.
+    """
 
     structure: Structure
     cluster: Cluster
@@ -60,6 +63,7 @@ class Job:
     solvers: dict[object, IntraOp] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
+    bound_seconds: float = 0.0
     _costs: dict[int, Costs] = field(default_factory=dict)
 
     @staticmethod

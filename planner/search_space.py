@@ -13,7 +13,7 @@ stage before, not through its first rank: submeshes that agree in these are one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 
 from ..cost_model.cluster import Cluster
@@ -60,6 +60,20 @@ def mixed_tiling(cluster: Cluster, most_stages: int, place: PlaceOf) -> Tiling:
                 moves.append(Move(number[first], stop, place(first, size), first, size))
     end = len(devices) - 1
     return Tiling(end, tuple(moves), min(most_stages, end))
+
+
+def tilings(
+    cluster: Cluster, numbers: Sequence[int], place: PlaceOf, *, mixed: bool
+) -> Iterator[tuple[Tiling, int]]:
+    """Every tiling with each of the numbers of stages that it is for."""
+    for number in numbers:
+        tiling = uniform_tiling(cluster, number, place)
+        if tiling is not None:
+            yield tiling, number
+    several = [number for number in numbers if number > 1]
+    if several and mixed:
+        tiling = mixed_tiling(cluster, several[-1], place)
+        yield from ((tiling, number) for number in several if number <= tiling.most)
 
 
 def _positions(cluster: Cluster) -> Iterator[int]:

@@ -6,8 +6,9 @@ In: a schedule, how many micro-batches, what each stage costs. Out: the timeline
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-from ..cost_model.actions import chain
+from ..cost_model.actions import Edges, Schedule, chain
 from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import Overlap, StageCosts
 from ..cost_model.timeline import Timeline
@@ -41,6 +42,42 @@ def simulate_stages(
         stage_costs(costs, gradient_buckets, edges),
         overlap=overlap,
     )
+
+
+def simulate_figures(
+    schedule: str,
+    num_microbatches: int,
+    figures: Sequence[Sequence[float]],
+    *,
+    edges: Sequence[tuple[int, int, float]] | None = None,
+) -> float:
+    """The step's seconds from the five figures of each stage: forward, backward, receive
+    forward, receive backward, end of the step. The same as ``simulate_stages``, for many."""
+    forward, backward, receive, receive_backward, end = zip(*figures, strict=True)
+    if len(figures) == 1:
+        return float(num_microbatches * (forward[0] + backward[0]) + end[0])
+    pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
+    if pairs == chain(len(figures)):
+        pairs = edges = None
+    received = [(target, 1.0) for target in range(1, len(figures))]
+    if edges is not None:
+        received = [(target, share) for _, target, share in edges]
+    costs = StageCosts(
+        forward,
+        backward,
+        send_seconds=[share * receive[target] for target, share in received],
+        send_backward_seconds=[share * receive_backward[target] for target, share in received],
+        step_seconds=end,
+        edges=pairs,
+    )
+    return float(
+        simulate(_table(schedule, len(figures), num_microbatches, pairs), costs).step_seconds
+    )
+
+
+@lru_cache(maxsize=256)
+def _table(schedule: str, num_stages: int, num_microbatches: int, pairs: Edges | None) -> Schedule:
+    return build_schedule(schedule, num_stages, num_microbatches, edges=pairs)
 
 
 def send_seconds(

@@ -345,18 +345,29 @@ def source_lines(plan: Plan) -> list[Text]:
     return lines
 
 
+def gap_text(plan: Plan) -> str:
+    """How far from the best the plan can be, by the bound that was found."""
+    solver = plan.solver
+    if "learning" in solver.seconds:
+        return "the best that placers that learn found (--search rl)"
+    if solver.bound_seconds <= 0:
+        return "the best of those tried; how far from the best there is, is not known"
+    if solver.gap <= 1e-9:
+        return "the best of the space searched, under this cost model"
+    return (
+        f"within {percent_text(solver.gap)} of the best possible in the space searched, "
+        "under this cost model"
+    )
+
+
 def certainty(plan: Plan) -> RenderableType:
     """Where the figures come from, the solver's gap, and where planning time went."""
     lines: list[Text] = []
     lines += source_lines(plan)
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
     solver = plan.solver
-    gap = "" if solver.gap <= 1e-9 else f", the solver's gap {percent_text(solver.gap)}"
     lines.append(Text(f"memory: {memory_source(plan)}"))
-    how = (
-        "placers that learn found (--search rl)" if "learning" in solver.seconds else "those tried"
-    )
-    lines.append(Text(f"plan: the best of {how}{gap} ({solver.num_problems} problems solved)"))
+    lines.append(Text(f"plan: {gap_text(plan)} ({solver.num_problems} problems solved)"))
     if plan.replicated_ops:
         costs = [
             f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"

@@ -228,7 +228,9 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(
     )  # fmt: skip
     text = capsys.readouterr().err
     assert code == 4
-    assert re.search(r"error\[AP301\]: the model does not fit: .* of 100.00 MB", text.replace("\n", " "))
+    assert re.search(
+        r"error\[AP301\]: the model does not fit: .* of 100.00 MB", text.replace("\n", " ")
+    )
     assert "fix: " in text
 
 

@@ -106,9 +106,13 @@ def test_runs_of_ranks_on_unequal_hosts() -> None:
 def test_a_device_of_three_times_the_speed_has_three_times_the_layers(
     speeds: tuple[int, int],
 ) -> None:
-    """8 equal layers on speeds 3 and 1: 6 and 2 of them take 2 each, any other cut over 2."""
+    """8 equal layers on speeds 3 and 1: 6 and 2 of them take 2 each, any other cut over 2.
+
+    Of 16 micro-batches; of few, 7 and 1 are faster: the slow stage's one layer then is all
+    that the fast stage does not hide.
+    """
     graph, blocks = mlp(8, inner=512)
-    request = Request(16, forced=Forced(pp=2, num_microbatches=4))
+    request = Request(16, forced=Forced(pp=2, num_microbatches=16))
     found = plan(graph, blocks, toys(*map(host, speeds)), request)
     assert layers_by_device(found) == {"toy1": [2], "toy3": [6]}
 
@@ -117,12 +121,9 @@ def test_two_fast_and_two_slow_devices_share_the_layers_by_speed() -> None:
     """8 layers on speeds 3, 3, 1, 1: all work over all speed is 1, reached by 3, 3, 1, 1.
 
     Then T = 4 + (B − 1), where fast devices alone, 4 layers each, take 8/3 + (B − 1)·4/3:
-    of 16 micro-batches less, of 4 more.
+    of 16 micro-batches less.
     """
     graph, blocks = mlp(8, inner=512)
-    request = Request(16, forced=Forced(pp=4, num_microbatches=4))
-    found = plan(graph, blocks, toys(host(1), host(3), host(1), host(3)), request)
-    assert layers_by_device(found) == {"toy1": [0, 0], "toy3": [4, 4]}
     request = Request(16, forced=Forced(pp=4, num_microbatches=16))
     found = plan(graph, blocks, toys(host(1), host(3), host(1), host(3)), request)
     assert layers_by_device(found) == {"toy1": [1, 1], "toy3": [3, 3]}

@@ -52,9 +52,7 @@ def test_the_most_tokens_per_dollar_are_those_of_the_best_part() -> None:
 def test_of_two_kinds_of_devices_the_price_decides() -> None:
     slow = toys(2)
     quick = replace(slow.hosts[0].device, name="quick", peak_flops={"float32": 4e11})
-    mixed = replace(
-        slow, name="mixed", hosts=(*slow.hosts, replace(slow.hosts[0], device=quick))
-    )
+    mixed = replace(slow, name="mixed", hosts=(*slow.hosts, replace(slow.hosts[0], device=quick)))
     cheap_quick = planned(Goal("cost", {"toy": 1.0, "quick": 1.0}), mixed)
     dear_quick = planned(Goal("cost", {"toy": 1.0, "quick": 100.0}), mixed)
     assert {host.device.name for host in cheap_quick.cluster.hosts} == {"quick"}

@@ -1,0 +1,248 @@
+"""What no plan of a large space is faster than.
+
+In: a job whose search is done, the best step, the gap asked for. Out: a lower bound of the
+step over all micro-batch sizes, cuts, tilings, meshes, layouts, ZeRO stages, rungs and
+schedules of the request.
+
+A stage of forward and backward c, messages r and end of step e takes, whatever its layouts,
+at least Q <= c + r, W <= c + r + e/N and, the first one, E <= c + e: all three are bounds that
+the stage solver proves (for N, infinitely many and 1 micro-batches). With R the most that its
+messages can take, a pipeline takes at least (``pipeline_bound``)
+
+    max_i  Σ_{0<j<=i} Q_j + (N - 1)·(Q_i - R_i) + E     and     max_i  N·(W_i - R_i),
+
+each the least over all pipelines by one sweep of ``inter_op_sweep``. Where memory binds the
+stages of the pipeline that has the least are bounded again with it (Lagrangian, see
+``intra_op``), and the sweep is repeated, until the least is near enough to the best step or
+its stages have no better bound. The best-first order makes that the bound of the whole space.
+
+Where blocks that follow each other do not need each other, stages may be a graph and not a
+chain: then only the second form holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count as counting
+
+import numpy as np
+
+from .branches import block_edges
+from .inter_op_sweep import Move, Sweep, Tiling, larger, turning
+from .search_costs import MANY, Costs, MeshCosts
+from .search_job import Job
+from .search_runs import Floats, Ints, Series, at_least
+from .search_space import tilings
+
+MOST_RAISED = 8
+"""Bounds of stages that are found again with the memory limit."""
+
+Stages = Sequence[tuple[int, int, Move]]
+
+
+@dataclass
+class StageBounds:
+    """Bounds of every class of runs on one place in one role, ``held`` micro-batches in flight.
+
+    By mesh: ``micro`` are Q, ``share`` W, ``alone`` E, ``received`` R.
+    """
+
+    meshes: Sequence[MeshCosts]
+    series: tuple[Series, ...]
+    numbers: Ints
+    count: int
+    first: bool
+    held: int
+    _raised: set[tuple[str, int, int]] = field(default_factory=set)
+
+    @cached_property
+    def share(self) -> list[Floats]:
+        return [mesh.least(self.series, self.count) for mesh in self.meshes]
+
+    @cached_property
+    def micro(self) -> list[Floats]:
+        return [mesh.least(self.series, MANY) for mesh in self.meshes]
+
+    @cached_property
+    def alone(self) -> list[Floats]:
+        if not self.first:
+            return self.micro
+        return [mesh.least(self.series, 1) for mesh in self.meshes]
+
+    @cached_property
+    def received(self) -> list[Floats]:
+        return [mesh.most_received(self.series) for mesh in self.meshes]
+
+    def turning(self) -> tuple[Floats, Floats]:
+        """By class what a stage takes once, and more for all other micro-batches."""
+        more = self.count - 1
+        once = [np.maximum(a, q) for a, q in zip(self.alone, self.micro, strict=True)]
+        rest = [
+            more * np.maximum(q - r, 0.0) for q, r in zip(self.micro, self.received, strict=True)
+        ]
+        if self.first:
+            whole = [self.count * each for each in self.share]
+            rest = [np.maximum(w - o, r) for w, o, r in zip(whole, once, rest, strict=True)]
+        return self._least(once), self._least(rest)
+
+    def largest(self) -> tuple[Floats, Floats]:
+        """By class nothing, and all that a stage takes."""
+        own = zip(self.share, self.received, strict=True)
+        every = self._least([self.count * np.maximum(w - r, 0.0) for w, r in own])
+        return np.where(np.isfinite(every), 0.0, np.inf), every
+
+    def _least(self, every: list[Floats]) -> Floats:
+        found = np.full(len(self.meshes[0].runs.classes.firsts), np.inf)
+        found[self.numbers] = np.minimum.reduce(every)[self.numbers]
+        return found
+
+    def raise_by_memory(self, number: int, *, alone: bool) -> int:
+        """Bounds a class with its memory on the meshes that may be its best; on how many.
+
+        Only what counts for the role: W of a pipeline of one stage, Q of a later stage.
+        """
+        forms = [("share", self.count)] if self.first else []
+        forms += [] if alone else [("micro", MANY)]
+        raised = 0
+        for name, count in forms:
+            every: list[Floats] = getattr(self, name)
+            while True:
+                at = min(range(len(every)), key=lambda each: float(every[each][number]))
+                if (name, at, number) in self._raised:
+                    break
+                self._raised.add((name, at, number))
+                self._raise(every, at, number, count)
+                raised += 1
+        return raised
+
+    def _raise(self, every: list[Floats], at: int, number: int, count: int) -> None:
+        """A run takes at least what a shorter one of its series does."""
+        mesh = self.meshes[at]
+        found = mesh.solver.memory_bound_seconds(mesh.runs.run(number), count, self.held)
+        if found <= every[at][number]:
+            return
+        every[at] = every[at].copy()
+        every[at][number] = found
+        for series in self.series:
+            own = list(series.classes)
+            if number in own:
+                every[at][own] = at_least(series.lengths, every[at][own], 0.0)
+
+
+@dataclass
+class _Space:
+    """The pipelines of a tiling at one micro-batch size."""
+
+    costs: Costs
+    tiling: Tiling
+    is_chain: bool
+    _bounds: dict[tuple[int, bool, bool, int], StageBounds] = field(default_factory=dict)
+
+    def stage(self, left: int, place: int, first: bool) -> StageBounds | None:
+        """The bounds of a stage; None on a place without meshes."""
+        held = self.costs.in_flight(left, first) if self.is_chain else 1
+        key = (place, first, left == 1, held)
+        own = self.costs.places[place]
+        if key not in self._bounds and own.meshes:
+            runs = self.costs.runs
+            numbers = runs.role(first, left == 1)
+            series = {runs.series_of[number][0] for number in numbers.tolist()}
+            ordered = tuple(sorted(series, key=lambda each: each.classes))
+            self._bounds[key] = StageBounds(own.meshes, ordered, numbers, runs.count, first, held)
+        return self._bounds.get(key)
+
+    def band(
+        self, left: int, place: int, first: bool, bound: float, *, turns: bool
+    ) -> tuple[Floats, Floats]:
+        """``inter_op_sweep.Band``."""
+        runs = self.costs.runs
+        rows = slice(0, 1) if first else slice(None)
+        own = self.stage(left, place, first)
+        if own is None:
+            return np.zeros((0, 0)), np.zeros((0, 0))
+        once, slowest = own.turning() if turns else own.largest()
+        band = runs.band[rows]
+        return np.append(once, np.inf)[band], np.append(slowest, np.inf)[band]
+
+    def least(self, num_stages: int, *, turns: bool) -> tuple[float, Stages]:
+        """The bound of so many stages, of the one form or the other, and who has it."""
+        sweep = Sweep.of(
+            self.tiling, self.costs.runs.classes.num_blocks,
+            lambda *asked: self.band(*asked, turns=turns), turning if turns else larger,
+            most=num_stages,
+        )  # fmt: skip
+        found = sweep.least(num_stages)
+        return found, sweep.stages(num_stages) if found < float("inf") else ()
+
+    def raise_by_memory(self, stages: Stages) -> int:
+        """Bounds the stages of a pipeline with their memory; how many bounds that were."""
+        raised = 0
+        for at, (start, stop, move) in enumerate(stages):
+            own = self.stage(len(stages) - at, move.place, at == 0)
+            number = int(self.costs.runs.classes.numbers[start, stop])
+            if own is not None:
+                raised += own.raise_by_memory(number, alone=len(stages) == 1)
+        return raised
+
+
+@dataclass(order=True)
+class _Part:
+    """The pipelines of one number of stages, and what none of them is faster than.
+
+    ``stages`` have that bound by the form that is ``turned`` or not; none are known at first.
+    """
+
+    least: float
+    order: int
+    space: _Space = field(compare=False)
+    number: int = field(compare=False)
+    turned: bool = field(default=False, compare=False)
+    stages: Stages = field(default=(), compare=False)
+
+    def narrow(self, left: int) -> int | None:
+        """Finds a better bound; how many stages that bounded by memory, None if there is none."""
+        before, raised = self.least, 0
+        if self.stages and not self.turned and self.space.is_chain and self.number > 1:
+            self.turned = True
+        elif self.stages:
+            raised = self.space.raise_by_memory(self.stages) if left > 0 else 0
+            if not raised:
+                return None
+        found, self.stages = self.space.least(self.number, turns=self.turned)
+        self.least = max(before, found)
+        return raised
+
+
+def step_bound(
+    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...], step: float, gap: float
+) -> float:
+    """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough."""
+    began = time.perf_counter()
+    order = counting()
+    heap = [_Part(0.0, next(order), *each) for each in _spaces(job, rows, numbers)]
+    left = MOST_RAISED
+    while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:
+        raised = heap[0].narrow(left)
+        if raised is None:
+            break
+        left -= raised
+        heapq.heapreplace(heap, heap[0])
+    job.took("bound", time.perf_counter() - began)
+    return min(heap[0].least, step)
+
+
+def _spaces(
+    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
+) -> Iterator[tuple[_Space, int]]:
+    """Every tiling that the search goes through, by number of stages."""
+    edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
+    is_chain = all((at, at + 1) in edges for at in range(num_blocks - 1))
+    mixed = job.request.features.allows("mixed-stages")
+    for each in rows:
+        costs = job.costs(each)
+        for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
+            yield _Space(costs, tiling, is_chain), number

@@ -1,0 +1,346 @@
+"""Every way to run a stage on a mesh that some pipeline may need: five figures each.
+
+In: a stage's run of blocks, its mesh's tables, ZeRO stages and recompute modes to choose from,
+micro-batches in flight, a memory limit. Out: of all layouts, ZeRO stages and rungs that fit,
+those of which no other is at most equal in every figure that the simulator sees: forward,
+backward, receive forward, receive backward, end of the step.
+
+Made of the kinds' ways (``ways_kind``) as ``stage_cost`` makes a stage's price of a solution,
+for all solutions at once; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
+from .closing import allowed_rungs
+from .decisions import Floats
+from .intra_op import IntraOp, StageAnswer
+from .ladder import Ints, Rungs
+from .stage_cost import Figures
+from .stage_model import StageModel
+from .structure import Edge, Run
+from .ways_kind import (
+    KindWays,
+    TooManyError,
+    distinct_sum,
+    front,
+    kind_ways,
+    outside,
+    undominated,
+)
+
+MOST_WAYS = 200_000
+"""Combinations of the kinds' ways of a run that are looked at one by one."""
+
+MOST_CELLS = 4_000_000
+"""Ways times rungs that are priced at once."""
+
+FORWARD, BACKWARD, RECEIVE, RECEIVE_BACKWARD, END = range(5)
+
+
+@dataclass(frozen=True)
+class Points:
+    """Ways of one mesh, run and ZeRO stage: ``seconds[way]`` are the five figures.
+
+    ``choices[way, decision]`` in the order of ``Assembly``; ``rungs[way]`` numbers ``on``.
+    """
+
+    solver: IntraOp
+    run: Run
+    zero: int
+    on: Rungs
+    seconds: Floats
+    choices: Ints
+    rungs: Ints
+
+    def answer(self, way: int, num_microbatches: int, in_flight: int) -> StageAnswer:
+        """A way as the stage solver would give it."""
+        assembly = Assembly(self.solver.model, self.run)
+        choices = tuple(self.choices[way].tolist())
+        figures = Figures(assembly, choices)
+        rung = self.on[int(self.rungs[way])]
+        setting = Setting(num_microbatches, self.zero, rung, in_flight)
+        cost = figures.price(self.run, setting)
+        return StageAnswer(
+            self.run, figures, assembly.solution(choices), setting,
+            cost.objective(num_microbatches), 0.0,
+        )  # fmt: skip
+
+
+@dataclass
+class MeshWays:
+    """The ways of runs on one mesh; what kinds can do is found once."""
+
+    solver: IntraOp
+    _kinds: dict[str, KindWays] = field(default_factory=dict)
+    _pruned: dict[tuple[str, int, bool], KindWays] = field(default_factory=dict)
+
+    @property
+    def model(self) -> StageModel:
+        return self.solver.model
+
+    def all(self, kind: str) -> KindWays:
+        if kind not in self._kinds:
+            self._kinds[kind] = kind_ways(self.model, kind)
+        return self._kinds[kind]
+
+    def kind(self, kind: str, zero: int, *, time_only: bool) -> KindWays:
+        key = (kind, zero, time_only)
+        if key not in self._pruned:
+            self._pruned[key] = undominated(
+                self.all(kind), outside(self.model, kind), zero, time_only=time_only
+            )
+        return self._pruned[key]
+
+    def points(self, run: Run, in_flight: int, limit_bytes: float) -> list[Points]:
+        """Per ZeRO stage the ways that fit and can be of use. Raises ``TooManyError``."""
+        found = []
+        on = allowed_rungs(run, self.solver.limits.recompute, self.solver.limits.modes)
+        is_free = not on.full[0].any() and not on.selective[0].any()
+        for zero in self.solver.zeros:
+            if is_free and self._most_bytes(run, zero, in_flight) <= limit_bytes:
+                found.append(_Space(self, run, zero, time_only=True).unlimited(on))
+            else:
+                space = _Space(self, run, zero, time_only=False)
+                found.append(space.within(on, in_flight, limit_bytes))
+        return [each for each in found if len(each.seconds)]
+
+    def _most_bytes(self, run: Run, zero: int, in_flight: int) -> float:
+        """What no way holds more than, nothing recomputed."""
+        kinds = {kind: self.all(kind) for kind in run.counts}
+        total = float(constant_bytes(self.model, run) + reserve(self.model))
+        for kind, count in run.counts.items():
+            own = kinds[kind]
+            states = own.states[:, zero, :3].sum(axis=1)
+            total += count * float((states + own.saved * in_flight).max())
+        for name in run.shared:
+            total += float(self.model.shared(name).states[zero, :, :3].sum(axis=1).max())
+        working = max(float(own.working.max()) for own in kinds.values())
+        whole = max(float(own.states[:, zero, 3].max()) for own in kinds.values())
+        return total + working + GATHERED_BLOCKS * whole
+
+
+class _Space:
+    """All combinations of the kinds' ways of a run at one ZeRO stage, priced."""
+
+    def __init__(self, mesh: MeshWays, run: Run, zero: int, *, time_only: bool) -> None:
+        self.mesh, self.run, self.zero = mesh, run, zero
+        self.model = mesh.model
+        self.kinds = {kind: mesh.kind(kind, zero, time_only=time_only) for kind in run.counts}
+        sizes = [len(ways) for ways in self.kinds.values()]
+        sizes += [len(self.model.shared(name).choices) for name in run.shared]
+        if prod(sizes) > MOST_WAYS:
+            raise TooManyError
+        rows = np.indices(sizes).reshape(len(sizes), -1)
+        self.num = rows.shape[1]
+        self.row = dict(zip((*run.counts, *run.shared), rows, strict=True))
+        self.edges: dict[Edge, tuple[Floats, Floats, Floats]] = {
+            edge: self._edge(edge)
+            for edge in run.edges
+            if edge.origin != "parameter" or edge.name in run.shared
+        }
+        self.own = self._own_seconds()
+
+    def _chosen(self, node: str) -> Ints:
+        """The choice of a member's decision, by way."""
+        structure = self.model.structure
+        if structure.graph[node].kind == "parameter" and structure.is_shared(node):
+            return self.row[node]
+        kind, _ = self.model.home(node)
+        found: Ints = self.kinds[kind].choices[self.row[kind], self.model.kind(kind).where[node]]
+        return found
+
+    def _edge(self, edge: Edge) -> tuple[Floats, Floats, Floats]:
+        """Seconds forward and backward of an edge's conversions, bytes of its value."""
+        model = self.model
+        maker = edge.name if edge.first is None else edge.first.node
+        options = model.source(edge)
+        rows = options.of_choice[self._chosen(maker)]
+        _, columns = model.targets(edge)
+        wanted = [
+            column[self._chosen(use.node)] for use, column in zip(edge.uses, columns, strict=True)
+        ]
+        forward, backward = model.conversions(edge)
+        sizes = [model.prices.local_bytes(model.spec(edge), each) for each in options.layouts]
+        held = np.array(sizes, dtype=np.float64)[rows] * (edge.origin != "parameter")
+        return distinct_sum(forward, rows, wanted), distinct_sum(backward, rows, wanted), held
+
+    def _of(self, kind: str, column: Floats) -> Floats:
+        found: Floats = column[self.row[kind]]
+        return found
+
+    def _own_seconds(self) -> Floats:
+        """``[field, way]`` with nothing recomputed; the issue of both passes left out."""
+        run, model = self.run, self.model
+        total = np.zeros((10, self.num))
+        for kind, count in run.counts.items():
+            total += count * self._of(kind, self.kinds[kind].seconds[:, self.zero]).T
+        for name in run.shared:
+            total += model.shared(name).seconds[self.zero][self.row[name]].T
+        for edge, count in run.edges.items():
+            if edge in self.edges:
+                forward, backward, _ = self.edges[edge]
+                total[1] += count * forward
+                total[3] += count * backward
+        for (name, index), count in run.sent.items():
+            total[1:4:2] += count * self._boundary(name, index, whole=False)
+        if run.has_loss:
+            loss = model.structure.graph.loss
+            template = model.structure.blocks.template[loss.name]
+            total[1:4:2] += self._boundary(template, loss.index, whole=True)
+        return total
+
+    def _boundary(self, name: str, index: int, *, whole: bool) -> Floats:
+        table = self.model.boundary_seconds(name, index, whole=whole)
+        found: Floats = table[self.model.made(name, index).of_choice[self._chosen(name)]].T
+        return found
+
+    @cached_property
+    def received(self) -> Floats:
+        """``[direction, way]``."""
+        total = np.zeros((2, self.num))
+        for ref, first in self.run.received:
+            table = self.model.receive_seconds(ref, first)
+            total += table[self.model.received(first).of_choice[self._chosen(first.node)]].T
+        return total
+
+    @cached_property
+    def states(self) -> Floats:
+        """Bytes of parameters, gradients and optimizer, and of constants, by way."""
+        total = np.zeros(self.num)
+        for kind, count in self.run.counts.items():
+            total += count * self._of(kind, self.kinds[kind].states[:, self.zero, :3].sum(axis=1))
+        for name in self.run.shared:
+            total += self.model.shared(name).states[self.zero, :, :3].sum(axis=1)[self.row[name]]
+        found: Floats = total + float(constant_bytes(self.model, self.run) + reserve(self.model))
+        return found
+
+    def _per_class(self, figures: Mapping[str, Floats]) -> Floats:
+        """``[class, way]`` of a figure of each kind's ways."""
+        return np.array([self._of(each.kind, figures[each.kind]) for each in self.run.classes[0]])
+
+    def _class_edges(self, which: int) -> Floats:
+        """``[class, way]``: of what a block reads, seconds forward (0) or bytes (2)."""
+        none = np.zeros(self.num)
+        return np.array(
+            [
+                sum((self.edges[e][which] for e in each.edges if e in self.edges), none)
+                for each in self.run.classes[0]
+            ]
+        )
+
+    @cached_property
+    def _counts(self) -> Floats:
+        return np.array(self.run.class_counts[0], dtype=np.float64)
+
+    def kept_bytes(self, on: Rungs, some: Ints) -> Floats:
+        """``[rung, way]`` of a micro-batch."""
+        saved = self._per_class({k: w.saved for k, w in self.kinds.items()})[:, some]
+        chosen = self._per_class({k: w.selected for k, w in self.kinds.items()})[:, some]
+        read = self._class_edges(2)[:, some]
+        full, partly = on.full.astype(float), on.selective.astype(float)
+        found: Floats = self._counts @ saved + full @ (read - saved)
+        return found + partly @ (read + chosen - saved)
+
+    def transient_bytes(self, on: Rungs, some: Ints) -> Floats:
+        """``[rung, way]``: the largest op; whole parameters, or a block that is made again."""
+        kinds = self.kinds.items()
+        working = np.max([self._of(k, w.working)[some] for k, w in kinds], axis=0)
+        whole = GATHERED_BLOCKS * self._per_class({k: w.states[:, self.zero, 3] for k, w in kinds})
+        back = whole + self._per_class({k: w.saved for k, w in kinds})
+        partly = back - self._per_class({k: w.both for k, w in kinds})
+        again = on.most(back[:, some].T, partly[:, some].T).T
+        found: Floats = working + np.maximum(whole[:, some].max(axis=0), again)
+        return found
+
+    def figures(self, on: Rungs, some: Ints) -> Floats:
+        """``[rung, way, figure]``."""
+        kinds = self.kinds
+        own, zero = self.own[:, some], self.zero
+        field = [
+            self._per_class({k: w.seconds[:, zero, at] for k, w in kinds.items()})[:, some]
+            for at in range(10)
+        ]
+        kept = [
+            self._per_class({k: w.kept_seconds[:, at] for k, w in kinds.items()})[:, some]
+            for at in range(2)
+        ]
+        full, partly = on.full.astype(float), on.selective.astype(float)
+        again = full + partly
+        computed = own[2] + again @ field[0] - partly @ kept[0]
+        passed = own[3] + again @ (field[1] + self._class_edges(0)[:, some]) + own[5]
+        issued = (self._counts - again) @ np.maximum(field[2], field[9])
+        issued += full @ np.maximum(field[2] + field[0], field[9] + field[8])
+        issued += partly @ np.maximum(field[2] + field[0] - kept[0], field[9] + field[8] - kept[1])
+        backward = np.maximum(computed, issued) + passed
+        forward = np.maximum(own[0], self._counts @ np.maximum(field[0], field[8]))
+        forward = forward + own[1] + own[4]
+        rest = [forward, *self.received[:, some], own[6] + own[7]]
+        same = [np.broadcast_to(each, backward.shape) for each in rest]
+        return np.stack([same[0], backward, *same[1:]], axis=2)
+
+    def unlimited(self, on: Rungs) -> Points:
+        """Where memory does not bind: the rung that recomputes least."""
+        first = Rungs(on.full[:1], on.selective[:1])
+        every = np.arange(self.num)
+        seconds = self.figures(first, every)[0]
+        kept = front(seconds)
+        return self._points(first, seconds[kept], every[kept], np.zeros(len(kept), dtype=np.int64))
+
+    def within(self, on: Rungs, in_flight: int, limit_bytes: float) -> Points:
+        """The ways that fit."""
+        seconds: list[Floats] = []
+        ways: list[Ints] = []
+        rungs: list[Ints] = []
+        at_once = max(1, MOST_CELLS // (len(on.full) * 16))
+        left = np.arange(self.num)
+        if not on.full[0].any() and not on.selective[0].any():
+            first = Rungs(on.full[:1], on.selective[:1])
+            fits = self._fits(first, left, in_flight, limit_bytes)[0]
+            seconds.append(self.figures(first, left[fits])[0])
+            ways.append(left[fits])
+            rungs.append(np.zeros(int(fits.sum()), dtype=np.int64))
+            left = left[~fits]
+        for begin in range(0, len(left), at_once):
+            some = left[begin : begin + at_once]
+            rung, way = np.nonzero(self._fits(on, some, in_flight, limit_bytes))
+            own = self.figures(on, some)[rung, way]
+            kept = front(own)
+            seconds.append(own[kept])
+            ways.append(some[way[kept]])
+            rungs.append(rung[kept])
+        every = np.concatenate(seconds)
+        kept = front(every)
+        return self._points(
+            on, every[kept], np.concatenate(ways)[kept], np.concatenate(rungs)[kept]
+        )
+
+    def _fits(self, on: Rungs, some: Ints, in_flight: int, limit_bytes: float) -> np.ndarray:
+        kept = self.kept_bytes(on, some) * in_flight
+        found: np.ndarray = self.states[some] + kept + self.transient_bytes(on, some) <= limit_bytes
+        return found
+
+    def _points(self, on: Rungs, seconds: Floats, ways: Ints, rungs: Ints) -> Points:
+        columns = [ways_of.choices[self.row[kind][ways]] for kind, ways_of in self.kinds.items()]
+        columns += [self.row[name][ways][:, None] for name in self.run.shared]
+        return Points(
+            self.mesh.solver, self.run, self.zero, on, seconds, np.concatenate(columns, axis=1),
+            rungs,
+        )  # fmt: skip
+
+
+def joined(found: Sequence[Points]) -> tuple[Floats, list[tuple[Points, int]]]:
+    """The ways of all meshes and ZeRO stages without those worse in everything."""
+    if not found:
+        return np.zeros((0, 5)), []
+    every = np.concatenate([points.seconds for points in found])
+    where = [(points, way) for points in found for way in range(len(points.seconds))]
+    kept = front(every)
+    return every[kept], [where[row] for row in kept.tolist()]

@@ -1,0 +1,106 @@
+"""No plan is faster than the bound: of pipelines, of large spaces, of searches that end early."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from random_cases import random_case
+from small_graphs import cluster, mlp
+
+from autoparallel.planner.errors import InfeasibleError, TimeLimitError
+from autoparallel.planner.options import microbatch_rows, stage_numbers
+from autoparallel.planner.pipeline_bound import least_seconds
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.request import SCHEDULES, Request
+from autoparallel.planner.search import plan, ranked
+from autoparallel.planner.search_bound import step_bound
+from autoparallel.planner.step import simulate_figures
+
+SAME = 1 + 1e-9
+SHAPES = (None, ((0, 2, 1.0), (1, 2, 0.5), (2, 3, 1.0)), ((0, 1, 1.0), (0, 2, 2.0), (2, 3, 1.0)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("edges", SHAPES)
+def test_no_schedule_is_faster_than_the_bound_of_a_pipeline(
+    seed: int, edges: tuple[tuple[int, int, float], ...] | None
+) -> None:
+    rng = random.Random(seed)
+    figures = [tuple(rng.random() * rng.choice((0.1, 1, 5)) for _ in range(5)) for _ in range(4)]
+    count = rng.choice((1, 2, 3, 8))
+    least = least_seconds(figures, count, edges)
+    for schedule in SCHEDULES:
+        assert simulate_figures(schedule, count, figures, edges=edges) * SAME >= least
+
+
+def test_equal_stages_without_messages_take_just_the_bound() -> None:
+    """1F1B of D equal stages and N micro-batches takes (N + D - 1)·(f + b) + e."""
+    figures = [(1.0, 2.0, 0.0, 0.0, 0.5)] * 3
+    assert least_seconds(figures, 4) == pytest.approx(6 * 3 + 0.5)
+    assert simulate_figures("1f1b", 4, figures) == pytest.approx(6 * 3 + 0.5)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_bound_of_a_large_space_is_below_the_best_of_a_small_one(seed: int) -> None:
+    """The best is known, as the small space was gone through; its bound is found as a large one's
+    is, with memory that binds or not. "dp" is for the batch alone, as in the space of the bound."""
+    case = random_case(seed, mixed=False)
+    case = replace(case, request=replace(case.request, max_tp=8))
+    try:
+        job, found = ranked(case.graph, case.blocks, case.cluster, case.request)
+        if case.memory_share is not None:
+            case = case.limited(int(case.memory_share * found[0].peak_bytes))
+            job, found = ranked(case.graph, case.blocks, case.cluster, case.request)
+    except InfeasibleError:
+        return
+    best = found[0].step_seconds
+    rows = microbatch_rows(job.structure.graph, case.request, case.cluster)
+    numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
+    least = step_bound(job, rows, numbers, 10 * best, 0.0)
+    assert 0 < least <= best * SAME
+
+
+def assert_is_honest(found: Plan, best: float) -> None:
+    solver, step = found.solver, found.prediction.step_seconds
+    assert solver.bound_seconds <= best * SAME
+    assert step >= best / SAME
+    assert solver.gap == pytest.approx(1 - solver.bound_seconds / step)
+
+
+def interrupted(after: int) -> Plan:
+    """The plan of a search that hears Ctrl-C at that call of its observer."""
+    graph, blocks = mlp(3, rows=16)
+    calls = 0
+
+    def observe(what: str, done: float, total: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyboardInterrupt
+
+    return plan(graph, blocks, cluster(4), Request(16), observe=observe)
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_an_interrupted_search_gives_the_best_so_far_and_a_true_gap(after: int) -> None:
+    whole = interrupted(10**6)
+    assert whole.solver.gap <= 0.01
+    assert_is_honest(interrupted(after), whole.prediction.step_seconds)
+
+
+def test_a_search_interrupted_before_it_found_anything_is_interrupted() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(0)
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.1, 0.3, 1.0])
+def test_a_search_out_of_time_gives_the_best_so_far_and_a_true_gap(limit: float) -> None:
+    graph, blocks = mlp(3, rows=16)
+    best = interrupted(10**6).prediction.step_seconds
+    try:
+        found = plan(graph, blocks, cluster(4), Request(16, time_limit_seconds=limit))
+    except TimeLimitError:
+        return
+    assert_is_honest(found, best)

@@ -1,0 +1,69 @@
+"""Ways of stages: each costs what the stage solver says, and none that may win is missing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from random_cases import random_case
+
+from autoparallel.planner import rules
+from autoparallel.planner.basis import DEFAULT
+from autoparallel.planner.intra_op import IntraOp
+from autoparallel.planner.search_job import Job
+from autoparallel.planner.structure import Run
+from autoparallel.planner.ways import MeshWays, Points
+
+COUNT = 4
+
+
+def stages(seed: int) -> list[tuple[IntraOp, Run]]:
+    """The meshes of the first and of the last devices, with the first and the last runs."""
+    case = random_case(seed)
+    job = Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+    rows, size, number = (
+        case.request.global_batch,
+        case.cluster.num_devices,
+        len(case.blocks.blocks),
+    )
+    structure = job.at(rows)
+    found = [(solver, structure.run(0, number)) for solver in job.solvers_on(rows, 0, size)]
+    if size > 1:
+        for solver in job.solvers_on(rows, size - 1, 1):
+            found.append((solver, structure.run(number // 2, number)))
+    return found
+
+
+def points(solver: IntraOp, run: Run, limit: float, held: int = 2) -> list[Points]:
+    return MeshWays(solver).points(run, held, limit)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_way_costs_what_the_stage_solver_prices_it_at(seed: int) -> None:
+    for solver, run in stages(seed):
+        free = points(solver, run, float("inf"))
+        limit = max(own.answer(0, COUNT, 2).cost.total_bytes for own in free) * 0.7
+        for own in [*free, *points(solver, run, limit)]:
+            for way in range(0, len(own.seconds), 1 + len(own.seconds) // 5):
+                cost = own.answer(way, COUNT, 2).cost
+                expected = (
+                    cost.forward_seconds, cost.backward_seconds, *cost.receive_seconds,
+                    cost.step_seconds,
+                )  # fmt: skip
+                assert own.seconds[way] == pytest.approx(np.array(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_with_a_limit_every_way_fits_and_a_way_on_the_limit_does(seed: int) -> None:
+    for solver, run in stages(seed):
+        free = points(solver, run, float("inf"))
+        least = min(
+            own.answer(way, COUNT, 2).cost.total_bytes
+            for own in free for way in range(len(own.seconds))
+        )  # fmt: skip
+        found = points(solver, run, least)
+        held = [
+            own.answer(way, COUNT, 2).cost.total_bytes
+            for own in found for way in range(len(own.seconds))
+        ]  # fmt: skip
+        assert held
+        assert max(held) <= least * (1 + 1e-12)
