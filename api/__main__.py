@@ -37,6 +37,7 @@ from autoparallel.commands.ops import ops
 from autoparallel.commands.plan import plan
 from autoparallel.commands.profile import profile
 from autoparallel.commands.run import run
+from autoparallel.commands.schedules import schedules
 from autoparallel.commands.simulate import simulate
 from autoparallel.commands.verify import verify
 from autoparallel.planner.errors import AutoparallelError
@@ -50,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, inspect, run, verify, profile, simulate, cluster, ops, cache):
+for command in (plan, inspect, run, verify, profile, simulate, schedules, cluster, ops, cache):
     app.command()(command)
 
 

@@ -84,8 +84,7 @@ class ParallelModule(nn.Module):
         self._job = None
         for name, parameter in self._trainer.parameters.items():
             _register(self, name, parameter.master)
-        stage = self._trainer.stage
-        for name, buffer in stage.changing_buffers().items() if stage is not None else ():
+        for name, buffer in self._trainer.changing_buffers().items():
             _register(self, name, buffer)
         return self._trainer
 
@@ -126,8 +125,8 @@ class ParallelModule(nn.Module):
                 "the batch is given partly by position and partly by name",
                 fix="give all of it by name: model(**batch)",
             )
-        assert trainer.executor is not None
-        return trainer.executor.differentiable_loss(trainer.inputs(batch))
+        (executor,) = trainer.executors.values()
+        return executor.differentiable_loss(trainer.inputs(batch))
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:

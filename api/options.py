@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.request import SCHEDULES, Forced
+from autoparallel.planner.goal import ANY_DEVICE, Deadline
+from autoparallel.planner.request import FORCED_SCHEDULES, Forced
 
 UNITS = {
     "": 1, "b": 1,
@@ -22,7 +23,7 @@ UNITS = {
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
-DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches")
+DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches", "chunks")
 """What ``--parallel`` can force."""
 
 RECOMPUTE = ("none", "selective", "full")
@@ -98,7 +99,7 @@ def parse_parallel(text: str | None) -> Forced:
 
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
-    choices = {"recompute": RECOMPUTE, "schedule": SCHEDULES}.get(name)
+    choices = {"recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES}.get(name)
     if choices is not None:
         if value not in choices:
             raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)
@@ -121,6 +122,72 @@ def _bad_parallel(what: str, text: str | None, name: str = "") -> UsageError:
         where=f"--parallel {text}",
         fix=hint or "for example: --parallel dp=2,tp=2,pp=2,zero=1,recompute=full,schedule=1f1b",
     )
+
+
+_SPAN = re.compile(r"([0-9.]+(?:e[0-9]+)?)(ms|s|m|h|d)/([0-9.]+(?:e\+?[0-9]+)?)?(tokens?|steps?)")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_deadline(text: str | None) -> Deadline | None:
+    """A time for a number of tokens or steps.
+
+    >>> parse_deadline("2h/1000steps")
+    Deadline(seconds=7200.0, count=1000.0, unit='steps')
+    >>> parse_deadline("30d/2e12 tokens").count
+    2000000000000.0
+    """
+    if text is None:
+        return None
+    match = _SPAN.fullmatch(text.replace(" ", "").lower())
+    try:
+        if match is None:
+            raise ValueError
+        seconds = float(match.group(1)) * _SECONDS[match.group(2)]
+        count = float(match.group(3) or 1)
+    except ValueError:
+        seconds = count = 0.0
+    if match is None or seconds <= 0 or count <= 0:
+        raise UsageError(
+            "AP189",
+            f"--deadline {text!r} is no TIME/COUNTtokens or TIME/COUNTsteps",
+            fix="for example: --deadline 24h/1000steps, --deadline 30d/2e12tokens, "
+            "--deadline 800ms/step; times are in ms, s, m, h or d",
+        )
+    unit = "tokens" if match.group(4).startswith("token") else "steps"
+    return Deadline(seconds, count, cast(Literal["tokens", "steps"], unit))
+
+
+def parse_prices(
+    given: str | float | Sequence[str] | Mapping[str, float] | None,
+) -> dict[str, float]:
+    """Dollars per hour of a device, for all or by the device's name.
+
+    >>> parse_prices(["2.5"]), parse_prices(["H100=2.5,A100-80GB=1.2"]), parse_prices(2)
+    ({'': 2.5}, {'H100': 2.5, 'A100-80GB': 1.2}, {'': 2.0})
+    """
+    if isinstance(given, Mapping):
+        parts = [f"{name}={price}" for name, price in given.items()]
+    elif isinstance(given, int | float):
+        parts = [str(given)]
+    else:
+        every = (given,) if isinstance(given, str) else tuple(given or ())
+        parts = [part for text in every for part in text.split(",")]
+    found: dict[str, float] = {}
+    for part in parts:
+        name, _, text = part.rpartition("=")
+        try:
+            price = float(text)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < float("inf") or name.strip() in found:
+            raise UsageError(
+                "AP188",
+                f"--price {part!r} is no price",
+                why="it is given twice" if name.strip() in found and price >= 0 else "",
+                fix="dollars per hour of one device: --price 2.5 or --price H100=2.5,A100=1.2",
+            )
+        found[name.strip() or ANY_DEVICE] = price
+    return found
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from autoparallel.planner.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.features import Features
+from autoparallel.planner.goal import Goal
+from autoparallel.planner.pins import Pin
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planner.request import Forced, Request
+from autoparallel.planner.request import Forced, Request, check_allowed
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.targets import Batch, LossFn, Target, building
@@ -39,7 +42,7 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
 EXACT_MEMORY_OPS = 1000
 """Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,15 @@ class PlanOptions:
     optimizer: str = "adamw"
     memory_limit_bytes: int | None = None
     forced: Forced = field(default_factory=Forced)
+    pins: tuple[Pin, ...] = ()
+    stage_at: tuple[str, ...] = ()
+    max_tp: int | None = None
+    features: Features = field(default_factory=Features)
+    goal: Goal = field(default_factory=Goal)
+    gap: float = 0.01
     time_limit_seconds: float = 60.0
     top: int = 5
+    search: str = "dp"
     profile: Mode = "auto"
     database: str | None = None
 
@@ -72,6 +82,7 @@ class PlanOptions:
             )
         if self.profile not in MODES:
             raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
+        check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
 
 
 def make_plan(
@@ -117,11 +128,16 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.objective import plan_for
+    from autoparallel.planner.whole_block import whole_blocks
 
-    basis = replace(basis_for(cluster, options, target), cache=cache)
+    basis = whole_blocks(
+        program.graph, program.blocks, cluster, basis_for(cluster, options, target),
+        precision=options.precision,
+    )  # fmt: skip
+    basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
-    found = plan(
+    found = plan_for(
         program.graph,
         program.blocks,
         cluster,
@@ -147,7 +163,18 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
             where=str(database_path(options.database)),
             fix=f"autoparallel profile {target.name} --cluster {cluster.name}",
         )
+    if profile is not None:
+        profile = replace(profile, update=own_update(target))
     return Basis(profile, options.profile)
+
+
+def own_update(target: Target) -> str:
+    """The name of the target's own optimizer in a profile; "" where it has none."""
+    if target.build_optimizer is None:
+        return ""
+    from autoparallel.runtime.profile_update import own_name
+
+    return own_name(target.build_optimizer)
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
@@ -160,10 +187,17 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         memory_limit_bytes=options.memory_limit_bytes,
         microbatch_size=options.micro_batch,
         forced=options.forced,
+        pins=options.pins,
+        stage_at=options.stage_at,
+        max_tp=options.max_tp,
+        features=options.features,
+        goal=options.goal,
+        gap=options.gap,
         time_limit_seconds=options.time_limit_seconds,
         top=options.top,
         target=target.name,
         settings=target.settings,
+        search=options.search,
     )
 
 

@@ -27,15 +27,19 @@ from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.measure import Budget
-from autoparallel.cost_model.profile.records import Transfer
+from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options import parse_settings
 from autoparallel.passes.program import Program
 from autoparallel.planner.basis import Basis
+from autoparallel.planner.precision import with_precision
+from autoparallel.planner.search import plan
 from autoparallel.planner.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.wanted import Wanted, asked_cases
-from autoparallel.planning import PlanOptions, capture_target, request_of
+from autoparallel.planning import PlanOptions, capture_target, own_update, request_of
+from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress
 from autoparallel.profiles import explained, measuring_environment
+from autoparallel.runtime.optimizer import BuildOptimizer
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.profile_links import (
     COLLECTIVES,
@@ -54,6 +58,8 @@ MOST_ROUNDS = 4
 LINK_SHARE = 0.3
 """The part of the budget that transfers may take at most."""
 LINK_SECONDS = 0.15
+BLOCK_SHARE = 0.2
+"""The part of the budget that is kept for whole blocks."""
 LEAST_CASE_SECONDS, MOST_CASE_SECONDS = 0.05, 1.0
 LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
 """Sizes of transfers: from the first to the second, as far as is asked, each ``STEP`` times
@@ -150,11 +156,22 @@ def profile(
             todo = _Todo.from_text(share_text(text))
             if todo.is_empty:
                 break
-            _measure(worker, todo, leader, device)
+            _measure(worker, todo, leader, device=device, build=loaded.build_optimizer)
+        blocks = None if leader is None else leader.blocks()
+        for case, found in measure_blocks(worker, blocks, device=device):
+            if leader is not None:
+                leader.keep_block(case, found)
         return {} if leader is None else leader.outcome()
 
 
-def _measure(worker: Worker, todo: _Todo, leader: _Leader | None, device: torch.device) -> None:
+def _measure(
+    worker: Worker,
+    todo: _Todo,
+    leader: _Leader | None,
+    *,
+    device: torch.device,
+    build: BuildOptimizer | None,
+) -> None:
     """One round, on every rank."""
     late = (lambda: False) if leader is None else leader.is_late
     links_late = (lambda: False) if leader is None else leader.is_late_for_links
@@ -163,7 +180,7 @@ def _measure(worker: Worker, todo: _Todo, leader: _Leader | None, device: torch.
     if todo.optimizer:
         worker.watchdog.progress("measuring the optimizer's step")
         for time_ in measure_updates(
-            todo.optimizer, device=device, case_seconds=LINK_SECONDS, until=late
+            todo.optimizer, device=device, case_seconds=LINK_SECONDS, until=late, build=build
         ):
             if leader is not None:
                 leader.keep_update(todo.optimizer, time_)
@@ -222,7 +239,28 @@ class _Leader:
         self.links_began = self.began
 
     def is_late(self) -> bool:
-        return time.perf_counter() - self.began > self.budget
+        """Whether the part of the budget for ops and transfers is used up."""
+        return time.perf_counter() - self.began > (1 - BLOCK_SHARE) * self.budget
+
+    def blocks(self) -> BlockTodo:
+        """The blocks to measure in one piece: those of the best plan as far as is known."""
+        known = self.known()
+        graph, blocks = self.program.graph, self.program.blocks
+        request = request_of(self.program, self.target, self.options)
+        best = plan(graph, blocks, self.cluster, request, basis=Basis(known))
+        todo = todo_of(
+            best, with_precision(graph, request.precision), blocks,
+            known=known.ops.__contains__, seconds=BLOCK_SHARE * self.budget,
+        )  # fmt: skip
+        self.shown.expect(len(todo.blocks))
+        return todo
+
+    def keep_block(self, case: OpCase, found: Measurement | str) -> None:
+        """Writes a whole block's time at once."""
+        if isinstance(found, str):
+            self.keep(OpTime(case, None, found))
+        else:
+            self.keep(OpTime(case, found))
 
     def is_late_for_links(self) -> bool:
         used = time.perf_counter() - self.links_began
@@ -257,7 +295,7 @@ class _Leader:
         left = self.budget - (self.links_began - self.began)
         has_asked = any(link.is_asked for link in links)
         seconds = left * (1 - LINK_SHARE * has_asked) / max(len(ops), 1)
-        optimizer = self.options.optimizer
+        optimizer = own_update(self.target) or self.options.optimizer
         if optimizer in self.tried or update_curve(known, optimizer) is not None:
             optimizer = ""
         self.tried.add(optimizer)

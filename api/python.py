@@ -20,16 +20,16 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
+from autoparallel.asked import SearchOptions, options_of
 from autoparallel.module import Job, ParallelModule
-from autoparallel.options import parse_parallel, parse_size
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.targets import (
@@ -43,18 +43,6 @@ from autoparallel.targets import (
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 BuildOptimizer = Callable[[Any], torch.optim.Optimizer]
-
-
-class SearchOptions(TypedDict, total=False):
-    """What a search may be told; each as the option of ``autoparallel plan`` of that name."""
-
-    micro_batch: int
-    precision: Precision
-    optimizer: str
-    memory_limit: str | int
-    parallel: str
-    time_limit: float
-    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +90,7 @@ def plan_options(global_batch: int, seq: int | None, options: SearchOptions) -> 
             raise UsageError(
                 "AP141", f"{name!r} is no option", fix=f"the options are {', '.join(known)}"
             )
-    limit = options.get("memory_limit")
-    return PlanOptions(
-        global_batch=global_batch,
-        seq=seq,
-        micro_batch=options.get("micro_batch"),
-        precision=options.get("precision", "fp32"),
-        optimizer=options.get("optimizer", "adamw"),
-        memory_limit_bytes=parse_size(limit) if isinstance(limit, str) else limit,
-        forced=parse_parallel(options.get("parallel")),
-        time_limit_seconds=options.get("time_limit", 60.0),
-        top=options.get("top", 5),
-    )
+    return options_of(global_batch, seq, options)
 
 
 def make_target(
@@ -282,7 +259,7 @@ class Step:
     ) -> None:
         """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
 
-        The optimizer is ``build_optimizer(parameters)``, or AdamW.
+        The optimizer is ``build_optimizer(parameters)``, or the plan's by name, or AdamW.
 
         Raises UsageError AP142 where a plan with several devices is given outside torchrun,
         and AP148 for a plain module under torchrun.
@@ -306,8 +283,11 @@ class Step:
                 fix="model = autoparallel.parallelize(model, example_batch=...)",
             )
         _require_one_device(plan)
-        build = build_optimizer or default_optimizer
-        self.optimizer = build(list(model.parameters()))
+        name = "adamw" if plan is None else plan.model.optimizer
+        own = list(model.parameters())
+        self.optimizer = (
+            default_optimizer(own, name) if build_optimizer is None else build_optimizer(own)
+        )
         self._run = self._one_device
 
     def __call__(self, batch: Batch) -> Tensor:

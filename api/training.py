@@ -15,6 +15,8 @@ from autoparallel.report.page import shape_text
 from autoparallel.runtime.launch import launch
 
 VERIFY_DTYPES = ("fp64", "fp32")
+TIMEOUT_SECONDS = 600.0
+"""How long a rank may make no progress."""
 
 
 def start_training(
@@ -25,9 +27,11 @@ def start_training(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
+    A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
     ``save`` and ``resume`` are folders of checkpoints (see ``worker.train``).
     Returns measured and predicted figures (see ``worker.outcome``).
     """
@@ -35,7 +39,10 @@ def start_training(
         name: None if folder is None else str(Path(folder).resolve())
         for name, folder in (("save", save), ("resume", resume))
     }
-    return _start("train", path, steps=steps, seed=seed, save_every=save_every, **folders)
+    return _start(
+        "train", path, timeout_seconds=timeout_seconds,
+        steps=steps, seed=seed, save_every=save_every, **folders,
+    )  # fmt: skip
 
 
 def start_verification(path: Path, *, dtype: str, json_output: bool, seed: int = 0) -> None:
@@ -73,7 +80,9 @@ def verdict(found: dict[str, Any]) -> str:
     )
 
 
-def _start(name: str, path: Path, **arguments: Any) -> dict[str, Any]:
+def _start(
+    name: str, path: Path, *, timeout_seconds: float = TIMEOUT_SECONDS, **arguments: Any
+) -> dict[str, Any]:
     plan = load_plan(path)
     num_processes = plan.cluster.num_devices
     if sys.path[0] != os.getcwd():
@@ -82,6 +91,7 @@ def _start(name: str, path: Path, **arguments: Any) -> dict[str, Any]:
         f"autoparallel.worker:{name}",
         {"plan_path": str(path.resolve()), **arguments},
         num_processes=num_processes,
+        timeout_seconds=timeout_seconds,
         num_threads=threads_per_device(num_processes),
     )
     return result

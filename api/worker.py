@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def one_device(
         batch: Batch = parts if is_dict else tuple(parts[key] for key in sorted(parts, key=str))
         return find_loss(call_model(model, batch), batch, target.loss_fn)
 
-    build = target.build_optimizer or default_optimizer
+    named = partial(default_optimizer, name=trainer.plan.model.optimizer)
+    build = target.build_optimizer or named
     with promote_to_float64() if is_double else nullcontext():
         return run_reference(
             model, batches, loss=loss, build_optimizer=build, seed=seed,

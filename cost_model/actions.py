@@ -2,7 +2,8 @@
 
 An action prints and parses as in ``torch.distributed.pipelining``: the stage, what is
 done, the micro-batch. ``1F0`` is the forward of micro-batch 0 in stage 1, ``1SEND_F0``
-sends its results to later stages, ``2RECV_F0`` posts the receive of what stage 2 needs.
+sends its results to later stages, ``2RECV_F0`` posts the receive of what stage 2 needs;
+``1F0.2`` is slice 2 of that micro-batch's sequence, where sequences are sliced.
 One table drives the static checks, the simulator and the interpreter that executes it.
 """
 
@@ -35,7 +36,12 @@ SENDS: frozenset[ActionKind] = frozenset((SEND_FORWARD, SEND_BACKWARD))
 RECEIVES: frozenset[ActionKind] = frozenset((RECV_FORWARD, RECV_BACKWARD))
 NO_MICROBATCH = -1
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)|(\d+)(GATHER|REDUCE|STEP)")
+_ACTION = re.compile(
+    r"(\d+)(?:(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:\.(\d+))?|(GATHER|REDUCE|STEP)(\d+)?)"
+)
+
+Weights = Literal["flushed", "stashed", "double-buffered", "latest"]
+"""Which version of its weights a stage computes with, see ``weight_versions``."""
 
 
 class Action(NamedTuple):
@@ -44,22 +50,26 @@ class Action(NamedTuple):
     ``F`` forward, ``B`` backward, ``I``/``W`` the halves of a backward that is split into
     gradients of inputs and of weights; ``RECV_*`` posts an asynchronous receive, which the
     compute that needs it waits for; ``SEND_*`` sends asynchronously what that stage has just
-    computed; ``GATHER`` gathers the stage's sharded parameters, ``REDUCE`` completes its
-    gradients, ``STEP`` updates its weights; these three belong to no micro-batch. ``GATHER``
-    stands in timelines only: no table says when, it starts with the step. A tuple, because a
-    large schedule has half a million of them.
+    computed (``I`` computes what ``SEND_B`` sends); ``GATHER`` gathers the stage's sharded
+    parameters, ``REDUCE`` completes its gradients, ``STEP`` updates its weights. These three
+    belong to the whole step; only asynchronous schedules update more often, and there the
+    micro-batch of ``REDUCE`` and ``STEP`` is the last one whose gradients they take. ``GATHER``
+    stands in timelines only: no table says when, it starts with the step. ``slice`` is 0 where
+    sequences are whole. A tuple, because a large schedule has half a million of them.
 
-    >>> str(Action(SEND_FORWARD, 1, 0)), str(Action(STEP, 2))
-    ('1SEND_F0', '2STEP')
+    >>> str(Action(SEND_FORWARD, 1, 0)), str(Action(STEP, 2)), str(Action(FORWARD, 1, 0, 2))
+    ('1SEND_F0', '2STEP', '1F0.2')
     """
 
     kind: ActionKind
     stage: int
     microbatch: int = NO_MICROBATCH
+    slice: int = 0
 
     def __str__(self) -> str:
         suffix = "" if self.microbatch == NO_MICROBATCH else str(self.microbatch)
-        return f"{self.stage}{self.kind}{suffix}"
+        part = f".{self.slice}" if self.slice else ""
+        return f"{self.stage}{self.kind}{suffix}{part}"
 
 
 Row = tuple[Action, ...]
@@ -109,9 +119,18 @@ class Wiring(NamedTuple):
 class Schedule:
     """A table and who owns what.
 
-    ``stage_rank[s]`` is the pipeline rank (the row of ``table``) that owns stage ``s``. A
-    pipeline rank stands for all devices of its submesh and may own several stages. ``edges``
-    say which stages need which; None for a chain, in which each needs the one before.
+    ``stage_rank[s]`` is the pipeline rank (the row of ``table``) that owns stage ``s``; any map
+    is allowed. A pipeline rank stands for all devices of its submesh and may own several
+    stages. ``edges`` say which stages need which; None for a chain, in which each needs the
+    one before.
+
+    ``parts[s]`` is the part of the model that stage ``s`` computes; empty where stage ``s`` is
+    part ``s``. Stages of the same part are replicas: they hold the same weights, each takes
+    some of the micro-batches, and their gradients are summed before they step.
+
+    ``slices`` are the lengths of the slices that every micro-batch's sequences are cut into,
+    from the first position on; empty where sequences are whole. ``weights``: see
+    ``weight_versions``; all but "flushed" are asynchronous.
     """
 
     name: str
@@ -119,6 +138,9 @@ class Schedule:
     stage_rank: tuple[int, ...]
     table: Table
     edges: Edges | None = None
+    parts: tuple[int, ...] = ()
+    slices: tuple[int, ...] = ()
+    weights: Weights = "flushed"
 
     @property
     def num_stages(self) -> int:
@@ -128,25 +150,98 @@ class Schedule:
     def num_ranks(self) -> int:
         return len(self.table)
 
+    @property
+    def num_parts(self) -> int:
+        return max(self.parts) + 1 if self.parts else self.num_stages
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.slices) or 1
+
     @cached_property
     def wiring(self) -> Wiring:
         edges = chain(self.num_stages) if self.edges is None else self.edges
         return Wiring.of(self.num_stages, edges)
+
+    def part(self, stage: int) -> int:
+        """The part of the model that a stage computes."""
+        return self.parts[stage] if self.parts else stage
+
+    def replicas(self, stage: int) -> tuple[int, ...]:
+        """The stages that compute the same part, in order, the stage itself included."""
+        if not self.parts:
+            return (stage,)
+        return tuple(s for s, part in enumerate(self.parts) if part == self.parts[stage])
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank owns, in order."""
+        return tuple(s for s, owner in enumerate(self.stage_rank) if owner == rank)
+
+
+def weight_versions(schedule: Schedule) -> dict[Action, int]:
+    """The version of its stage's weights that each compute action uses.
+
+    Version 0 is what the table starts with, version v what the stage's v-th STEP of this table
+    made. A STEP applies the gradients since the one before to the newest version.
+
+    ============= ========================================================================
+    flushed       version 0: all compute comes before the only STEP
+    stashed       F the newest; B, I and W the same as their F (PipeDream, Harlap et al.
+                  2018, arXiv:1806.03377, section 3.3)
+    double-       the micro-batches of the k-th update, counted from 0, use version
+    buffered      max(0, k - 1) in F, B, I and W: W(t+1) = W(t) - lr * grad f(W(t-1))
+                  (PipeDream-2BW, Narayanan et al. 2021, arXiv:2006.09503, section 3.1)
+    latest        the newest in each action, so B may use a newer one than its F (AMPNet,
+                  Gaunt et al. 2017, arXiv:1705.09786, section 3)
+    ============= ========================================================================
+
+    >>> table = parse_table("0F0 0F1 0B0 0REDUCE0 0STEP0 0F2 0B1 0REDUCE1 0STEP1 0B2")
+    >>> versions = weight_versions(Schedule("example", 3, (0,), table, weights="stashed"))
+    >>> {str(action): version for action, version in versions.items()}
+    {'0F0': 0, '0F1': 0, '0B0': 0, '0F2': 1, '0B1': 0, '0B2': 1}
+    """
+    found: dict[Action, int] = {}
+    for row in schedule.table:
+        newest = [0] * schedule.num_stages
+        groups = _update_of(row)
+        for action in row:
+            kind, stage, m, _ = action
+            if kind == STEP:
+                newest[stage] += 1
+            elif kind in COMPUTE:
+                found[action] = newest[stage]
+                if schedule.weights == "double-buffered":
+                    found[action] = max(0, groups.get((stage, m), newest[stage]) - 1)
+                elif schedule.weights == "stashed" and kind != FORWARD:
+                    found[action] = found[action._replace(kind=FORWARD)]
+    return found
+
+
+def _update_of(row: Row) -> dict[tuple[int, int], int]:
+    """By (stage, micro-batch), the number of the stage's STEP that takes its gradients."""
+    found: dict[tuple[int, int], int] = {}
+    count: dict[int, int] = {}
+    for kind, stage, m, _ in row:
+        if kind == STEP:
+            count[stage] = count.get(stage, 0) + 1
+        elif kind in (BACKWARD, WEIGHT_BACKWARD):
+            found[stage, m] = count.get(stage, 0)
+    return found
 
 
 def parse_action(text: str) -> Action:
     """The action that ``str`` printed.
 
     >>> parse_action("3RECV_B12")
-    Action(kind='RECV_B', stage=3, microbatch=12)
+    Action(kind='RECV_B', stage=3, microbatch=12, slice=0)
     """
     match = _ACTION.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no action: expected stage, kind, micro-batch as in 1F0")
-    stage, kind, microbatch, step_stage, step_kind = match.groups()
-    if step_kind is not None:
-        return Action(step_kind, int(step_stage))  # type: ignore[arg-type]
-    return Action(kind, int(stage), int(microbatch))  # type: ignore[arg-type]
+    stage, kind, microbatch, part, whole, last = match.groups()
+    if whole is not None:
+        return Action(whole, int(stage), NO_MICROBATCH if last is None else int(last))  # type: ignore[arg-type]
+    return Action(kind, int(stage), int(microbatch), int(part or 0))  # type: ignore[arg-type]
 
 
 def format_table(table: Sequence[Sequence[Action]]) -> str:
@@ -175,10 +270,10 @@ def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
     >>> [str(receive) for receive in matching_receives(Action("SEND_B", 2, 0), wiring)]
     ['0RECV_B0', '1RECV_B0']
     """
-    kind, stage, m = send
+    kind, stage, m, part = send
     if kind == SEND_FORWARD:
-        return tuple(Action(RECV_FORWARD, target, m) for target in wiring.consumers[stage])
-    return tuple(Action(RECV_BACKWARD, target, m) for target in wiring.producers[stage])
+        return tuple(Action(RECV_FORWARD, target, m, part) for target in wiring.consumers[stage])
+    return tuple(Action(RECV_BACKWARD, target, m, part) for target in wiring.producers[stage])
 
 
 def compute_only(row: Sequence[Action]) -> Row:

@@ -41,7 +41,8 @@ class Device:
     ``launch_seconds`` is what a kernel takes on the device whatever it does: to start and to
     drain. ``issue_seconds`` is what the host takes to issue one, so that a run of ops takes
     at least their number times that. ``num_units`` are the units (SMs) that the tiles of a
-    matrix product are dealt to; 0 where products do not come in waves.
+    matrix product are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is
+    what one device costs, None where nobody said.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict)
     issue_seconds: float = 0.0
     num_units: int = 0
+    dollars_per_hour: float | None = None
 
     @property
     def speed(self) -> str:

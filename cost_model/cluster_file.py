@@ -110,7 +110,7 @@ def to_dict(cluster: Cluster) -> dict[str, Any]:
         group: dict[str, Any] = {
             "count": len(list(run)),
             "num_devices": host.num_devices,
-            "device": asdict(host.device),
+            "device": _without_none(asdict(host.device)),
             "link": asdict(host.link),
         }
         hosts.append(group | ({"rack": host.rack} if host.rack else {}))
@@ -118,6 +118,10 @@ def to_dict(cluster: Cluster) -> dict[str, Any]:
     if cluster.rack_link is not None:
         table["rack_link"] = asdict(cluster.rack_link)
     return table | {"hosts": hosts}
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def dump_cluster(cluster: Cluster) -> str:
@@ -310,6 +314,7 @@ _DEVICE_FIELDS: Mapping[str, _Convert] = {
     "launch_seconds": _number,
     "issue_seconds": _number,
     "num_units": lambda value, at: _count(value, at) if value != 0 else 0,
+    "dollars_per_hour": _number,
     "sources": _map_of(_text),
 }
 _LINK_FIELDS: Mapping[str, _Convert] = {

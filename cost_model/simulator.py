@@ -41,7 +41,7 @@ from .actions import (
     chain,
 )
 from .overlap import Collectives
-from .stage_costs import Overlap, StageCosts
+from .stage_costs import Overlap, StageCosts, of_replicas
 from .timeline import Event, Exposed, Stream, Timeline
 
 __all__ = ["Overlap", "StageCosts", "Timeline", "simulate"]
@@ -71,10 +71,11 @@ def simulate(
     >>> simulate(Schedule("example", 1, (0, 1), table), costs).step_seconds
     7.0
     """
-    if len(costs.forward_seconds) != schedule.num_stages:
+    if len(costs.forward_seconds) != schedule.num_parts:
         raise ValueError(
-            f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_stages}"
+            f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"
         )
+    costs = of_replicas(costs, schedule)
     if schedule.edges is not None and costs.edges is not None and schedule.edges != costs.edges:
         raise ValueError(f"costs of the edges {costs.edges} for a schedule of {schedule.edges}")
     if (schedule.edges is None) != (costs.edges is None) and costs.send_seconds:
@@ -118,6 +119,7 @@ class _Simulation:
         zeros = (0,) * stages
         self.schedule, self.costs, self.overlap = schedule, costs, overlap
         self.zero = 0 * costs.forward_seconds[0]
+        self.shares = _slice_shares(schedule, costs)
         self.seconds = _action_seconds(costs)
         self.inside = _inside_seconds(costs)
         self.wiring = schedule.wiring
@@ -131,7 +133,7 @@ class _Simulation:
         ]
         trains = any(rank.last_backwards for rank in self.ranks)
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
-        number = 2 * stages * schedule.num_microbatches
+        number = 2 * stages * schedule.num_microbatches * schedule.num_slices
         self.sent: dict[tuple[int, int], float] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
         self.missing = _num_messages(schedule)
@@ -174,13 +176,14 @@ class _Simulation:
     def _advance(self, rank: _Rank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""
         row, num_microbatches = rank.row, self.schedule.num_microbatches
+        num_slices = self.schedule.num_slices
         posted, arrived = self.posted, self.arrived
         length = len(row)
         at = rank.at
         while at < length:
             action = row[at]
-            kind, stage, m = action
-            number = 2 * (stage * num_microbatches + m)
+            kind, stage, m, part = action
+            number = 2 * ((stage * num_microbatches + m) * num_slices + part)
             if kind in NEEDS_MESSAGE:
                 if kind != FORWARD:
                     number += 1
@@ -200,7 +203,7 @@ class _Simulation:
             elif kind in SENDS:
                 backward = kind == SEND_BACKWARD
                 for target in self.wiring[not backward][stage]:
-                    number = 2 * (target * num_microbatches + m) + backward
+                    number = 2 * ((target * num_microbatches + m) * num_slices + part) + backward
                     self.sent[number, stage] = rank.clock
                     self._transfer(number, stage)
             elif kind == WEIGHT_BACKWARD:
@@ -221,15 +224,19 @@ class _Simulation:
         sent, posted = self.sent.get((number, source)), self.posted[number]
         if sent is None or posted is None:
             return
-        stage, m = divmod(number // 2, self.schedule.num_microbatches)
+        unit, part = divmod(number // 2, self.schedule.num_slices)
+        stage, m = divmod(unit, self.schedule.num_microbatches)
         backward = number & 1
         ranks = self.schedule.stage_rank
         pair = (ranks[source], ranks[stage])
         start = max(sent, posted, self.channel.get(pair, sent))
         seconds = self.send[backward]
-        end = start + seconds[source, stage] if seconds else start
+        end = start
+        if seconds:
+            share = self.shares[SEND_FORWARD][part] if self.shares else 1
+            end += seconds[source, stage] * share
         self.channel[pair] = end
-        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m)
+        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m, part)
         stream: Stream = "send backward" if backward else "send forward"
         self.ranks[pair[0]].events.append(Event(action, start, end, stream, stage))
         if self._is_last(number, stage, start, end) and number in self.waiting:
@@ -250,12 +257,14 @@ class _Simulation:
 
     def _compute(self, rank: _Rank, action: Action, arrival: float | None, begun: float) -> None:
         """A forward or backward, from when the rank is free and its message there."""
-        kind, stage, _ = action
+        kind, stage, _, part = action
         free = start = rank.clock
         if arrival is not None and arrival > free:
             start = arrival
             rank.messages += arrival - (begun if begun > free else free)
         work = self.seconds[kind][stage]
+        if self.shares:
+            work = work * self.shares[kind][part]
         beside = rank.collectives
         if beside is None or (beside.busy_until <= start and action not in rank.beside):
             end = start + work
@@ -265,8 +274,11 @@ class _Simulation:
         rank.clock = end
         rank.events.append(Event(action, start, end, "compute"))
         if self.inside:
-            rank.inside += self.inside[kind][stage]
+            inside = self.inside[kind][stage]
+            rank.inside += inside * self.shares[kind][part] if self.shares else inside
         num_bytes = self.activation[stage]
+        if self.shares:
+            num_bytes = _part_of(num_bytes, self.schedule.slices, part)
         if num_bytes:
             if kind == FORWARD:
                 rank.held += num_bytes
@@ -370,6 +382,34 @@ def _num_messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]
         for side in schedule.wiring
     )
     return forward, backward
+
+
+def _slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
+    """By kind, the part of a micro-batch that each slice is; empty where sequences are whole.
+
+    A slice's message is by its length; a message costs nothing to begin.
+    """
+    if not schedule.slices:
+        return {}
+    length = sum(schedule.slices)
+    even = [each / length for each in schedule.slices]
+    forward = costs.slice_forward_shares or even
+    backward = costs.slice_backward_shares or even
+    if len(forward) != len(even) or len(backward) != len(even):
+        raise ValueError(f"shares of {len(forward)} and {len(backward)} slices, not {len(even)}")
+    return {
+        FORWARD: forward,
+        BACKWARD: backward,
+        INPUT_BACKWARD: backward,
+        WEIGHT_BACKWARD: backward,
+        SEND_FORWARD: even,
+    }
+
+
+def _part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
+    """A slice's bytes by its length; those of all slices add up to the whole."""
+    length, before = sum(slices), sum(slices[:part])
+    return num_bytes * (before + slices[part]) // length - num_bytes * before // length
 
 
 def _action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:

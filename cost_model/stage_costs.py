@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .actions import Edges
+from .actions import Edges, Schedule
 
 MEASURED_SLOWDOWN = 1.189
 """Compute beside communication takes this much longer: 18.9 % on average and 40 % at most,
@@ -44,6 +44,8 @@ class StageCosts:
     ``activation_bytes``: what one micro-batch keeps until its backward, on the worst rank.
     ``static_bytes``: everything held throughout. ``weight_backward_seconds``: the part of the
     backward that a split schedule may delay, half of it by default.
+    ``slice_forward_shares``, ``slice_backward_shares``: of a micro-batch in slices, the part of
+    its time that each slice takes, in every stage; that of its length by default.
     """
 
     forward_seconds: Sequence[float]
@@ -60,12 +62,14 @@ class StageCosts:
     forward_communication_seconds: Sequence[float] = ()
     backward_communication_seconds: Sequence[float] = ()
     edges: Edges | None = None
+    slice_forward_shares: Sequence[float] = ()
+    slice_backward_shares: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
         num_edges = stages - 1 if self.edges is None else len(self.edges)
         for name in self.__slots__:
-            if name == "edges":
+            if name == "edges" or name.startswith("slice_"):
                 continue
             found = len(getattr(self, name))
             length = num_edges if name.startswith("send_") else stages
@@ -73,3 +77,22 @@ class StageCosts:
                 raise ValueError(f"{name} has {found} entries for {stages} stages, not {length}")
         if any(buckets < 1 for buckets in self.gradient_buckets):
             raise ValueError("a stage's gradients are at least one bucket")
+
+
+def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
+    """The costs of a schedule's stages from those of the parts of the model they compute."""
+    if not schedule.parts:
+        return costs
+    if costs.edges is not None:
+        raise ValueError("replicas of stages that are no chain")
+    spread: dict[str, tuple[float, ...]] = {}
+    for name in costs.__slots__:
+        values = getattr(costs, name)
+        if name in ("edges", "slice_forward_shares", "slice_backward_shares") or not values:
+            continue
+        if name.startswith("send_"):
+            assert schedule.edges is not None
+            spread[name] = tuple(values[schedule.parts[source]] for source, _ in schedule.edges)
+        else:
+            spread[name] = tuple(values[part] for part in schedule.parts)
+    return replace(costs, edges=schedule.edges, **spread)  # type: ignore[arg-type]

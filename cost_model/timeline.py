@@ -79,5 +79,18 @@ class Timeline:
         return tuple(sum(each) for each in self.exposed)
 
     @property
+    def longest_span_seconds(self) -> float:
+        """The longest time of a rank from the start of its first action to the end of its last.
+
+        Zero-bubble papers measure a step so: a rank may begin the next one without the others.
+        """
+        rows = [events for events in self.events if events]
+        return max(
+            max(event.end_seconds for event in events if event.stream == "compute")
+            - min(event.start_seconds for event in events if event.stream == "compute")
+            for events in rows
+        )
+
+    @property
     def num_devices(self) -> int:
         return sum(self.replicas)

@@ -102,23 +102,23 @@ def _takers(timeline: Timeline) -> Takers:
     takers: Takers = {}
     for rank, events in enumerate(timeline.events):
         for event in events:
-            kind, stage, m = event.action
+            kind, stage, m, part = event.action
             if kind == FORWARD:
-                takers[Action("RECV_F", stage, m)] = (rank, event)
+                takers[Action("RECV_F", stage, m, part)] = (rank, event)
             elif kind in (BACKWARD, INPUT_BACKWARD):
-                takers[Action("RECV_B", stage, m)] = (rank, event)
+                takers[Action("RECV_B", stage, m, part)] = (rank, event)
     return takers
 
 
 def _flow(rank: int, event: Event, takers: Takers) -> Iterator[TraceEvent]:
     """An arrow from a message to the compute that needed it."""
-    kind, stage, m = event.action
+    kind, stage, m, part = event.action
     receive: ActionKind = "RECV_F" if kind == SEND_FORWARD else "RECV_B"
-    receiver, taker = takers[Action(receive, event.to, m)]
+    receiver, taker = takers[Action(receive, event.to, m, part)]
     common = {
         "name": "activations" if kind == SEND_FORWARD else "gradients",
         "cat": "message",
-        "id": f"{kind}-{stage}-{event.to}-{m}",
+        "id": f"{kind}-{stage}-{event.to}-{m}-{part}",
     }
     yield {
         **common, "ph": "s", "pid": rank, "tid": STREAMS.index(event.stream),

@@ -162,9 +162,11 @@ def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator)
     """A local tensor brought to another layout, differentiably.
 
     ``steps`` come from ``planner.layout.conversion_steps``. Integers and booleans have no
-    gradient and go forward only.
+    gradient and go forward only. On an axis of one rank all placements are the same.
     """
     for step in steps:
+        if communicator.size(step.axis) == 1:
+            continue
         if tensor.is_floating_point() or tensor.is_complex():
             tensor = _Conversion.apply(tensor, step, communicator)  # type: ignore[no-untyped-call]
         else:

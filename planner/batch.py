@@ -62,15 +62,24 @@ def find_batch(
     labels = propagation.run()
     if labels is None or labels.get(graph.loss) != PARTIAL:
         return None
-    dims = {
-        node.name: tuple(
-            placement.dim if (placement := labels.get(Ref(node.name, index))) and placement.is_shard
-            else None
-            for index in range(len(node.outputs))
-        )
-        for node in graph
-    }  # fmt: skip
+    dims = {node.name: _dims(node, labels) for node in graph}
     return dims, _accumulation(graph, labels, tuple(propagation.totals))
+
+
+def rows_apart(graph: Graph) -> BatchDims:
+    """The batch dimensions up to where rows meet, as in a contrastive loss.
+
+    Nodes that depend on rows that met are left out: what they make may be split in any way.
+    """
+    propagation = _Propagation(graph)
+    met = propagation.run_apart() if graph.batch_size > 1 else set(graph.by_name)
+    return {node.name: _dims(node, propagation.labels) for node in graph if node.name not in met}
+
+
+def _dims(node: Node, labels: _Labels) -> tuple[int | None, ...]:
+    """The dimension in which each output counts the batch."""
+    own = [labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
+    return tuple(each.dim if each is not None and each.is_shard else None for each in own)
 
 
 def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Accumulation:
@@ -164,6 +173,19 @@ class _Propagation:
             else:
                 return None
         return self.labels if all(self._holds(node) for node in operations) else None
+
+    def run_apart(self) -> set[str]:
+        """Labels what can be labelled; the nodes that depend on rows that met."""
+        operations = [node for node in self.graph if node.kind == "op"]
+        met: set[str] = set()
+        self._start()
+        for node in operations:
+            if any(ref.name in met for ref in node.inputs) or not self._advance(node):
+                met.add(node.name)
+        for node in operations:
+            if any(ref.name in met for ref in node.inputs) or not self._holds(node):
+                met.add(node.name)
+        return met
 
     def _start(self) -> None:
         self.labels = {

@@ -1,17 +1,16 @@
 """The tables of a kind of block as a few arrays, and back.
 
 In: a ``KindModel``. Out: a ``Packed`` of it, which the codec writes; and again a ``KindModel``,
-equal in every figure. A choice is a row of each array; what its members' layouts are and what it
-keeps are numbers into lists of the distinct ones, which is most of what there is to save: ten
-thousands of choices share a few hundred layouts.
+equal in every figure. A choice is a row of each array; its members' layouts are numbers into a
+list of the distinct ones, which is most of what there is to save: ten thousands of choices share
+a few hundred layouts. What a choice keeps is found again when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -19,9 +18,8 @@ from .cache_codec import Codec
 from .decisions import Choice, Decision, Floats
 from .highs import Ints
 from .layout import Layout, format_layout, parse_layout
-from .saved import Part
 from .seconds import Seconds, StateBytes
-from .stage_model import Kept, KindModel
+from .stage_model import Held, KindModel
 from .strategy import NodeLayout
 from .structure import Edge, Use
 
@@ -31,7 +29,7 @@ Text = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class PackedDecision:
-    """``layouts`` and ``kept`` (saved, selected) are numbers by choice: ``[column, choice]``."""
+    """``layouts`` are numbers by choice: ``[member, choice]``."""
 
     name: str
     members: tuple[str, ...]
@@ -39,20 +37,17 @@ class PackedDecision:
     seconds: Floats
     states: Floats
     kept_seconds: Floats
-    kept: Ints
-    working_bytes: Floats
 
 
 @dataclass(frozen=True)
 class Packed:
-    """``texts`` are the distinct layouts of nodes, ``parts`` the distinct sets of what is kept."""
+    """``texts`` are the distinct layouts of nodes."""
 
     kind: str
     decisions: tuple[PackedDecision, ...]
     edges: tuple[Edge, ...]
     has_parameters: bool
     texts: tuple[Text, ...]
-    parts: tuple[tuple[Part, ...], ...]
 
 
 CODEC = Codec((Packed, PackedDecision, Edge, Use))
@@ -61,22 +56,15 @@ CODEC = Codec((Packed, PackedDecision, Edge, Use))
 def pack(model: KindModel) -> Packed:
     """``unpack`` gives the model back."""
     texts: dict[NodeLayout, int] = {}
-    parts: dict[tuple[Part, ...], int] = {}
-    selected: Kept = model.selected or tuple(() for _ in model.decisions)
     decisions = tuple(
         PackedDecision(
             decision.name, decision.members, _layout_numbers(decision, texts),
             decision.seconds, decision.states, decision.kept_seconds,
-            _numbers((saved, chosen), parts), working,
         )
-        for decision, saved, chosen, working in zip(
-            model.decisions, model.saved, selected, model.working_bytes, strict=True
-        )
+        for decision in model.decisions
     )  # fmt: skip
     written = tuple(map(_text, texts))
-    return Packed(
-        model.kind, decisions, model.edges, model.has_parameters, written, tuple(parts)
-    )  # fmt: skip
+    return Packed(model.kind, decisions, model.edges, model.has_parameters, written)
 
 
 def _layout_numbers(decision: Decision, texts: dict[NodeLayout, int]) -> Ints:
@@ -92,11 +80,6 @@ def _layout_numbers(decision: Decision, texts: dict[NodeLayout, int]) -> Ints:
     return np.array(rows, dtype=np.int64)
 
 
-def _numbers(columns: Sequence[Sequence[Any]], known: dict[Any, int]) -> Ints:
-    rows = [[known.setdefault(each, len(known)) for each in column] for column in columns]
-    return np.array(rows, dtype=np.int64)
-
-
 def _text(layout: NodeLayout) -> Text:
     inputs, outputs = map(format_layout, layout.inputs), map(format_layout, layout.outputs)
     return tuple(inputs), tuple(outputs), layout.labels
@@ -107,8 +90,10 @@ def _layout(text: str) -> Layout:
     return parse_layout(text)
 
 
-def unpack(packed: Packed) -> KindModel:
-    """The model again."""
+def unpack(
+    packed: Packed, holder: Callable[[Sequence[Decision]], Callable[[int, int], Held]]
+) -> KindModel:
+    """The model again; ``holder`` makes its ``held``."""
     layouts = [
         NodeLayout(tuple(map(_layout, inputs)), tuple(map(_layout, outputs)), labels)
         for inputs, outputs, labels in packed.texts
@@ -116,16 +101,13 @@ def unpack(packed: Packed) -> KindModel:
     decisions = tuple(
         Decision(own.name, own.members, _choices(own, layouts)) for own in packed.decisions
     )
-    kept = [[_parts(own.kept[row], packed.parts) for own in packed.decisions] for row in (0, 1)]
     return KindModel(
         packed.kind,
         decisions,
         {name: at for at, decision in enumerate(decisions) for name in decision.members},
         packed.edges,
-        tuple(kept[0]),
-        tuple(own.working_bytes for own in packed.decisions),
         packed.has_parameters,
-        tuple(kept[1]),
+        holder(decisions),
     )
 
 
@@ -145,7 +127,3 @@ def _choices(own: PackedDecision, layouts: Sequence[NodeLayout]) -> tuple[Choice
             )
         )  # fmt: skip
     return tuple(found)
-
-
-def _parts(row: Ints, parts: Sequence[tuple[Part, ...]]) -> tuple[tuple[Part, ...], ...]:
-    return tuple(parts[number] for number in row.tolist())

@@ -62,7 +62,9 @@ def cache_for(graph: Graph, blocks: Blocks, request: Request, basis: Basis) -> C
     except UnkeyedError:
         basis.cache.faults["functions"] += 1
         return NO_CACHE
-    return basis.cache.under(own, request.precision, request.optimizer, basis.used)
+    used = basis.used
+    factors = () if used is None else tuple(sorted(used.factors.items()))
+    return basis.cache.under(own, request.precision, request.optimizer, used, factors)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class CachedModel(StageModel):
     def _make_kind(self, kind: str) -> KindModel:
         packed = self.cache.get(KINDS, CODEC, kind)
         if packed is not MISSING:
-            return unpack(packed)
+            return unpack(packed, self._holder)
         made = StageModel._make_kind(self, kind)
         if self.cache.shelf is not None:
             self.cache.put(pack(made), KINDS, CODEC, kind)

@@ -7,12 +7,17 @@ are offered; of two with equal layouts the rules' first stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
+from .batch import rows_apart
+from .feature_strategies import allowed
+from .features import Features
 from .graph import Graph, Node, TensorSpec
 from .layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
+from .pins import Pins, kept
 from .positions import (
     Dims,
     by_entries,
@@ -45,13 +50,16 @@ class Restriction:
     used split where an op can; ``sequence_parallel`` says whether values outside such ops are
     split along positions there, as in Megatron-LM with and without sequence parallelism (None
     leaves it to the solver). On one of ``split_positions`` every value that counts positions
-    is split along them and parameters are replicated (context parallelism).
+    is split along them and parameters are replicated (context parallelism). ``pins`` are the
+    layouts that the user asks for, by node of a kind, ``features`` the means that are allowed.
     """
 
     split_batch: tuple[int, ...] = ()
     split_parameters: tuple[int, ...] = ()
     sequence_parallel: bool | None = None
     split_positions: tuple[int, ...] = ()
+    pins: Pins = field(default_factory=dict)
+    features: Features = field(default_factory=Features)
 
 
 def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
@@ -76,7 +84,18 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
         key = (layout.inputs, layout.outputs)
         if key not in found or len(inner) < len(found[key].inner):
             found[key] = Way(layout, inner)
-    return tuple(found.values())
+    return _as_pinned(node, tuple(found.values()), prices, restriction)
+
+
+def _as_pinned(
+    node: Node, found: tuple[Way, ...], prices: Prices, restriction: Restriction
+) -> tuple[Way, ...]:
+    """Of the ways those that keep the node's pins, all if none does."""
+    pins = restriction.pins.get(node.name, ())
+    if not pins:
+        return found
+    made = set(kept([way.layout.outputs[0] for way in found], pins, prices.mesh))
+    return tuple(way for way in found if way.layout.outputs[0] in made)
 
 
 def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
@@ -118,8 +137,11 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = _strategies(node, graph, size, prices)
-    if axis in restriction.split_batch and graph.batch_dims:
-        return _batch_split(node, graph, strategies)
+    if axis not in (*restriction.split_batch, *restriction.split_positions):
+        dims = partial(_dims, graph, size, prices)
+        strategies = allowed(node, graph, strategies, dims, restriction.features)
+    if axis in restriction.split_batch and (graph.batch_dims or graph.batch_size % size == 0):
+        return _batch_split(node, batch_dims(graph, prices), strategies)
     if axis in restriction.split_parameters:
         fitting = _batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
@@ -129,6 +151,18 @@ def _axis_strategies(
         whole = _batch_whole(node, graph, strategies)
         return _positions_split(node, whole, _dims(graph, size, prices))
     return strategies
+
+
+def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
+    """The dimensions of the batch, of a graph whose rows meet as far as they are apart."""
+    if graph.batch_dims:
+        return graph.batch_dims
+    key = ("rows apart", graph.batch_size)
+    found: Mapping[str, tuple[int | None, ...]] | None = prices.cache.get(key)
+    if found is None:
+        found = rows_apart(graph)
+        prices.cache[key] = found
+    return found
 
 
 def _dims(graph: Graph, size: int, prices: Prices) -> Dims:
@@ -168,11 +202,15 @@ def _positions_split(
 
 
 def _batch_split(
-    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+    node: Node,
+    dims: Mapping[str, tuple[int | None, ...]],
+    strategies: tuple[AxisStrategy, ...],
 ) -> tuple[AxisStrategy, ...]:
     """The strategies that split the batch wherever a tensor has one, if there are any."""
-    inputs = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
-    outputs = list(graph.batch_dims[node.name])
+    if node.name not in dims:
+        return strategies
+    inputs = [dims[ref.name][ref.index] for ref in node.inputs]
+    outputs = list(dims[node.name])
     fitting = tuple(
         strategy
         for strategy in strategies
@@ -259,9 +297,8 @@ def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[
             options.append([*splits, same])
         else:
             options.append([*splits, REPLICATE])
-    return tuple(
-        layout for layout in product(*options) if divides(shape, layout, prices.mesh.shape)
-    )
+    found = [each for each in product(*options) if divides(shape, each, prices.mesh.shape)]
+    return kept(found, restriction.pins.get(node.name, ()), prices.mesh)
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:

@@ -43,11 +43,12 @@ def priced(
     )
 
 
-def allowed_rungs(run: Run, recompute: Recompute | None) -> Rungs:
-    """The rungs of a run, or the only one that is left by a forced recomputation."""
+def allowed_rungs(run: Run, recompute: Recompute | None, modes: Sequence[Recompute]) -> Rungs:
+    """The rungs of a run in allowed modes, or the only one that a forced recomputation leaves."""
     found = rungs(*run.class_counts)
     if recompute is None:
-        return found
+        own = found.within(modes)
+        return Rungs(found.full[own], found.selective[own])
     only = forced(recompute, run.class_counts[0])
     return Rungs(np.array([only.full]), np.array([only.selective]))
 

@@ -32,6 +32,7 @@ from .precision import with_precision
 from .prices import Prices, Seconds, StateBytes
 from .request import Forced
 from .rules.case import argument
+from .schedules import parts_of_ranks
 from .seconds import Priced
 from .stage_cost import StageCost
 from .stage_model import StageModel
@@ -249,8 +250,10 @@ def price(
         num_chunks=configuration.num_chunks,
     )
     ranks = tuple(
-        _rank_bytes(costs[rank :: configuration.pp], timeline.peak_activation_bytes[rank])
-        for rank in range(configuration.pp)
+        _rank_bytes(tuple(costs[part] for part in parts), timeline.peak_activation_bytes[rank])
+        for rank, parts in enumerate(
+            parts_of_ranks(configuration.schedule, configuration.pp, configuration.num_chunks)
+        )
     )
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
     return PricedStep(configuration, timeline.step_seconds, timeline, costs, ranks, usable)
@@ -359,12 +362,12 @@ class _Work:
         forced = Forced(dp=own.dp, tp=own.tp, cp=own.cp, sequence_parallel=own.sequence_parallel)
         key = (
             id(self.graph), id(self.cluster), own.precision, own.microbatch_size, prices.mesh,
-            prices.groups, prices.device.name, link, own.sequence_parallel, own.policy,
+            prices.groups, prices.speed, link, own.sequence_parallel, own.policy,
             own.optimizer, own.zero,
         )  # fmt: skip
         if key not in self.cache.solvers:
             model = StageModel(self.structure, prices, restriction(prices.mesh, forced), link)
-            limits = Limits(float("inf"), own.zero, "none")
+            limits = Limits(float("inf"), (own.zero,), "none")
             self.cache.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
         return self.cache.solvers[key]
 

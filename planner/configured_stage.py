@@ -56,7 +56,7 @@ def selective(cost: StageCost, run: LayersFirst, answer: StageAnswer, dims: Dims
         if core.isdisjoint(decision.members):
             continue
         again += decision.seconds[0, choice, [0, 8]]
-        for name, num_bytes in tables.saved[position][choice]:
+        for name, num_bytes in tables.held(position, choice)[0]:
             if name.rsplit(":", 1)[0] in core:
                 dropped[name, num_bytes] = None
     less = float(sum(size for _, size in dropped))

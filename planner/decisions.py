@@ -10,7 +10,7 @@ ops and 9 parameters, has 44 decisions. Nothing inside a decision is converted b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import add
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from .choices import Restriction, Way, held_for, held_layouts, input_specs, ways
 from .graph import Block, Graph, Node, Ref
 from .layout import Layout
+from .pins import PENALTY_SECONDS, breaks
 from .prices import Prices, Seconds, StateBytes
 from .recompute import is_kept
 from .strategy import NodeLayout
@@ -189,6 +190,7 @@ def _finish(
             ]
         choices += partial
     members = (*draft.members, *(ref.name for _, _, ref in parameters))
+    choices = [_penalized(choice, prices, restriction) for choice in choices]
     return Decision(draft.members[0], members, prune(choices, _exposed(members, graph)))
 
 
@@ -235,7 +237,21 @@ def parameter_decision(node: Node, prices: Prices, restriction: Restriction) -> 
     for layout, costs in held.items():
         seconds, states = tuple(s for s, _ in costs), tuple(b for _, b in costs)
         choices.append(Choice({node.name: NodeLayout((), (layout,))}, seconds, states))
+    choices = [_penalized(choice, prices, restriction) for choice in choices]
     return Decision(node.name, (node.name,), tuple(choices))
+
+
+def _penalized(choice: Choice, prices: Prices, restriction: Restriction) -> Choice:
+    """A choice that breaks pins, at a price that no plan pays which has another."""
+    count = sum(
+        breaks(layout.outputs[0], restriction.pins[name], prices.mesh)
+        for name, layout in choice.layouts.items()
+        if name in restriction.pins
+    )
+    if not count:
+        return choice
+    more = Seconds(forward_compute=count * PENALTY_SECONDS)
+    return replace(choice, seconds=tuple(own.plus(more) for own in choice.seconds))
 
 
 def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:

@@ -12,13 +12,15 @@ small where the graph of the factors is nearly a chain, as a block of layers is.
 
 Tables have two leading axes, for equal problems that differ in their figures only: each is
 as long as there are such problems, or 1 where they agree.
+
+Which value of v is the best is not noted for every assignment, which would take longer than the
+minimum itself: it is found from the factors again, for the few assignments that are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from math import prod
 
 import numpy as np
@@ -84,47 +86,51 @@ def _cells(sizes: Sequence[int], variable: int, near: set[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The best value of a variable for every value of those that it met."""
+    """A variable that was eliminated, and the factors that spoke of it."""
 
     variable: int
-    scope: tuple[int, ...]
-    best: Ints
+    met: tuple[Factor, ...]
+
+    def best(self, rows: Ints, columns: Ints, known: Ints, size: int) -> Ints:
+        """The variable's best value per assignment, ``known[assignment, variable]``, of the
+        problem that its row and column name, ``[assignment, 1]``."""
+        total = np.zeros((len(known), size))
+        values = np.arange(size)
+        for factor in self.met:
+            num_rows, num_columns = factor.table.shape[:BATCH_AXES]
+            index = (
+                values if other == self.variable else known[:, other, None]
+                for other in factor.scope
+            )
+            batch = (rows if num_rows > 1 else 0, columns if num_columns > 1 else 0)
+            total += factor.table[(*batch, *index)]
+        found: Ints = total.argmin(axis=1)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
     """``table[a, b, values of kept]``: the least sums; ``steps`` lead back."""
 
-    num_variables: int
+    sizes: tuple[int, ...]
     kept: tuple[int, ...]
     table: Floats
     steps: tuple[_Step, ...]
 
-    def complete(self, at: tuple[int, int], values: Mapping[int, int]) -> tuple[int, ...]:
-        """The value of every variable, given those of the kept ones, in the problem ``at``."""
-        known = dict(values)
+    def complete(self, rows: Ints, columns: Ints, values: Ints) -> Ints:
+        """The values of all variables, ``[assignment, variable]``, from those of the kept ones,
+        ``[assignment, kept]``, in the problems of these rows and columns."""
+        found = np.zeros((len(rows), len(self.sizes)), dtype=np.int64)
+        found[:, list(self.kept)] = values
+        at = rows[:, None], columns[:, None]
         for step in reversed(self.steps):
-            index = tuple(known[other] for other in step.scope)
-            known[step.variable] = int(step.best[(*_at(step.best, at), *index)])
-        return tuple(known[variable] for variable in range(self.num_variables))
-
-    def every(self, shape: tuple[int, int]) -> Ints:
-        """The values of all variables in every problem, ``[a, b, variable]``; none is kept."""
-        found = np.zeros((*shape, self.num_variables), dtype=np.int64)
-        rows, columns = np.indices(shape)
-        for step in reversed(self.steps):
-            batch = (
-                rows if step.best.shape[0] > 1 else 0,
-                columns if step.best.shape[1] > 1 else 0,
-            )
-            index = tuple(found[..., other] for other in step.scope)
-            found[..., step.variable] = step.best[(*batch, *index)]
+            found[:, step.variable] = step.best(*at, found, self.sizes[step.variable])
         return found
 
-
-def _at(table: NDArray[np.generic], at: tuple[int, int]) -> tuple[int, int]:
-    """The place of a problem in a table that may be shorter along equal ones."""
-    return tuple(0 if table.shape[axis] == 1 else each for axis, each in enumerate(at))  # type: ignore[return-value]
+    def every(self, shape: tuple[int, int]) -> Ints:
+        """The values of all variables in every problem, row by row; none is kept."""
+        rows, columns = (each.ravel() for each in np.indices(shape))
+        return self.complete(rows, columns, np.zeros((len(rows), 0), dtype=np.int64))
 
 
 def eliminate(
@@ -136,8 +142,8 @@ def eliminate(
     >>> first = Factor((0,), np.array([[[1.0, 0.0]]]))
     >>> second = Factor((1,), np.array([[[0.0, 2.0]]]))
     >>> found = eliminate((2, 2), (apart, first, second), find_order((2, 2), ((0, 1),), ()))
-    >>> float(found.table[0, 0]), found.complete((0, 0), {})
-    (1.0, (0, 0))
+    >>> float(found.table[0, 0]), found.every((1, 1)).tolist()
+    (1.0, [[0, 0]])
     """
     left = dict(enumerate(factors))
     by_variable: dict[int, set[int]] = {variable: set() for variable in range(len(sizes))}
@@ -146,18 +152,21 @@ def eliminate(
             by_variable[variable].add(index)
     steps = []
     for number, variable in enumerate(order.variables, start=len(left)):
-        indices = sorted(by_variable.pop(variable))
-        met = [left.pop(index) for index in indices]
-        scope = tuple(sorted({other for factor in met for other in factor.scope} - {variable}))
-        total = _sum(met, (*scope, variable), sizes)
-        best = total.argmin(axis=-1)
-        least = np.take_along_axis(total, best[..., None], axis=-1)[..., 0]
-        steps.append(_Step(variable, scope, best))
+        indices = by_variable.pop(variable)
+        met = tuple(left.pop(index) for index in sorted(indices))
+        others = {other for factor in met for other in factor.scope}
+        others.discard(variable)
+        scope = tuple(sorted(others))
+        least = np.minimum.reduce(_sum(met, (variable, *scope), sizes), axis=BATCH_AXES)
+        steps.append(_Step(variable, met))
         for other in scope:
-            by_variable[other] = by_variable[other].difference(indices) | {number}
+            own = by_variable[other]
+            own -= indices
+            own.add(number)
         left[number] = Factor(scope, least)
     kept = tuple(kept)
-    return Eliminated(len(sizes), kept, _sum(list(left.values()), kept, sizes), tuple(steps))
+    table = _sum(tuple(left.values()), kept, sizes)
+    return Eliminated(tuple(sizes), kept, table, tuple(steps))
 
 
 def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Floats:
@@ -165,19 +174,31 @@ def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
-    aligned = sorted((_aligned(factor, scope) for factor in factors), key=lambda each: each.size)
-    total: Floats = reduce(np.add, aligned)
+    place = {variable: number for number, variable in enumerate(scope)}
+    aligned = [_aligned(factor, place) for factor in factors]
+    aligned.sort(key=_size)
+    total = aligned[0]
+    for table in aligned[1:]:
+        total = total + table
     if total.shape[BATCH_AXES:] != shape:
         total = np.broadcast_to(total, (*total.shape[:BATCH_AXES], *shape))
     return total
 
 
-def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """A factor's table with its axes in the places of ``scope``, 1 long where it has none."""
-    own = sorted(range(len(factor.scope)), key=lambda axis: scope.index(factor.scope[axis]))
-    batch = range(BATCH_AXES)
-    table = factor.table.transpose((*batch, *(BATCH_AXES + axis for axis in own)))
-    present = set(factor.scope)
-    sizes = iter(table.shape[BATCH_AXES:])
-    shape = tuple(next(sizes) if variable in present else 1 for variable in scope)
+def _size(table: Floats) -> int:
+    return table.size
+
+
+def _aligned(factor: Factor, place: Mapping[int, int]) -> Floats:
+    """A factor's table with its axes in their places, 1 long where it has none."""
+    own, table = factor.scope, factor.table
+    places = [place[variable] for variable in own]
+    if places != sorted(places):
+        axes = sorted(range(len(own)), key=places.__getitem__)
+        table = table.transpose((*range(BATCH_AXES), *(BATCH_AXES + axis for axis in axes)))
+    if len(own) == len(place):
+        return table
+    shape = [1] * len(place)
+    for number, size in zip(places, factor.table.shape[BATCH_AXES:], strict=True):
+        shape[number] = size
     return table.reshape((*table.shape[:BATCH_AXES], *shape))

@@ -7,7 +7,7 @@ as the runtime does; nothing is taken from the solvers' tables but the unit pric
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..cost_model.cluster import Cluster
@@ -26,11 +26,15 @@ from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .recompute import is_kept, kept_parts
 from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
-from .schedules import in_flight
+from .schedule_check import peak_in_flight
+from .schedules import build_schedule, in_flight
 from .stage_cost import StageCost
 from .step import send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
+
+BRIEF = ("transient", "reserve")
+"""Memory that the stages of a rank take in turn, or once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +76,31 @@ def evaluate(
         starts = stop
     if starts != len(blocks.blocks):
         raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
-    timeline = simulate_stages(plan.schedule, plan.num_microbatches, costs, edges=edges)
+    timeline = simulate_stages(
+        plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks
+    )
     sends = send_seconds(costs, edges)
     return Evaluation(
         timeline.step_seconds,
         timeline.bubble_fraction,
-        round(max(cost.total_bytes for cost in costs)),
+        round(max(_rank_bytes(plan, costs))),
         tuple(prediction_of(cost, send) for cost, send in zip(costs, sends, strict=True)),
         tuple(cost.objective(plan.num_microbatches) for cost in costs),
     )
+
+
+def _rank_bytes(plan: Plan, costs: Sequence[StageCost]) -> Iterable[float]:
+    """The bytes on the devices of each rank of the pipeline: of all its stages together.
+
+    What is transient counts once, as one stage computes at a time.
+    """
+    totals: dict[frozenset[int], float] = {}
+    transient: dict[frozenset[int], float] = {}
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        rank, brief = frozenset(stage.devices), sum(cost.memory_bytes[name] for name in BRIEF)
+        totals[rank] = totals.get(rank, 0.0) + cost.total_bytes - brief
+        transient[rank] = max(transient.get(rank, 0.0), brief)
+    return [total + transient[rank] for rank, total in totals.items()]
 
 
 def _prices(
@@ -268,8 +288,7 @@ class _Walk:
 
     def _memory(self, gathered: float) -> Mapping[str, float]:
         states = [self._states(name)[1] for name in self.parameters]
-        plan = self.plan
-        held = in_flight(plan.schedule, self.depth, len(plan.stages), plan.num_microbatches)
+        held = self._in_flight()
         leaves = {
             ref.name
             for block in self.blocks.blocks[self.start : self.stop]
@@ -289,6 +308,16 @@ class _Walk:
             ),
             "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
         }
+
+    def _in_flight(self) -> int:
+        """The most micro-batches that the stage holds at once."""
+        plan, number = self.plan, len(self.plan.stages)
+        if plan.num_chunks > 1:
+            schedule = build_schedule(
+                plan.schedule, number, plan.num_microbatches, num_chunks=plan.num_chunks
+            )
+            return peak_in_flight(schedule)[self.index]
+        return in_flight(plan.schedule, self.depth, number, plan.num_microbatches)
 
 
 def _total(parts: Iterable[Part]) -> float:

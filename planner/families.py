@@ -44,7 +44,6 @@ class Family:
     shared: tuple[str, ...]
     _crossings: dict[Edge, _Crossing] = field(default_factory=dict)
     _orders: dict[object, Order] = field(default_factory=dict)
-    _inside: dict[object, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
@@ -218,23 +217,29 @@ class Family:
             found += counts[:, None] * (np.array(own) @ rates.weights)
         return found
 
-    def solution(
-        self, values: Sequence[int], problem: int, tables: Mapping[str, Eliminated]
-    ) -> Solution:
-        """The choices of every kind and shared parameter, by the values of the ends."""
-        choices: dict[str, tuple[int, ...]] = {}
+    def solutions(
+        self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
+    ) -> Iterator[Solution]:
+        """The choices of every kind and shared parameter by the values of the ends.
+
+        ``values[solution, variable]``; ``problems`` number the solutions' problems.
+        """
+        chosen: dict[str, list[tuple[int, ...]]] = {}
         for kind, own in tables.items():
             start = self.first[kind]
-            ends = tuple(values[start : start + len(own.kept)])
-            key = (id(own), ends, problem)
-            if key not in self._inside:
-                number = len(self.model.kind(kind).decisions)
-                fixed = dict(zip(own.kept, ends, strict=True))
-                self._inside[key] = own.complete((0, problem), fixed)[:number]
-            choices[kind] = self._inside[key]
+            ends = values[:, start : start + len(own.kept)]
+            both, where = np.unique(
+                np.column_stack([problems, ends]), axis=0, return_inverse=True
+            )
+            rows = np.zeros(len(both), dtype=np.int64)
+            inside = own.complete(rows, both[:, 0], both[:, 1:])
+            number = len(self.model.kind(kind).decisions)
+            listed = [tuple(each) for each in inside[:, :number].tolist()]
+            chosen[kind] = [listed[each] for each in where.ravel().tolist()]
         for name in self.shared:
-            choices[name] = (values[self.first[name]],)
-        return choices
+            chosen[name] = [(each,) for each in values[:, self.first[name]].tolist()]
+        for number in range(len(values)):
+            yield {name: own[number] for name, own in chosen.items()}
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
@@ -256,15 +261,11 @@ class Solved:
 
     def solutions(self) -> Iterator[Solution]:
         """The distinct ways to the least of any run and problem."""
-        seen: set[tuple[object, ...]] = set()
         for count, found, tables in self.parts:
             shape = (count, len(self.rates.zeros))
-            values = found.every(shape)
-            for at in np.ndindex(shape):
-                key = (id(found), at[1], *values[at].tolist())
-                if key not in seen:
-                    seen.add(key)
-                    yield self.family.solution(values[at].tolist(), at[1], tables)
+            problems = np.indices(shape)[1].ravel()
+            distinct = np.unique(np.column_stack([problems, found.every(shape)]), axis=0)
+            yield from self.family.solutions(distinct[:, 1:], distinct[:, 0], tables)
 
     @staticmethod
     def joined(first: Solved, second: Solved) -> Solved:

@@ -30,7 +30,7 @@ from .closing import allowed_rungs, bounds, lowest_first, priced
 from .errors import TimeLimitError
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .ladder import forced
+from .ladder import MODES, forced
 from .plan import Recompute
 from .pool import SAME, Found, Pool
 from .stage_cost import Figures, StageCost
@@ -40,11 +40,14 @@ from .structure import Run
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
 
-MOST_PROGRAMS = 8
+MOST_PROGRAMS = 2
 """Integer programs that are solved to narrow a stage's gap."""
 
 SMALL = 60
-"""Programs of up to so many binaries are solved to the end, for every run."""
+"""In a small graph, programs of up to so many binaries are solved to the end for every run."""
+
+SMALL_GRAPH = 30
+"""Ops of all kinds of blocks, at most, of a small graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +68,16 @@ class StageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every stage must keep to: bytes per device, forced ZeRO and recomputation.
+    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
 
     ``gap``: a stage may be worse than the best by this part of its cost.
     """
 
     memory_bytes: float
-    zero: int | None = None
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute: Recompute | None = None
     gap: float = 0.01
+    modes: tuple[Recompute, ...] = MODES
 
 
 @dataclass
@@ -90,6 +94,15 @@ class Effort:
         return self.deadline - time.perf_counter()
 
 
+def _rounded(price: float) -> float:
+    """A price to the next half power of ten: runs that are priced alike share their tables.
+
+    >>> [round(_rounded(price), 6) for price in (0.9, 0.4, 0.001)]
+    [1.0, 0.316228, 0.001]
+    """
+    return float(10 ** (round(2 * np.log10(price)) / 2))
+
+
 @dataclass
 class IntraOp:
     """Solves stages on one mesh (``model``) and keeps what it found."""
@@ -102,20 +115,21 @@ class IntraOp:
     _kinds: dict[str, KindTables] = field(default_factory=dict, repr=False)
     _families: dict[int, Family | None] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+    _bounded: dict[int, list[tuple[Sequence[Run], Rates]]] = field(
+        default_factory=dict, repr=False
+    )
     _thrifty: set[object] = field(default_factory=set, repr=False)
 
     @property
     def zeros(self) -> tuple[int, ...]:
         """The ZeRO stages to choose from."""
-        if self.limits.zero is not None:
-            return (self.limits.zero if self.model.prices.shards > 1 else 0,)
-        return (0, 1, 2, 3) if self.model.prices.shards > 1 else (0,)
+        return self.limits.zeros if self.model.prices.shards > 1 else (0,)
 
     @property
     def modes(self) -> tuple[Recompute, ...]:
         """How blocks may be run."""
         given = self.limits.recompute
-        return ("none", "selective", "full") if given is None else (given,)
+        return self.limits.modes if given is None else (given,)
 
     @property
     def excess_bytes(self) -> dict[object, float]:
@@ -130,8 +144,6 @@ class IntraOp:
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if not new:
             return
-        pool = self._pool(new[0])
-        pool.add_runs(new)
         rates = Rates(num_microbatches, self.zeros, self.modes[0])
         solved = self._solve(new, rates)
         if solved is None:
@@ -140,12 +152,22 @@ class IntraOp:
         for number, run in enumerate(new):
             least = solved.least[number]
             self._bounds[run.key, rates.num_microbatches] = float(least.min())
-        self._take(pool, solved)
+        self._bounded.setdefault(new[0].family, []).append((new, rates))
 
     def _pool(self, run: Run) -> Pool:
+        """The solutions of a run's family; those of runs that were only bounded are made now."""
         if run.family not in self.pools:
-            self.pools[run.family] = Pool(self.model, self.zeros, self.limits.recompute)
-        return self.pools[run.family]
+            self.pools[run.family] = Pool(
+                self.model, self.zeros, self.limits.recompute, self.limits.modes
+            )
+        pool = self.pools[run.family]
+        for runs, rates in self._bounded.pop(run.family, ()):
+            pool.add_runs(runs)
+            solved = self._solve(runs, rates)
+            if solved is not None:
+                self._take(pool, solved)
+        pool.add_runs((run,))
+        return pool
 
     def _family(self, run: Run) -> Family | None:
         """The tables of a run's family, None if they would be too wide."""
@@ -213,6 +235,9 @@ class IntraOp:
 
     def _is_small(self, run: Run) -> bool:
         """Whether the run's programs are so small that they may all be solved to the end."""
+        every = self.model.structure.blocks.kinds.values()
+        if sum(len(block.nodes) for block in every) > SMALL_GRAPH:
+            return False
         kinds = [self.model.kind(kind).decisions for kind in run.counts]
         sizes = [len(each.choices) for decisions in kinds for each in decisions]
         return sum(sizes) <= SMALL and np.isfinite(self.limits.memory_bytes)
@@ -246,7 +271,8 @@ class IntraOp:
             return False
         self._thrifty.add(key)
         pool = self._pool(run)
-        unit = self._price_unit(run, num_microbatches)
+        unit = _rounded(self._price_unit(run, num_microbatches))
+        in_flight = 1 << (in_flight.bit_length() - 1)
         before = len(pool.entries)
         for mode in self.modes:
             prices = [unit * price for price in PRICES]
@@ -270,27 +296,38 @@ class IntraOp:
         return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
 
     def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
-        """A lower bound of the objective of whatever fits in memory (Lagrangian)."""
+        """A lower bound of the objective of whatever fits in memory (Lagrangian).
+
+        What is best at the prices that give the bound goes into the pool.
+        """
         bound = self.bound_seconds(run, num_microbatches)
         family = self._family(run)
         if family is None or not np.isfinite(self.limits.memory_bytes):
             return bound
         free = self.limits.memory_bytes - self._fixed_bytes(run)
-        unit = self._price_unit(run, num_microbatches)
-        grid = np.geomspace(1e-3, 1e2, 16) * unit
-        best = np.zeros(len(self.zeros))
-        for _ in range(3):
-            ways = list(self._ways(num_microbatches, in_flight, grid.tolist()).values())
+        grid = np.geomspace(1e-3, 1e2, 12) * _rounded(self._price_unit(run, num_microbatches))
+        least = {zero: 0.0 for zero in self.zeros}
+        zeros = self.zeros
+        for size in (6, 6, 0):
+            ways = self._ways(num_microbatches, in_flight, zeros, grid.tolist())
             try:
-                found = family.bound(run, ways)
+                found = family.bound(run, list(ways.values()))
             except TooWideError:
                 return bound
-            values = found.reshape(len(self.zeros), -1) - free * grid
-            best = np.maximum(best, values.max(axis=1))
-            middle = int(values[int(best.argmin())].argmax())
-            low, high = max(middle - 1, 0), min(middle + 1, len(grid) - 1)
-            grid = np.geomspace(grid[low], grid[high], len(grid))
-        return max(bound, float(best.min()))
+            values = found.reshape(len(zeros), -1) - free * grid
+            for zero, own in zip(zeros, values.max(axis=1).tolist(), strict=True):
+                least[zero] = max(least[zero], own)
+            zero = min(zeros, key=least.__getitem__)
+            best = int(values[zeros.index(zero)].argmax())
+            near = grid[max(best - 1, 0) : best + 2]
+            if size:
+                zeros = tuple(each for each in zeros if least[each] <= least[zero] * 1.05)
+                grid = np.geomspace(near[0], near[-1], size)
+        for rates in self._ways(num_microbatches, in_flight, (zero,), near.tolist()).values():
+            solved = self._solve((run,), rates)
+            if solved is not None:
+                self._take(self._pool(run), solved)
+        return max(bound, min(least.values()))
 
     def _fixed_bytes(self, run: Run) -> float:
         """Bytes that every choice holds: constants, buffers, the largest op at its smallest."""
@@ -301,11 +338,10 @@ class IntraOp:
         return constant_bytes(self.model, run) + reserve(self.model) + working
 
     def _ways(
-        self, num_microbatches: int, in_flight: int, prices: Sequence[float]
+        self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
     ) -> dict[Recompute, Rates]:
         return {
-            mode: priced(num_microbatches, in_flight, mode, self.zeros, prices)
-            for mode in self.modes
+            mode: priced(num_microbatches, in_flight, mode, zeros, prices) for mode in self.modes
         }
 
     def refine(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
@@ -314,7 +350,11 @@ class IntraOp:
         if found is None or found.gap <= SAME - 1:
             return found
         bound = self.memory_bound_seconds(run, num_microbatches, in_flight)
-        found = replace(found, gap=max(0.0, 1 - bound / found.objective))
+        limit = self.limits.memory_bytes
+        best = self._pool(run).cheapest(run, num_microbatches, in_flight, limit)
+        better = self._stage_answer(run, num_microbatches, best)
+        assert better is not None, "what fits is still there"
+        found = replace(better, gap=max(0.0, 1 - bound / better.objective))
         if found.gap > self.limits.gap:
             found = self._closed(found, bound, self.limits.gap, MOST_PROGRAMS)
         self.answers[run.key, num_microbatches, in_flight] = found
@@ -326,11 +366,11 @@ class IntraOp:
         family, count = self._family(run), base.num_microbatches
         if family is None:
             return found
-        on = allowed_rungs(run, self.limits.recompute)
+        on = allowed_rungs(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - self._fixed_bytes(run)
         values = bounds(
-            family, run, self._ways(count, base.in_flight, prices), on,
+            family, run, self._ways(count, base.in_flight, self.zeros, prices), on,
             num_zeros=len(self.zeros), free_bytes=free,
         )  # fmt: skip
         least = found.objective

@@ -29,6 +29,10 @@ MOST_CELLS = 4_000_000
 """The largest table that is worth making; wider problems go to the integer program."""
 
 
+MOST_SOLVED = 12
+"""Solutions of a kind under different rates that are kept, the last ones: tables are large."""
+
+
 class TooWideError(Exception):
     """Tables would be larger than they are worth; caught inside the planner."""
 
@@ -258,24 +262,30 @@ class KindTables:
             ]
             factors = [*self.fixed, *links, *self._own(rates)]
             found = eliminate(self.sizes, factors, order, self.kept)
+            while len(self._solved) >= MOST_SOLVED:
+                del self._solved[next(iter(self._solved))]
             self._solved[rates] = found
         return found
 
     @cached_property
-    def _stacked(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Of all decisions' choices: seconds, kept ops' forward, bytes of states, bytes kept."""
+    def _stacked(self) -> tuple[Floats, Floats, Floats]:
+        """Of all decisions' choices: seconds, kept ops' forward, bytes of states."""
         own = self.tables.decisions
-        kept = np.stack([self.tables.kept_bytes("none"), self.tables.kept_bytes("selective")])
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
             np.concatenate([decision.kept_seconds[:, 0] for decision in own]),
             np.concatenate([decision.states[:, :, :3].sum(axis=2) for decision in own], axis=1),
-            kept,
         )
+
+    @cached_property
+    def _kept_bytes(self) -> dict[Recompute, Floats]:
+        """Of all decisions' choices the bytes kept, where blocks are recomputed in a mode."""
+        modes: tuple[Recompute, ...] = ("none", "selective")
+        return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
     def _own(self, rates: Rates) -> list[Factor]:
         """What each choice costs by itself."""
-        seconds, kept_seconds, states, kept = self._stacked
+        seconds, kept_seconds, states = self._stacked
         zeros = list(rates.zeros)
         cost = seconds[zeros] @ rates.weights
         if rates.mode != "none":
@@ -285,8 +295,7 @@ class KindTables:
         if rates.state_prices:
             cost = cost + rates.prices(saved=False)[:, None] * states[zeros]
         if rates.saved_prices and rates.mode != "full":
-            held = kept[0 if rates.mode == "none" else 1]
-            cost = cost + rates.prices(saved=True)[:, None] * held
+            cost = cost + rates.prices(saved=True)[:, None] * self._kept_bytes[rates.mode]
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         parts = np.split(cost, ends, axis=1)
         return [Factor((number,), part[None]) for number, part in enumerate(parts)]

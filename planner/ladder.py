@@ -13,7 +13,7 @@ a memory limit, were it not for whole numbers, is of two neighbours on the conve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .features import MODES as MODES
+from .plan import Recompute
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -55,6 +58,14 @@ class Rungs:
     def __getitem__(self, number: int) -> Rung:
         full, selective = self.full[number].tolist(), self.selective[number].tolist()
         return Rung(tuple(full), tuple(selective))
+
+    def within(self, modes: Collection[Recompute]) -> NDArray[np.bool_]:
+        """Which rungs recompute only as ``modes`` allow."""
+        found = np.ones(len(self.full), dtype=np.bool_)
+        for mode, numbers in (("full", self.full), ("selective", self.selective)):
+            if mode not in modes:
+                found &= ~numbers.any(axis=1)
+        return found
 
     def sums(self, full: Floats, selective: Floats) -> Floats:
         """What blocks add on every rung, given per class what one of it adds."""

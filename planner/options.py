@@ -101,9 +101,26 @@ def _asked(request: Request) -> str:
     return ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
 
 
-def stage_numbers(request: Request, cluster: Cluster, num_blocks: int) -> tuple[int, ...]:
-    """The numbers of stages to try. Raises ``UsageError`` if a forced one has too few blocks."""
-    forced = request.forced.pp
+def stage_numbers(
+    request: Request, cluster: Cluster, num_blocks: int, *, least_stages: int = 1
+) -> tuple[int, ...]:
+    """The numbers of stages to try, at least as many as ``--stage-at`` begins.
+
+    Raises ``UsageError`` if a forced number has too few blocks, or is too small.
+    """
+    forced, least = request.forced.pp, least_stages
+    if forced is not None and forced < least:
+        raise UsageError(
+            "AP183",
+            f"--stage-at asks for {least} stages, pp={forced} is forced",
+            fix=f"pp={least}, or fewer --stage-at",
+        )
+    if least > 1 and not request.features.allows("pp"):
+        raise UsageError(
+            "AP186",
+            f"--stage-at asks for {least} stages, and pp is denied",
+            fix="leave one of the two out",
+        )
     if forced is not None and forced > num_blocks:
         raise UsageError(
             "AP128",
@@ -114,4 +131,13 @@ def stage_numbers(request: Request, cluster: Cluster, num_blocks: int) -> tuple[
         return (forced,)
     asked = request.forced
     most = cluster.num_devices // ((asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1))
-    return tuple(range(1, min(most, num_blocks) + 1))
+    if not request.features.allows("pp"):
+        return (1,)
+    found = tuple(range(least, min(most, num_blocks) + 1))
+    if not found:
+        raise UsageError(
+            "AP183",
+            f"--stage-at asks for {least} stages, {most} fit on the cluster's devices",
+            fix="fewer --stage-at",
+        )
+    return found

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from .inter_op import Pipeline, StageChoice
 from .placement_space import Space
 
+FEWEST = 20
+"""So many pipelines are priced however little time there is."""
+
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
 
@@ -47,8 +50,11 @@ class Record:
 
     @property
     def left(self) -> int:
-        """How many more may be priced."""
-        if time.perf_counter() >= self.deadline_seconds:
+        """How many more may be priced; none once every pipeline there is was."""
+        if len(self.known) >= self.space.num_pipelines:
+            return 0
+        is_late = time.perf_counter() >= self.deadline_seconds
+        if is_late and self.num_evaluations >= FEWEST:
             return 0
         return self.limit - self.num_evaluations
 

@@ -134,12 +134,43 @@ class SolverInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """A part of the cluster, or a limit of memory, that was planned for.
+
+    ``step_seconds`` is 0 where there is no plan; ``value`` is what counts (tokens per dollar,
+    or bytes), None where it has none; ``reason`` says why it is no answer, "" if it is one.
+    """
+
+    name: str
+    num_devices: int
+    step_seconds: float
+    value: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GoalReport:
+    """What the plan is best at. ``chosen``: the part of the cluster, or the memory, in words.
+
+    ``tokens_per_dollar`` (rows where the model has no sequences) and ``dollars_per_hour`` are of
+    the devices used, None without prices. ``deadline_step_seconds``: what a step may take.
+    """
+
+    objective: str
+    chosen: str
+    dollars_per_hour: float | None
+    tokens_per_dollar: float | None
+    deadline_step_seconds: float | None
+    tried: tuple[Tried, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that a training run needs; ``run`` uses exactly it.
 
     ``replicated_ops`` have no rule; ``replicated_seconds`` are those of a step that every
     rank spends on the whole of each. ``undivided`` says which ops run whole because an axis
-    does not divide them.
+    does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
     """
 
     model: ModelInfo
@@ -155,11 +186,17 @@ class Plan:
     undivided: tuple[str, ...] = ()
     version: str = ""
     torch_version: str = ""
+    goal: GoalReport | None = None
     schema: int = SCHEMA
 
     @property
     def microbatch_size(self) -> int:
         return self.model.global_batch // self.num_microbatches
+
+    @property
+    def num_chunks(self) -> int:
+        """How many stages share their devices; 1 where each has its own."""
+        return len(self.stages) // len({frozenset(stage.devices) for stage in self.stages})
 
     @property
     def has_pipeline(self) -> bool:

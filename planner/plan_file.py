@@ -67,7 +67,8 @@ def loads(text: str, where: str = "plan") -> Plan:
 
 
 def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
-    """A plan of an older schema as one of this. Schema 1 knew no profiles."""
+    """A plan of an older schema as one of this. Schema 1 knew no profiles, 2 at first no goals."""
+    table = {"goal": None, **table}
     prediction = table.get("prediction")
     if table.get("schema") == SCHEMA or not isinstance(prediction, dict):
         return table

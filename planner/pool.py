@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .assembly import Assembly, Setting, Solution, constant_bytes, reserve
 from .elimination import Floats
-from .ladder import Ints, Ladder, forced
+from .ladder import MODES, Ints, Ladder, forced
 from .plan import Recompute
 from .stage_cost import Figures
 from .stage_model import StageModel
@@ -83,6 +83,7 @@ class Pool:
     model: StageModel
     zeros: tuple[int, ...]
     recompute: Recompute | None
+    modes: tuple[Recompute, ...] = MODES
     runs: list[Run] = field(default_factory=list)
     entries: dict[tuple[int, ...], Entry] = field(default_factory=dict)
     excess_bytes: dict[object, float] = field(default_factory=dict)
@@ -172,8 +173,8 @@ class Pool:
     def _rates(self) -> Floats:
         """Per solution: seconds per byte that recomputing saves at best, and the share of what
         is kept that it can save."""
-        both: tuple[Recompute, ...] = ("full", "selective")
-        modes = both if self.recompute is None else (self.recompute,)
+        both = tuple(mode for mode in ("full", "selective") if mode in self.modes)
+        modes: tuple[Recompute, ...] = both if self.recompute is None else (self.recompute,)
         return np.array([entry.figures.seconds_per_byte(modes) for entry in self._listed])
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
@@ -205,8 +206,7 @@ class Pool:
             transient = ladder.transient_bytes[zero]
             over = ladder.kept_bytes * base.in_flight + (transient - transient[0])
             over += over_limit[at, place]
-            if self.recompute is not None:
-                over[~self._allowed(run, ladder)] = np.inf
+            over[~self._allowed(run, ladder)] = np.inf
             again = np.where(over <= 0, ladder.again_seconds, np.inf)
             rung = int(again.argmin())
             if not np.isfinite(again[rung]):
@@ -219,8 +219,9 @@ class Pool:
         return best
 
     def _allowed(self, run: Run, ladder: Ladder) -> NDArray[np.bool_]:
-        """Which rungs the forced recomputation leaves."""
-        assert self.recompute is not None
+        """Which rungs the forced recomputation, or the allowed modes leave."""
+        if self.recompute is None:
+            return ladder.rungs.within(self.modes)
         rung = forced(self.recompute, run.class_counts[0])
         same = (ladder.rungs.full == rung.full) & (ladder.rungs.selective == rung.selective)
         found: NDArray[np.bool_] = same.all(axis=1)

@@ -16,7 +16,7 @@ from measurements), and else from the device's and links' figures ("spec").
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -97,13 +97,25 @@ class Prices:
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
     speed: str = field(init=False, repr=False)
+    _conversions: dict[Any, tuple[float, float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
         set_field(self, "device", self.cluster.slowest_device(self.ranks))
         set_field(self, "speed", self.device.speed)
-        set_field(self, "groups", tuple(self._slowest_group(a) for a in range(len(self.mesh.axes))))
+        set_field(self, "groups", self._slowest_groups())
         set_field(self, "policy", policy(self.precision, self.optimizer))
+        key = ("conversions", self.mesh, self.groups, self.profile, self.only)
+        set_field(self, "_conversions", self.cache.setdefault(key, {}))
+
+    def _slowest_groups(self) -> tuple[Group, ...]:
+        """Of every axis, found once per cluster and ranks: a large mesh has many groups."""
+        key = ("groups", id(self.cluster), self.mesh, self.ranks)
+        if key not in self.cache:
+            found = tuple(self._slowest_group(axis) for axis in range(len(self.mesh.axes)))
+            self.cache[key] = self.cluster, found  # the cluster lives as long as its id is used
+        groups: tuple[Group, ...] = self.cache[key][1]
+        return groups
 
     def _slowest_group(self, axis: int) -> Group:
         groups = [
@@ -151,11 +163,11 @@ class Prices:
             source, target = held_layout(source), held_layout(target)
         if source == target:
             return 0.0, 0.0
-        key = ("conversion", spec, source, target, self.mesh, self.groups, self.profile, self.only)
-        found: tuple[float, float] | None = self.cache.get(key)
+        key = (spec, source, target)
+        found = self._conversions.get(key)
         if found is None:
             found = self._conversion(spec, source, target)
-            self.cache[key] = found
+            self._conversions[key] = found
         return found
 
     def _conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
@@ -181,7 +193,8 @@ class Prices:
 
     def local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
         """A rank's part of a tensor."""
-        return replace(spec, shape=local_shape(spec.shape, layout, self.mesh.shape))
+        shape = local_shape(spec.shape, layout, self.mesh.shape)
+        return TensorSpec(shape, spec.dtype, spec.requires_grad)
 
     def local_bytes(self, spec: TensorSpec, layout: Layout) -> int:
         return spec.num_bytes // self.num_parts(layout)
@@ -230,7 +243,12 @@ class Prices:
         known = self.profile.op(case) if self.profile is not None else None
         found, error = analytic, 0.0
         if known is not None:
-            found = Priced(known.forward_seconds, known.backward_seconds, known.source, *issue)
+            assert self.profile is not None
+            forward, backward = self.profile.factors.get(node.name, (1.0, 1.0))
+            found = Priced(
+                known.forward_seconds * forward, known.backward_seconds * backward,
+                known.source, *issue,
+            )  # fmt: skip
             error = known.error
         if self.asked is not None:
             op = AskedOp(case, found.source, error=error)

@@ -31,7 +31,7 @@ def does_not_fit(
     tries = []
     if limits.recompute == "none":
         tries.append("recompute=full")
-    if limits.zero is not None and limits.zero < 3 and cluster.num_devices > 1:
+    if max(limits.zeros) < 3 and cluster.num_devices > 1:
         tries.append("zero=3")
     if request.microbatch_size is not None and request.microbatch_size > 1:
         tries.append("fewer rows per micro-batch")

@@ -2,126 +2,42 @@
 
 In: a schedule's name, how many stages and micro-batches. Out: the action table that the
 checks, the simulator and the interpreter share. A schedule is defined by the order of its
-compute actions alone (``schedules_orders``); sends and receives are added by one rule for
-all schedules (``schedules_messages``).
+compute actions alone (``schedules_orders``, ``schedules_zero_bubble``,
+``schedules_bidirectional``, ``schedules_sliced``, ``schedules_asynchronous``); what each is and
+holds is in ``schedules_list``; sends and receives are added by one rule for all schedules
+(``schedules_messages``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 from ..cost_model.actions import Edges, Schedule, Table, Wiring, chain
 from .errors import UsageError
+from .schedules_asynchronous import per_update_of_2bw
+from .schedules_bidirectional import two_ways
+from .schedules_list import LOOPED, SCHEDULES, ScheduleInfo, Size
 from .schedules_messages import complete
-from .schedules_orders import (
-    depths,
-    gpipe,
-    inference,
-    interleaved_1f1b,
-    interleaved_in_flight,
-    looped_bfs,
-    one_forward_one_backward,
-    round_size,
-)
+from .schedules_orders import depths, gpipe, inference, one_forward_one_backward, round_size
 
-Orders = Callable[[int, int], Table]
-"""(num_ranks, num_microbatches) → the compute actions of each pipeline rank, in order."""
+__all__ = ["LOOPED", "SCHEDULES", "ScheduleInfo", "build_schedule", "find_schedule", "in_flight"]
 
-LoopedOrders = Callable[[int, int, int], Table]
-"""(num_ranks, num_microbatches, num_chunks) → the same, with several stages per rank."""
+ALIASES: Mapping[str, str] = {"interleaved-1f1b": "interleaved"}
 
 
-class InFlight(Protocol):
-    """(num_stages, num_microbatches, stage) → the most micro-batches whose activations it holds.
+def find_schedule(name: str) -> ScheduleInfo:
+    """The schedule of this name. Raises UsageError AP150.
 
-    A looped schedule also asks for the number of chunks per rank.
+    >>> find_schedule("interleaved-1f1b").name
+    'interleaved'
     """
-
-    def __call__(
-        self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
-    ) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleInfo:
-    """A schedule by name: what it is, its compute orders, and what it holds in memory.
-
-    ``looped`` schedules run several stages (chunks) per rank.
-    """
-
-    name: str
-    description: str
-    source: str
-    orders: Orders | None
-    in_flight: InFlight
-    trains: bool = True
-    looped: LoopedOrders | None = None
-
-
-SCHEDULES: Mapping[str, ScheduleInfo] = {
-    info.name: info
-    for info in (
-        ScheduleInfo(
-            "gpipe",
-            "all forwards, then all backwards",
-            "Huang et al. 2019, GPipe, figure 2c",
-            gpipe,
-            lambda num_stages, num_microbatches, stage, num_chunks=1: num_microbatches,
-        ),
-        ScheduleInfo(
-            "1f1b",
-            "one forward, one backward; memory does not grow with the micro-batches",
-            "Narayanan et al. 2021, PipeDream-Flush, figure 2",
-            one_forward_one_backward,
-            lambda num_stages, num_microbatches, stage, num_chunks=1: min(
-                num_microbatches, num_stages - stage
-            ),
-        ),
-        ScheduleInfo(
-            "eager-1f1b",
-            "1F1B with twice the warm-up, which hides the round trip of the messages",
-            "Zhuang et al. 2023, arXiv:2211.05322, section 4",
-            partial(one_forward_one_backward, eager=2),
-            lambda num_stages, num_microbatches, stage, num_chunks=1: min(
-                num_microbatches, 2 * (num_stages - stage) - 1
-            ),
-        ),
-        ScheduleInfo(
-            "inference",
-            "forwards only",
-            "",
-            inference,
-            lambda num_stages, num_microbatches, stage, num_chunks=1: 1,
-            trains=False,
-        ),
-        ScheduleInfo(
-            "interleaved-1f1b",
-            "1F1B with several stages per rank, which divides the bubble by their number",
-            "Narayanan et al. 2021, arXiv:2104.04473, section 2.2",
-            None,
-            lambda num_stages, num_microbatches, stage, num_chunks=1: interleaved_in_flight(
-                num_stages, num_microbatches, stage, num_chunks
-            ),
-            looped=interleaved_1f1b,
-        ),
-        ScheduleInfo(
-            "bfs",
-            "several stages per rank, each run for all micro-batches in a row",
-            "Lamy-Poirier 2022, arXiv:2211.05953",
-            None,
-            lambda num_stages, num_microbatches, stage, num_chunks=1: num_microbatches,
-            looped=looped_bfs,
-        ),
-    )
-}
-"""Every schedule by its name. Those that ``--parallel schedule=`` of ``plan`` takes are in
-``request``: the runtime executes one stage per rank, so the looped ones are for ``simulate``.
-"""
-
-LOOPED = tuple(name for name, info in SCHEDULES.items() if info.looped is not None)
+    found = SCHEDULES.get(ALIASES.get(name, name))
+    if found is None:
+        raise UsageError(
+            "AP150", f"there is no schedule named {name!r}", where="schedule",
+            fix=f"use one of {', '.join(SCHEDULES)}",
+        )  # fmt: skip
+    return found
 
 
 def build_schedule(
@@ -129,47 +45,74 @@ def build_schedule(
     num_stages: int,
     num_microbatches: int,
     *,
-    num_chunks: int = 1,
-    prefetch: int = 2,
+    num_chunks: int | None = None,
+    prefetch: int | None = None,
     edges: Edges | None = None,
+    slices: tuple[int, ...] = (),
 ) -> Schedule:
     """The action table of the schedule ``name``.
 
     ``edges`` say which stages need which; without them each needs the one before.
 
-    ``num_chunks`` stages share a pipeline rank, in looped schedules: stage ``s`` is on rank
-    ``s % (num_stages / num_chunks)``. ``prefetch`` is how many compute actions ahead of its
-    use a receive is posted: 2 posts the next one of each direction while forwards and
-    backwards alternate. Raises UsageError for an unknown name, an empty pipeline, or chunks
-    and micro-batches that the schedule cannot have.
+    ``num_chunks`` stages share a pipeline rank: in looped schedules, where stage ``s`` is on
+    rank ``s % (num_stages / num_chunks)``, and in those in the shape of a V, which have two.
+    Chimera has one part of the model per rank and direction; ``num_stages`` is that of one
+    direction. ``slices``: the lengths of the slices of sequences, for TeraPipe only.
+    ``prefetch`` is how many forwards and backwards ahead of its use a receive is posted: by
+    default 2, which posts the next one of each direction while forwards and backwards
+    alternate, and with several chunks as many as keep unbuffered sends from a deadlock. Raises
+    UsageError for an unknown name, an empty pipeline, or chunks and micro-batches that the
+    schedule cannot have.
 
     >>> from autoparallel.cost_model.actions import format_table
     >>> print(format_table(build_schedule("1f1b", 2, 2).table))
     0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1 0REDUCE 0STEP
     1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1STEP
     """
-    if name not in SCHEDULES:
-        raise UsageError(
-            "AP150", f"there is no schedule named {name!r}", where="schedule",
-            fix=f"use one of {', '.join(SCHEDULES)}",
-        )  # fmt: skip
+    info = find_schedule(name)
     if num_stages < 1 or num_microbatches < 1:
         raise UsageError(
             "AP151", f"a schedule of {num_stages} stages and {num_microbatches} micro-batches",
             why="a pipeline has at least one stage and one micro-batch", where="schedule",
         )  # fmt: skip
-    if edges is None or edges == chain(num_stages):
-        orders = _orders(SCHEDULES[name], num_stages, num_microbatches, num_chunks)
-        return Schedule(name, num_microbatches, *complete(orders, prefetch=prefetch))
-    if name not in OF_GRAPHS:
+    if edges is not None and edges != chain(num_stages):
+        return _of_graph(info, num_stages, num_microbatches, edges, _prefetch(prefetch))
+    chunks = info.chunks[0] if num_chunks is None else num_chunks
+    size = _size(info, num_stages, num_microbatches, chunks)
+    if slices and info.name != "terapipe":
+        raise _bad(f"schedule {info.name!r} runs whole sequences", "schedule terapipe")
+    parts, ways = two_ways(size.num_ranks) if info.name == "chimera" else ((), None)
+    orders = info.orders(size._replace(num_slices=len(slices) or 1))
+    return Schedule(
+        info.name, num_microbatches, *complete(orders, prefetch=_prefetch(prefetch, size), edges=ways, parts=parts),
+        edges=ways, parts=parts, slices=slices, weights=info.weights,
+    )  # fmt: skip
+
+
+def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """The parts of the model that each rank holds: its stages, or those that they replicate.
+
+    >>> parts_of_ranks("bfs", 2, 2), parts_of_ranks("zbv", 2, 2), parts_of_ranks("chimera", 2, 1)
+    (((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1), (1, 0)))
+    """
+    info, last = find_schedule(name), num_ranks * num_chunks - 1
+    if info.name == "chimera" or info.chunks == (2, 2):
+        return tuple((rank, last - rank) for rank in range(num_ranks))
+    return tuple(tuple(range(rank, last + 1, num_ranks)) for rank in range(num_ranks))
+
+
+def _of_graph(
+    info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges, prefetch: int
+) -> Schedule:
+    """The schedule of stages that form any directed acyclic graph."""
+    if info.name not in OF_GRAPHS:
         raise UsageError(
-            "AP154", f"schedule {name!r} runs stages one after the other", where="schedule",
-            why="this plan has stages that do not need each other",
-            fix=f"use one of {', '.join(OF_GRAPHS)}",
+            "AP154", f"schedule {info.name!r} runs stages one after the other", where="schedule",
+            fix=f"one of {', '.join(OF_GRAPHS)}",
         )  # fmt: skip
-    orders = OF_GRAPHS[name](num_microbatches, depths(Wiring.of(num_stages, edges)))
-    tied = complete(orders, prefetch=prefetch, edges=edges)
-    return Schedule(name, num_microbatches, *tied, edges=edges)
+    orders = OF_GRAPHS[info.name](num_microbatches, depths(Wiring.of(num_stages, edges)))
+    rest = complete(orders, prefetch=prefetch, edges=edges)
+    return Schedule(info.name, num_microbatches, *rest, edges=edges)
 
 
 OF_GRAPHS: Mapping[str, Callable[[int, tuple[int, ...]], Table]] = {
@@ -190,29 +133,58 @@ def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> 
 
     >>> in_flight("1f1b", 2, 3, 8), in_flight("gpipe", 2, 3, 8), in_flight("gpipe", 1, 1, 8)
     (2, 8, 1)
+    >>> in_flight("zb-h1", 2, 3, 8)
+    3
     """
-    return 1 if num_stages == 1 else SCHEDULES[name].in_flight(depth, num_microbatches, 0)
+    if num_stages == 1:
+        return 1
+    info = find_schedule(name)
+    if info.name in OF_GRAPHS:
+        return info.in_flight(depth, num_microbatches, 0)
+    num_stages = max(num_stages, depth)
+    return info.in_flight(num_stages, num_microbatches, num_stages - depth, info.chunks[0])
 
 
-def _orders(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
+def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Size:
+    """What the schedule is asked for, once it is known to fit. Raises UsageError AP153."""
     if num_chunks < 1 or num_stages % num_chunks:
-        raise _bad_chunks(f"{num_stages} stages are not {num_chunks} chunks on each rank")
+        raise _bad(f"{num_stages} stages are not {num_chunks} chunks on each rank")
+    low, high = info.chunks
+    if not low <= num_chunks <= high:
+        has = "one chunk" if high == 1 else "two chunks"
+        raise _bad(
+            f"schedule {info.name!r} runs {has} per rank, not {num_chunks}",
+            f"one of {', '.join(LOOPED)}" if high == 1 else "chunks=2",
+        )
     num_ranks = num_stages // num_chunks
-    if info.looped is None:
-        assert info.orders is not None
-        if num_chunks > 1:
-            raise _bad_chunks(
-                f"schedule {info.name!r} runs one chunk per rank, not {num_chunks}",
-                f"one of {', '.join(LOOPED)}",
-            )
-        return info.orders(num_ranks, num_microbatches)
-    if info.looped is interleaved_1f1b and not round_size(num_ranks, num_microbatches):
-        raise _bad_chunks(
+    in_rounds = info.name in ("interleaved", "zb-h1") and num_chunks > 1
+    if in_rounds and not round_size(num_ranks, num_microbatches):
+        raise _bad(
             f"{num_microbatches} micro-batches cannot go in equal rounds through {num_ranks} ranks",
             f"a multiple of {num_ranks} micro-batches",
         )
-    return info.looped(num_ranks, num_microbatches, num_chunks)
+    if info.name == "dualpipev" and num_microbatches < num_stages:
+        raise _bad(
+            f"schedule 'dualpipev' takes at least as many micro-batches as stages, {num_stages}"
+        )
+    if info.name == "chimera" and (num_ranks % 2 or num_microbatches < 2):
+        raise _bad("schedule 'chimera' takes an even number of ranks and at least two micro-batches")
+    updates = per_update_of_2bw(num_ranks, num_microbatches) if info.name == "pipedream-2bw" else 1
+    return Size(num_ranks, num_microbatches, num_chunks, per_update=updates)
 
 
-def _bad_chunks(what: str, fix: str = "") -> UsageError:
+def _prefetch(asked: int | None, size: Size | None = None) -> int:
+    """How far ahead receives are posted.
+
+    In a loop of ranks the last one sends to the first while that still sends to the second;
+    a rank's own round, or its share of all micro-batches, may pass before it takes that.
+    """
+    if asked is not None:
+        return asked
+    if size is None or size.num_chunks == 1:
+        return 2
+    return max(2, size.num_ranks + 1, size.num_microbatches // size.num_ranks)
+
+
+def _bad(what: str, fix: str = "") -> UsageError:
     return UsageError("AP153", what, where="schedule", fix=fix)

@@ -46,7 +46,7 @@ def one_forward_one_backward(
     (arXiv:2211.05322), section 4.
     """
     return tuple(
-        _in_turn(
+        in_turn(
             tuple(Action(FORWARD, stage, m) for m in range(num_microbatches)),
             tuple(Action(BACKWARD, stage, m) for m in range(num_microbatches)),
             warmup=eager * ((depth[stage] if depth else num_ranks - stage) - 1),
@@ -70,15 +70,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
     last rank. A round is ``num_ranks`` micro-batches, or equal parts of what does not divide.
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4 bottom.
     """
-    size = round_size(num_ranks, num_microbatches)
-    turns = [
-        (chunk, m)
-        for first in range(0, num_microbatches, size)
-        for chunk in range(num_chunks)
-        for m in range(first, first + size)
-    ]
+    size, turns = rounds(num_ranks, num_microbatches, num_chunks)
     return tuple(
-        _in_turn(
+        in_turn(
             tuple(Action(FORWARD, chunk * num_ranks + rank, m) for chunk, m in turns),
             tuple(
                 Action(BACKWARD, (num_chunks - 1 - chunk) * num_ranks + rank, m)
@@ -98,6 +92,19 @@ def round_size(num_ranks: int, num_microbatches: int) -> int:
     """
     rounds = max(1, num_microbatches // num_ranks)
     return 0 if num_microbatches % rounds else num_microbatches // rounds
+
+
+def rounds(
+    num_ranks: int, num_microbatches: int, num_chunks: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """The size of a round, and (chunk, micro-batch) in the order in which rounds take them."""
+    size = num_microbatches if num_chunks == 1 else round_size(num_ranks, num_microbatches)
+    return size, [
+        (chunk, m)
+        for first in range(0, num_microbatches, size)
+        for chunk in range(num_chunks)
+        for m in range(first, first + size)
+    ]
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
@@ -121,21 +128,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
     )
 
 
-def interleaved_in_flight(
-    num_stages: int, num_microbatches: int, stage: int, num_chunks: int
-) -> int:
-    """The most micro-batches that ``stage`` holds under interleaved 1F1B, by counting its row."""
-    num_ranks = num_stages // num_chunks
-    row = interleaved_1f1b(num_ranks, num_microbatches, num_chunks)[stage % num_ranks]
-    held = most = 0
-    for action in row:
-        if action.stage == stage:
-            held += 1 if action.kind == FORWARD else -1
-            most = max(most, held)
-    return most
-
-
-def _in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
+def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
     """``warmup`` forwards, then forward and backward in turn, then the backwards left."""
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup

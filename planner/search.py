@@ -25,7 +25,9 @@ from .branches import sections
 from .branches_search import branch_pipelines
 from .graph import Blocks, Graph
 from .heterogeneous import HostOrder, in_given_ranks, over_orders
-from .options import check_degrees, microbatch_rows, stage_numbers
+from .options import check_degrees, microbatch_rows
+from .pins import check_kept, in_given_kinds, pinned_blocks
+from .placement import learned_pipelines
 from .plan import Plan
 from .prices import Rules
 from .refusals import check_measured
@@ -40,6 +42,9 @@ from .sources import with_sources
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
+
+SOON = 0.05
+"""The share of the time limit after which a first plan is made of what is known."""
 
 MOST_DRAFTS = 64
 """Drafts after which only those count that would be the best."""
@@ -61,6 +66,7 @@ def plan(
     and are not), ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError``
     (AP701) if nothing was found in time.
     """
+    given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
     known: list[Job] = []
@@ -80,7 +86,8 @@ def plan(
         job.structure, order.cluster, request, ranking[0], ranking[1:], known[0].spent()
     )
     found = in_given_ranks(found, order, cluster)
-    return with_sources(found, graph, blocks, basis=basis, rules=rules)
+    found = in_given_kinds(check_kept(found, graph, blocks, request.pins), blocks, given)
+    return with_sources(found, graph, given, basis=basis, rules=rules)
 
 
 def ranked(
@@ -129,7 +136,11 @@ class _Ranking:
         """Searches until nothing better is left, or the time is up."""
         job = self.job
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        numbers = stage_numbers(job.request, job.cluster, len(job.structure.blocks.blocks))
+        numbers = job.stage_numbers
+        if job.request.search == "rl":
+            self._learn(rows, numbers)
+            self._refine()
+            return
         quests: list[Quest] = []
         for index, each in enumerate(rows):
             if self.drafts and self._is_late(0.5):
@@ -159,7 +170,8 @@ class _Ranking:
     def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of any sizes, for the micro-batches that are best in one size first."""
         order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
-        several = tuple(number for number in numbers if number > 1)
+        allowed = self.job.request.features.allows("mixed-stages")
+        several = tuple(number for number in numbers if number > 1 and allowed)
         for each in order:
             if several and not (self.drafts and self._is_late(0.6)):
                 costs = self.job.costs(each)
@@ -170,15 +182,20 @@ class _Ranking:
         return sorted(self.drafts, key=lambda draft: draft.seconds)
 
     def _looked(self, quests: Iterator[Quest]) -> list[Quest]:
-        """The quests that may still lead to something near the best, with their estimates."""
-        began, solved = time.perf_counter(), self.job.solver_seconds
+        """The quests that may still lead to something near the best, with their estimates.
+
+        Where looking takes long, what was looked at is followed to a first plan.
+        """
         found = []
         for quest in quests:
+            began, solved = time.perf_counter(), self.job.solver_seconds
             quest.look(self._cutoff)
+            spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
+            self.job.took("dp", spent)
             if quest.estimate < float("inf"):
                 found.append(quest)
-        spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
-        self.job.took("dp", spent)
+            if not self.drafts and self._is_late(SOON):
+                self._follow(found, until_first=True)
         return found
 
     @property
@@ -211,9 +228,29 @@ class _Ranking:
             self.drawn[id(found)] = draft
             self._offer(found)
 
+    def _learn(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """The pipelines that placers learn, in place of those of the dynamic program.
+
+        Each micro-batch size has an equal share of what is left of the time.
+        """
+        job = self.job
+        for index, each in enumerate(rows):
+            share = 0.8 * max(job.effort.left_seconds, 0.0) / (len(rows) - index)
+            self.observe(f"learning to place micro-batches of {each} rows", index, len(rows))
+            began, solved = time.perf_counter(), job.solver_seconds
+            found = learned_pipelines(
+                job.table(each), job.num_microbatches(each), numbers, time_limit_seconds=share
+            )
+            spent = time.perf_counter() - began - (job.solver_seconds - solved)
+            job.took("learning", spent)
+            for pipeline in found:
+                self._keep(Draft(each, pipeline))
+
     def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Pipelines in which branches have devices of their own."""
         job = self.job
+        if not job.request.features.allows("branches"):
+            return
         for section in sections(job.structure):
             for each in rows:
                 if self._is_late(0.7):
@@ -233,7 +270,7 @@ class _Ranking:
                 break
             for each in candidates(job, draft, refine=True):
                 self._offer(each)
-        if self.best and not self._is_late(0.9):
+        if self.best and job.request.frees_axes and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
 
     def _offer(self, found: Candidate) -> None:

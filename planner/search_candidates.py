@@ -16,7 +16,6 @@ from .branches import Places, WeightedEdges, stage_depths, stage_edges
 from .inter_op import StageChoice
 from .intra_op import IntraOp, StageAnswer
 from .report_plan import Candidate
-from .request import SCHEDULES
 from .search_job import Job
 from .search_quests import Draft
 from .stage_cost import StageCost
@@ -47,10 +46,7 @@ def edges(job: Job, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges |
 
 def schedules(job: Job, num_stages: int) -> tuple[str, ...]:
     """The schedules to simulate."""
-    forced = job.request.forced.schedule
-    if forced is not None:
-        return (forced,)
-    return SCHEDULES if num_stages > 1 else SCHEDULES[:1]
+    return job.request.schedules if num_stages > 1 else job.request.schedules[:1]
 
 
 def candidate(

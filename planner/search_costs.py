@@ -380,6 +380,8 @@ class Costs:
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
         """What is known of a stage's q and m: exact or bounds."""
         place, number = self._of(stage)
+        if number == NO_RUN:
+            return float("inf"), float("inf")
         once, slowest = self._seconds(place, left, first)
         return float(once[number]), float(slowest[number])
 

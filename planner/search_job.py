@@ -26,6 +26,8 @@ from .heterogeneous import inner_size
 from .inter_op import Floats, Table
 from .intra_op import Effort, IntraOp, Limits
 from .layout import Mesh
+from .options import stage_numbers
+from .pins import Pins, by_template
 from .precision import with_precision
 from .prices import Prices, Rules
 from .refusals import does_not_fit
@@ -34,6 +36,7 @@ from .schedules import in_flight
 from .search_costs import Costs, Runs
 from .search_runs import RunClasses, run_classes
 from .search_space import place_key
+from .stage_at import stage_begins, without_inner
 from .stage_model import StageModel
 from .structure import Structure
 from .submesh import meshes, restriction, submesh_sizes
@@ -51,6 +54,7 @@ class Job:
     effort: Effort
     began: float
     basis: Basis = DEFAULT
+    pins: Pins = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
     graphs: dict[int, Structure] = field(default_factory=dict)
     solvers: dict[object, IntraOp] = field(default_factory=dict)
@@ -72,16 +76,22 @@ class Job:
         if limit is None:
             limit = min(host.device.usable_memory_bytes for host in cluster.hosts)
         now = time.perf_counter()
-        forced = request.forced
         return Job(
             Structure(with_precision(graph, request.precision), blocks),
             cluster,
             request,
             rules,
-            Limits(float(limit), forced.zero, forced.recompute),
+            Limits(
+                float(limit),
+                request.zeros,
+                request.recompute,
+                request.gap,
+                request.features.recompute,
+            ),
             Effort(now + request.time_limit_seconds),
             now,
             basis,
+            by_template(graph, blocks, request.pins),
         )
 
     def like(self, other: Job) -> Job:
@@ -109,7 +119,18 @@ class Job:
 
     @cached_property
     def classes(self) -> RunClasses:
-        return run_classes(self.structure)
+        found = run_classes(self.structure)
+        begins = stage_begins(self.structure.graph, self.structure.blocks, self.request.stage_at)
+        return without_inner(found, begins)
+
+    @cached_property
+    def stage_numbers(self) -> tuple[int, ...]:
+        """The numbers of stages to try. Raises ``UsageError`` where there is none."""
+        structure, begins = self.structure, self.request.stage_at
+        least = len({0, *stage_begins(structure.graph, structure.blocks, begins)})
+        return stage_numbers(
+            self.request, self.cluster, len(structure.blocks.blocks), least_stages=least
+        )
 
     @cached_property
     def place_key(self) -> Any:
@@ -121,7 +142,7 @@ class Job:
     @property
     def in_flight_schedule(self) -> str:
         """The schedule whose memory the dynamic program counts with: the thriftiest allowed."""
-        return self.request.forced.schedule or "1f1b"
+        return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
     def in_flight(self, schedule: str, num_stages: int, rows: int, depth: int) -> int:
         """Micro-batches that a stage holds; ``depth`` counts the stages to come, itself too."""
@@ -150,7 +171,9 @@ class Job:
         """A solver for each mesh on the submesh."""
         found = []
         for mesh in meshes(size, inner_size(self.cluster, first, size), self.request.forced):
-            if mesh.axes[0] == "dp" and self.structure.graph.batch_dims and rows % mesh.shape[0]:
+            if not self.request.features.allows_mesh(mesh, self.request.max_tp):
+                continue
+            if mesh.axes[0] == "dp" and rows > 1 and rows % mesh.shape[0]:
                 continue
             found.append(self.solver(rows, mesh, first, free=False))
         return found
@@ -169,7 +192,10 @@ class Job:
         limits = self.limits_on(ranks)
         key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
         if key not in self.solvers:
-            limited = restriction(mesh, request.forced, free=free)
+            limited = replace(
+                restriction(mesh, request.forced, free=free),
+                pins=self.pins, features=request.features,
+            )  # fmt: skip
             model = StageModel(self.at(rows), prices, limited, link)
             self.solvers[key] = cached_solver(IntraOp(model, limits, self.effort), self.kept)
         return self.solvers[key]

@@ -124,16 +124,14 @@ class Figures:
             forward, backward, _ = self._edge(edge)
             seconds[:, 1] += forward
             seconds[:, 3] += backward
-        saved, selected = (
-            {part for parts, choice in zip(kept, own, strict=True) for part in parts[choice]}
-            for kept in (model.saved, model.selected)
-        )
-        working = [sizes[c] for sizes, c in zip(model.working_bytes, own, strict=True)]
+        held = [model.held(number, choice) for number, choice in enumerate(own)]
+        saved = {part for parts, _, _ in held for part in parts}
+        selected = {part for _, _, parts in held for part in parts}
         return _KindFigures(
             seconds,
             sum((d.states[:, c] for d, c in pairs), np.zeros((len(ZEROS), 4))),
             float(sum(size for _, size in saved)),
-            float(max(working, default=0.0)),
+            float(max((size for _, size, _ in held), default=0)),
             sum((d.kept_seconds[c] for d, c in pairs), np.zeros(2)),
             float(sum(size for _, size in selected)),
             float(sum(size for _, size in saved & selected)),

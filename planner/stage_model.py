@@ -7,16 +7,17 @@ its two ends may choose. Everything is made when first asked for and kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ..cost_model.cluster import Link
 from .choices import Restriction
 from .decisions import Decision, Floats, decide, parameter_decision
-from .graph import Ref, TensorSpec
+from .graph import Node, Ref, TensorSpec
 from .highs import Ints
 from .ilp import merge_classes
 from .layout import INVARIANT, Layout
@@ -24,6 +25,7 @@ from .plan import Recompute
 from .prices import Prices, Seconds, boundary_layout
 from .recompute import kept_parts
 from .saved import Part, saved_parts, working_bytes
+from .strategy import NodeLayout
 from .structure import Edge, Structure, Use
 
 
@@ -54,6 +56,10 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Per decision and choice the storages that are kept, with their bytes."""
 
 
+Held = tuple[tuple[Part, ...], int, tuple[Part, ...]]
+"""Of a choice: what autograd keeps, the most that a member works on, what is selected."""
+
+
 @dataclass(frozen=True)
 class KindModel:
     """One kind of block on the mesh.
@@ -61,17 +67,34 @@ class KindModel:
     ``where`` finds the decision of a member. ``edges`` are the values read inside the block
     by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
     autograd keeps, ``selected`` those that selective recomputation keeps; ``working_bytes``
-    per decision and choice the most that a member's inputs and outputs take.
+    per decision and choice the most that a member's inputs and outputs take. ``held`` finds
+    the three for one choice of a decision: most meshes never need them for all.
     """
 
     kind: str
     decisions: tuple[Decision, ...]
     where: Mapping[str, int]
     edges: tuple[Edge, ...]
-    saved: Kept
-    working_bytes: tuple[Floats, ...]
     has_parameters: bool
-    selected: Kept = ()
+    held: Callable[[int, int], Held] = field(repr=False)
+
+    def _every(self, part: int) -> tuple[tuple[Any, ...], ...]:
+        return tuple(
+            tuple(self.held(number, choice)[part] for choice in range(len(decision.choices)))
+            for number, decision in enumerate(self.decisions)
+        )
+
+    @cached_property
+    def saved(self) -> Kept:
+        return self._every(0)
+
+    @cached_property
+    def working_bytes(self) -> tuple[Floats, ...]:
+        return tuple(np.array(sizes, dtype=np.float64) for sizes in self._every(1))
+
+    @cached_property
+    def selected(self) -> Kept:
+        return self._every(2)
 
     def parts(self, mode: Recompute) -> Kept:
         """What a block keeps from its forward to its backward, but for what it reads."""
@@ -131,17 +154,14 @@ class StageModel:
         block = self.structure.blocks.kinds[kind]
         decisions = decide(block, graph, self.prices, self.restriction, merge=self.merge)
         decisions += tuple(self._parameter(name) for name in self.structure.own_parameters(block))
-        kept = [self._kept(decision) for decision in decisions]
         where = {name: i for i, decision in enumerate(decisions) for name in decision.members}
         return KindModel(
             kind,
             decisions,
             where,
             self._edges_inside(kind, where),
-            tuple(saved for saved, _, _ in kept),
-            tuple(working for _, working, _ in kept),
             bool(block.parameters),
-            tuple(selected for _, _, selected in kept),
+            self._holder(decisions),
         )
 
     def _edges_inside(self, kind: str, where: Mapping[str, int]) -> tuple[Edge, ...]:
@@ -155,34 +175,36 @@ class StageModel:
                     uses.setdefault(ref, []).append(Use(kind, name, position))
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
-    def _kept(
-        self, decision: Decision
-    ) -> tuple[tuple[tuple[Part, ...], ...], Floats, tuple[tuple[Part, ...], ...]]:
-        """Per choice what autograd keeps, the most that a member works on, what is selected."""
+    def _holder(self, decisions: Sequence[Decision]) -> Callable[[int, int], Held]:
+        """``KindModel.held``, found when first asked for."""
         graph, prices = self.structure.graph, self.prices
-        nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
-        known: dict[int, tuple[tuple[Part, ...], int, tuple[Part, ...]]] = {}
-        saved, working, selected = [], [], []
-        for choice in decision.choices:
-            parts: dict[Part, None] = {}
-            kept: dict[Part, None] = {}
-            most = 0
-            for node in nodes:
-                layout = choice.layouts[node.name]
-                if id(layout) not in known:
-                    known[id(layout)] = (
-                        saved_parts(node, layout, graph, prices),
-                        working_bytes(node, layout, graph, prices),
-                        kept_parts(node, layout, graph, prices),
-                    )
-                own, size, chosen = known[id(layout)]
-                parts.update(dict.fromkeys(own))
-                kept.update(dict.fromkeys(chosen))
-                most = max(most, size)
-            saved.append(tuple(parts))
-            working.append(most)
-            selected.append(tuple(kept))
-        return tuple(saved), np.array(working, dtype=np.float64), tuple(selected)
+        by_choice: dict[tuple[int, int], Held] = {}
+        by_layout: dict[tuple[str, int], Held] = {}
+
+        def of_layout(node: Node, layout: NodeLayout) -> Held:
+            key = (node.name, id(layout))  # by identity: hashing a layout takes longer
+            if key not in by_layout:
+                by_layout[key] = (
+                    saved_parts(node, layout, graph, prices),
+                    working_bytes(node, layout, graph, prices),
+                    kept_parts(node, layout, graph, prices),
+                )
+            return by_layout[key]
+
+        def held(number: int, choice: int) -> Held:
+            if (number, choice) not in by_choice:
+                decision = decisions[number]
+                layouts = decision.choices[choice].layouts
+                nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
+                own = [of_layout(node, layouts[node.name]) for node in nodes]
+                by_choice[number, choice] = (
+                    tuple(dict.fromkeys(part for saved, _, _ in own for part in saved)),
+                    max((size for _, size, _ in own), default=0),
+                    tuple(dict.fromkeys(part for _, _, selected in own for part in selected)),
+                )
+            return by_choice[number, choice]
+
+        return held
 
     def made(self, name: str, index: int) -> Options:
         """The layouts in which a kind's value may be made; ``name`` is a template's."""

@@ -23,7 +23,13 @@ def update_kind(optimizer: str) -> str:
 
 
 def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
-    """Seconds of the step over bytes of a parameter; None where it was not measured."""
-    kind = update_kind(optimizer)
-    found = [each for each in profile.transfers if (each.level, each.kind) == (LEVEL, kind)]
-    return transfer_curve(found) if found else None
+    """Seconds of the step over bytes of a parameter; None where it was not measured.
+
+    The model's own optimizer counts before the one by name.
+    """
+    for name in (profile.update, optimizer):
+        kind = update_kind(name)
+        found = [each for each in profile.transfers if (each.level, each.kind) == (LEVEL, kind)]
+        if found:
+            return transfer_curve(found)
+    return None

@@ -24,8 +24,6 @@ from torch.optim import Optimizer
 from ..planner.errors import UsageError
 from .parameters import StageParameter
 
-NO_NAMES: frozenset[str] = frozenset()
-
 
 def save_checkpoint(
     path: str | Path,
@@ -33,13 +31,12 @@ def save_checkpoint(
     optimizer: Optimizer,
     *,
     step: int,
-    elsewhere: frozenset[str] = NO_NAMES,
     tied: Mapping[str, str] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write parameters, optimizer state and ``buffers``. Collective over all ranks.
 
-    ``elsewhere`` are names that an earlier stage writes. ``tied`` maps further names of tied
+    Of several stages that hold a parameter one passes it. ``tied`` maps further names of tied
     parameters to the name they are held under; they are written under all their names, so
     that a plain ``state_dict`` can be loaded from the folder.
     """
@@ -48,8 +45,6 @@ def save_checkpoint(
         aliases.setdefault(name, []).append(alias)
     state: dict[str, Tensor] = {"step": torch.tensor(step)}
     for parameter in parameters:
-        if parameter.name in elsewhere:
-            continue
         for name in (parameter.name, *aliases.get(parameter.name, ())):
             state[f"model.{name}"] = parameter.master.detach()
         for key, value in optimizer.state.get(parameter.master, {}).items():

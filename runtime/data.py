@@ -35,15 +35,33 @@ def local_inputs(
     inputs = {}
     for name, held in program.inputs.items():
         if name not in batch:
-            raise UsageError(
-                "AP130",
-                f"the batch has no {name!r}, which the plan's model reads",
-                why=f"it has {', '.join(sorted(batch)) or 'nothing'}",
-            )
+            raise _missing(name, batch)
         rows = microbatch_rows(name, batch[name], held.spec, microbatch, num_microbatches)
         region = local_region(held.spec.shape, held.layout, program.mesh, program.coordinates)
         inputs[name] = local_part(rows, region, held.spec.dtype, device)
     return inputs
+
+
+def check_batch(
+    batch: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], num_microbatches: int
+) -> None:
+    """Raises UsageError (AP130) unless the global batch is of the plan's shapes.
+
+    ``specs`` are those of one micro-batch, of all inputs of the model: every rank looks at all
+    of them, so that all refuse a batch before any of them has sent a message.
+    """
+    for name, spec in specs.items():
+        if name not in batch:
+            raise _missing(name, batch)
+        microbatch_rows(name, batch[name], spec, 0, num_microbatches)
+
+
+def _missing(name: str, batch: Mapping[str, Tensor]) -> UsageError:
+    return UsageError(
+        "AP130",
+        f"the batch has no {name!r}, which the plan's model reads",
+        why=f"it has {', '.join(sorted(batch)) or 'nothing'}",
+    )
 
 
 def microbatch_rows(
@@ -65,7 +83,8 @@ def microbatch_rows(
         "AP130",
         f"batch input {name!r} has shape {tuple(tensor.shape)}",
         why=f"the plan has {num_microbatches} micro-batches of shape {spec.shape}",
-        fix="feed the global batch that was planned, or plan for this one",
+        fix="feed the global batch that was planned (shorter sequences padded, with targets that "
+        "the loss ignores), or plan for this one",
     )
 
 

@@ -13,9 +13,7 @@ order before the first step (a first message would else wait for its peer inside
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -26,6 +24,7 @@ from torch import Tensor
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.transfer import relative, transfers
+from .outbox import Outbox
 
 if TYPE_CHECKING:
     from ..passes.stage_cut import Boundary
@@ -35,6 +34,9 @@ Direction = Literal["forward", "backward"]
 
 _Message = tuple[int, Tensor, int]
 """The other rank, what is sent or filled, the tag."""
+
+Progress = Callable[[str, tuple[int, ...]], None]
+"""Is told what the rank waits for, and from which ranks, before each wait."""
 
 
 class StagePlace(Protocol):
@@ -58,11 +60,13 @@ class _Piece:
 class _Port:
     """One boundary as this rank sees it in one direction: its part, and the messages of it.
 
+    ``sender`` is the stage that it comes from.
     ``tag + microbatch * tag_stride`` is the same on both sides and no other message's between
     the two ranks.
     """
 
     key: str
+    sender: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     tag: int
@@ -71,12 +75,21 @@ class _Port:
 
 
 @dataclass(frozen=True, slots=True)
+class _Started:
+    """A message under way, or several to or from one rank: its work and its memory."""
+
+    peer: int
+    work: dist.Work
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Posted:
     """A receive under way: the whole part, and the pieces to copy into it when they arrive."""
 
-    key: str
+    port: _Port
     whole: Tensor
-    works: tuple[dist.Work, ...]
+    started: tuple[_Started, ...]
     copies: tuple[tuple[tuple[slice, ...], Tensor], ...]
 
 
@@ -92,19 +105,21 @@ class Exchange:
         device: torch.device,
         dtypes: Mapping[str, torch.dtype] | None = None,
         pair_groups: bool | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """``boundaries`` are at least those of the rank's own stage.
 
         ``dtypes`` overrides, by key, the dtype that a value has at run time. ``pair_groups``:
         one group per ordered pair of ranks; by default on devices other than the CPU.
         """
+        self._progress = progress
         self._rank = rank
         self._device = device
         self._stages = stages
         self._sends, self._receives = _make_ports(boundaries, stages, rank, dtypes or {})
         self._posted: dict[tuple[Direction, int, int], list[_Posted]] = {}
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._outbox = _Outbox(polls=device.type != "cpu")
+        self._outbox = Outbox(polls=device.type != "cpu")
         if device.type != "cpu" if pair_groups is None else pair_groups:
             self._make_groups()
 
@@ -121,12 +136,16 @@ class Exchange:
         """
         received: dict[str, Tensor] = {}
         for posted in self._posted.pop((direction, stage, microbatch), ()):
-            for work in posted.works:
-                work.wait()
+            for each in posted.started:
+                if self._progress is not None:
+                    what = _waiting(direction, stage, microbatch, sender=posted.port.sender)
+                    self._progress(f"{what} of rank {each.peer}", (each.peer,))
+                each.work.wait()
             for slices, piece in posted.copies:
                 posted.whole[slices] = piece
-            known = received.get(posted.key)
-            received[posted.key] = posted.whole if known is None else known + posted.whole
+            key = posted.port.key
+            known = received.get(key)
+            received[key] = posted.whole if known is None else known + posted.whole
         return received
 
     def send(
@@ -138,6 +157,7 @@ class Exchange:
         zero. They must not be written to afterwards.
         """
         messages: list[_Message] = []
+        what = f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{microbatch}"
         for port in self._sends.get((direction, stage), ()):
             value = values.get(port.key)
             if value is None and direction == "backward":
@@ -150,11 +170,15 @@ class Exchange:
                 messages.append(
                     (piece.peer, _wire(packed), port.tag + microbatch * port.tag_stride)
                 )
-        works = self._start(messages, sends=True)
-        self._outbox.add(works, tuple(tensor for _, tensor, _ in messages))
+        for each in self._start(messages, sends=True):
+            self._outbox.add(each.peer, each.work, each.tensors, what)
 
     def finish(self) -> None:
         """Wait until everything sent has gone."""
+        first, peers = self._outbox.waiting()
+        if self._progress is not None and peers:
+            names = ", ".join(map(str, peers))
+            self._progress(f"waiting for rank {names} to receive, first {first}", peers)
         self._outbox.finish()
 
     def share_loss(self, loss: Tensor | None) -> Tensor:
@@ -165,6 +189,8 @@ class Exchange:
         shared = torch.zeros((), dtype=torch.float64, device=self._device)
         if loss is not None:
             shared.copy_(loss.detach())
+        if self._progress is not None and self._rank != source[0]:
+            self._progress(f"waiting for the loss of rank {source[0]}", (source[0],))
         dist.broadcast(shared, src=source[0])
         return shared
 
@@ -178,28 +204,26 @@ class Exchange:
                 place = torch.empty_like(place, memory_format=torch.contiguous_format)
                 copies.append((piece.slices, place))
             messages.append((piece.peer, _wire(place), port.tag + microbatch * port.tag_stride))
-        works = self._start(messages, sends=False)
-        return _Posted(port.key, whole, works, tuple(copies))
+        return _Posted(port, whole, self._start(messages, sends=False), tuple(copies))
 
-    def _start(self, messages: Sequence[_Message], *, sends: bool) -> tuple[dist.Work, ...]:
+    def _start(self, messages: Sequence[_Message], *, sends: bool) -> tuple[_Started, ...]:
         """Starts the messages: by tag in the default group, or batched in the pairs' groups."""
-        works: list[dist.Work] = []
         operation = dist.isend if sends else dist.irecv
+        started: list[_Started] = []
         if not self._groups:
             for peer, tensor, tag in messages:
                 work = operation(tensor, peer, tag=tag)
                 assert work is not None
-                works.append(work)
-            return tuple(works)
+                started.append(_Started(peer, work, (tensor,)))
+            return tuple(started)
         for peer in dict.fromkeys(peer for peer, _, _ in messages):
             pair = (self._rank, peer) if sends else (peer, self._rank)
+            tensors = tuple(tensor for to, tensor, _ in messages if to == peer)
             batch = [
-                dist.P2POp(operation, tensor, peer, group=self._groups[pair])
-                for to, tensor, _ in messages
-                if to == peer
+                dist.P2POp(operation, tensor, peer, group=self._groups[pair]) for tensor in tensors
             ]
-            works += dist.batch_isend_irecv(batch)
-        return tuple(works)
+            started += [_Started(peer, work, tensors) for work in dist.batch_isend_irecv(batch)]
+        return tuple(started)
 
     def _make_groups(self) -> None:
         """Makes the groups of all ordered pairs and tries each, in one order for all ranks."""
@@ -216,8 +240,8 @@ class Exchange:
                 self._groups[pair] = groups[pair]
                 token = torch.zeros(1, device=self._device)
                 sends = pair[0] == self._rank
-                for work in self._start([(pair[1] if sends else pair[0], token, 0)], sends=sends):
-                    work.wait()
+                for each in self._start([(pair[1] if sends else pair[0], token, 0)], sends=sends):
+                    each.work.wait()
 
 
 _PortTable = dict[tuple[Direction, int], tuple[_Port, ...]]
@@ -291,11 +315,25 @@ def _port(
     )
     return _Port(
         boundary.key,
+        boundary.source_stage if direction == "forward" else boundary.target_stage,
         local_shape(shape, layout, place.mesh.shape),
         getattr(torch, boundary.spec.dtype) if dtype is None else dtype,
         numbers[0],
         numbers[1],
         pieces,
+    )
+
+
+def _waiting(direction: Direction, stage: int, microbatch: int, *, sender: int) -> str:
+    """A wait in words: the receive that was posted, and the send that it waits for.
+
+    >>> _waiting("forward", 2, 3, sender=1)
+    '2RECV_F3: stage 2 waits in micro-batch 3 for 1SEND_F3'
+    """
+    letter = "F" if direction == "forward" else "B"
+    return (
+        f"{stage}RECV_{letter}{microbatch}: stage {stage} waits in micro-batch {microbatch}"
+        f" for {sender}SEND_{letter}{microbatch}"
     )
 
 
@@ -312,61 +350,3 @@ def _mismatch(port: _Port, value: Tensor | None, stage: int) -> WorkerError:
         why=f"the plan's boundary is {port.shape} {port.dtype} on each rank",
         fix="report it as a bug; the stage's program and its plan disagree",
     )
-
-
-class _Outbox:
-    """Keeps what was sent alive until it has gone.
-
-    ``polls``: works tell when they are complete (NCCL). Gloo's only know after a wait, so
-    there a thread waits for them in order.
-    """
-
-    def __init__(self, *, polls: bool) -> None:
-        self._polls = polls
-        self._held: list[tuple[tuple[dist.Work, ...], tuple[Tensor, ...]]] = []
-        self._queue: queue.SimpleQueue[tuple[tuple[dist.Work, ...], tuple[Tensor, ...]]] = (
-            queue.SimpleQueue()
-        )
-        self._idle = threading.Condition()
-        self._num_waiting = 0
-        self._error: RuntimeError | None = None
-        self._thread: threading.Thread | None = None
-
-    def add(self, works: tuple[dist.Work, ...], tensors: tuple[Tensor, ...]) -> None:
-        if not works:
-            return
-        if self._polls:
-            self._held = [
-                item for item in self._held if not all(work.is_completed() for work in item[0])
-            ]
-            self._held.append((works, tensors))
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-            self._thread.start()
-        with self._idle:
-            self._num_waiting += 1
-        self._queue.put((works, tensors))
-
-    def finish(self) -> None:
-        for works, _ in self._held:
-            for work in works:
-                work.wait()
-        self._held.clear()
-        with self._idle:
-            self._idle.wait_for(lambda: self._num_waiting == 0)
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while True:
-            works, tensors = self._queue.get()
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                self._error = error
-            del works, tensors
-            with self._idle:
-                self._num_waiting -= 1
-                self._idle.notify_all()

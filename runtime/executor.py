@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..passes.random_ops import step_key
 from ..planner.graph import Node
@@ -21,23 +22,27 @@ from .backward import around_backward
 from .data import local_inputs, local_part, microbatch_rows
 from .gradients import GradientReducer
 from .stage import StageModule
-from .tied import TiedParameters
-from .zero import begin_backward, begin_step
+from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """What a micro-batch keeps from its forward to its backward."""
+    """What a micro-batch keeps from its forward to its backward.
+
+    Of what it made only the place in autograd's graph, so that what was sent is freed.
+    """
 
     received: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
+    outputs: Mapping[str, GradientEdge]
+    loss: Tensor | None
 
 
 class StageExecutor:
     """One rank's part of a stage.
 
     A step is ``begin_step``, then ``forward`` and ``backward`` for each micro-batch (the
-    last backward with ``last=True``), then ``finish_step``, then the optimizer's ``step``.
+    last backward with ``last=True``), then ``finish_step``, then the optimizer's ``step``. A
+    backward may come in two halves, ``backward_inputs`` and ``backward_weights``.
     """
 
     def __init__(
@@ -46,7 +51,6 @@ class StageExecutor:
         *,
         num_microbatches: int,
         constants: Mapping[str, Tensor] | None = None,
-        tied: TiedParameters | None = None,
         seed: int = 0,
     ) -> None:
         """``constants`` are the whole values, by name, of the stage's constants and of the
@@ -58,7 +62,6 @@ class StageExecutor:
         self.stage = stage
         self.program = stage.program
         self.num_microbatches = num_microbatches
-        self.tied = tied
         self.seed = seed
         self.steps_begun = 0
         self.parameters = stage.by_name
@@ -93,6 +96,8 @@ class StageExecutor:
         self.steps_begun += torch.is_grad_enabled()
         self._in_flight.clear()
         self._losses.clear()
+        if self.stage.weight_gradients is not None:
+            self.stage.weight_gradients.clear()
         self.stage.keep_buffers()
         if self.program.counting is not None:
             self._counts = self.program.counting.evaluate(self._counted_input)
@@ -125,11 +130,16 @@ class StageExecutor:
         )
         outputs = self.stage({**self._constants, **self._counts, **inputs, **leaves})
         if torch.is_grad_enabled():
-            self._in_flight[microbatch] = _InFlight(leaves, outputs)
+            self._in_flight[microbatch] = self._kept(leaves, outputs)
         loss = self.program.loss
         if loss is not None:
             self._losses[microbatch] = outputs[loss].detach()
         return {boundary.key: outputs[boundary.key].detach() for boundary in self.program.sends}
+
+    def _kept(self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> _InFlight:
+        edges = {key: get_gradient_edge(o) for key, o in outputs.items() if o.requires_grad}
+        return _InFlight(leaves, edges, None if self.program.loss is None
+                         else outputs[self.program.loss])  # fmt: skip
 
     def backward(
         self, microbatch: int, gradients: Mapping[str, Tensor], *, last: bool
@@ -139,21 +149,48 @@ class StageExecutor:
         ``gradients`` has, by key, the gradient of each value sent, summed over the stages
         that got it. ``last`` says that no other backward of this step follows.
         """
-        flight = self._in_flight.pop(microbatch)
+        if self.stage.weight_gradients is not None:
+            received = self.backward_inputs(microbatch, gradients)
+            self.backward_weights(microbatch, last=last)
+            return received
         begin_backward(self.stage, last=last)
         self._reducer.begin_backward(last=last)
-        tensors, grads = [], []
-        for key, output in flight.outputs.items():
-            if not output.requires_grad:
-                continue
+        return self._run_backward(microbatch, gradients)
+
+    def backward_inputs(
+        self, microbatch: int, gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The half of ``backward`` that others wait for; ``backward_weights`` is the other.
+
+        The stage must have been made with ``splits_backward``.
+        """
+        assert self.stage.weight_gradients is not None
+        begin_input_backward(self.stage)
+        self._reducer.begin_backward(last=False)
+        with self.stage.weight_gradients.collecting(microbatch):
+            return self._run_backward(microbatch, gradients)
+
+    def backward_weights(self, microbatch: int, *, last: bool) -> None:
+        """Compute the gradients of weights that ``backward_inputs`` has put off."""
+        assert self.stage.weight_gradients is not None
+        begin_backward(self.stage, last=last)
+        self._reducer.begin_backward(last=last, among=self.stage.deferred)
+        self.stage.weight_gradients.run(microbatch)
+        finish_weight_backward(self.stage)
+
+    def _run_backward(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        flight = self._in_flight.pop(microbatch)
+        edges, grads = [], []
+        for key, edge in flight.outputs.items():
             gradient = gradients.get(key)
             if key == self.program.loss:
-                share = torch.full_like(output, 1.0 / self.num_microbatches)
+                assert flight.loss is not None
+                share = torch.full_like(flight.loss, 1.0 / self.num_microbatches)
                 gradient = share if gradient is None else gradient + share
             if gradient is not None:
-                tensors.append(output)
+                edges.append(edge)
                 grads.append(gradient)
-        torch.autograd.backward(tensors, grads)
+        torch.autograd.backward(edges, grads)
         return {
             key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for key, leaf in flight.received.items()
@@ -183,8 +220,9 @@ class StageExecutor:
         for microbatch in range(self.num_microbatches):
             self.forward(microbatch, {})
             if torch.is_grad_enabled():
-                flight = self._in_flight.pop(microbatch)
-                losses.append(flight.outputs[self.program.loss])
+                loss = self._in_flight.pop(microbatch).loss
+                assert loss is not None
+                losses.append(loss)
             else:
                 losses.append(self._losses[microbatch])
         mean = torch.stack(losses).mean()
@@ -195,13 +233,12 @@ class StageExecutor:
         self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:
-        """After the last backward: complete all gradient sums and hand them to the optimizer.
+        """After the last backward: complete the gradient sums and hand them to the optimizer.
 
-        Collective over the stage, and over all stages that share a parameter.
+        Collective over the stage. What several stages hold is yet to be summed over these
+        (``runtime.tied``).
         """
         self._reducer.finish()
-        if self.tied is not None:
-            self.tied.sum(self.parameters)
         self.stage.keep_buffers()
         for parameter in self.parameters.values():
             parameter.publish()

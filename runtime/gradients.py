@@ -10,7 +10,7 @@ Every rank of a group runs the same graph, so all launch their buckets in the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .parameters import StageParameter, attach_gradient_hook
 
 BUCKET_BYTES = 32_000_000
+NEVER = ""
+"""No parameter's name: a bucket that waits for it is launched after the last backward."""
 
 
 @dataclass(eq=False)
@@ -52,11 +54,20 @@ class GradientReducer:
         for parameter in parameters:
             attach_gradient_hook(parameter, self._arrived)
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Before each backward; only the last one launches reductions."""
+    def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:
+        """Before each backward; only the last one launches reductions.
+
+        ``among`` are the parameters whose gradients are still to come, once each; all others
+        have theirs. What several blocks share may get its gradient in parts: it is not
+        launched before ``finish``.
+        """
         self._is_last = last
         for bucket in self.buckets:
-            bucket.waiting = {parameter.name for parameter in bucket.parameters}
+            names = {parameter.name for parameter in bucket.parameters}
+            if among is not None:
+                is_shared = any(p.block is None for p in bucket.parameters)
+                names = {*names, NEVER} if is_shared else {n for n in names if n in among}
+            bucket.waiting = names
 
     def _arrived(self, parameter: StageParameter) -> None:
         bucket = self._bucket_of.get(parameter.name)

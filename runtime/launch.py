@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,13 +25,12 @@ from types import FrameType
 from typing import IO, Any
 
 from ..planner.errors import AutoparallelError, HangError, UsageError, WorkerError
-from .process import RESULT, Failure, Job, call, current_worker, read_failure
+from .board import FolderBoard, Note, blame
+from .process import RESULT, Job, call, current_worker, read_failure
 
 POLL_SECONDS = 0.02
-GRACE_SECONDS = 0.5
+GRACE_SECONDS = 5.0
 """How long the other workers may go on after the first failure, to report theirs."""
-HANG_GRACE_SECONDS = 2.0
-"""The same after a hang: ranks that wait for one another give up one after the other."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -184,10 +183,17 @@ class _Workers:
             time.sleep(POLL_SECONDS)
 
     def _others(self, failed: dict[int, int]) -> dict[int, int]:
-        """Gives the others a moment to fail by themselves: they may know more."""
-        hangs = HangError.exit_code in failed.values()
-        deadline = time.monotonic() + (HANG_GRACE_SECONDS if hangs else GRACE_SECONDS)
+        """Gives the others a moment to fail by themselves: they may know more.
+
+        For those that ended without a word the others are told here.
+        """
+        board = FolderBoard(self._folder)
         first = set(failed)
+        deadline = time.monotonic() + GRACE_SECONDS
+        known = board.read()
+        for rank, code in failed.items():
+            if rank not in known and read_failure(self._folder, rank) is None:
+                board.tell(Note(rank, "", cause=_ending(code)))
         while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
             time.sleep(POLL_SECONDS)
         codes = [process.poll() for process in self._processes]
@@ -220,20 +226,33 @@ class _Workers:
             (report for report in reports.values() if report is not None),
             key=lambda report: (report.is_consequence, report.seconds),
         )
+        waits = self._waits()
         if silent and (not told or told[0].is_consequence):
-            return self._silent_error(silent[0], failed[silent[0]])
+            error: AutoparallelError = self._silent_error(silent[0], failed[silent[0]])
+            error.why = "; ".join(part for part in (error.why, waits) if part)
+            return error
         error = told[0].error()
-        if isinstance(error, HangError):
-            error.why = _waits(told)
+        if isinstance(error, HangError) or told[0].is_consequence:
+            error.why = f"{waits}; {blame(self._notes(), self._num_processes)}"
         return error
+
+    def _notes(self) -> dict[int, Note]:
+        return FolderBoard(self._folder).read()
+
+    def _waits(self) -> str:
+        """What each rank that has no error of its own was doing."""
+        return "; ".join(
+            f"rank {rank}: {note.doing}"
+            for rank, note in sorted(self._notes().items())
+            if not note.cause
+        )
 
     def _silent_error(self, rank: int, code: int) -> WorkerError:
         name = f"rank {rank} of {self._num_processes}"
         log = self._log_folder / f"rank{rank}.log" if rank and self._log_folder else ""
         if code < 0:
-            sign = signal.Signals(-code).name
-            why = f"{sign} ended it"
-            if sign == "SIGKILL":
+            why = _ending(code)
+            if code == -signal.SIGKILL:
                 why += ", as the system does when memory runs out"
             return WorkerError("AP801", f"{name} died", why=why, where=str(log))
         return WorkerError(
@@ -241,13 +260,9 @@ class _Workers:
         )
 
 
-def _waits(told: Sequence[Failure]) -> str:
-    """What each rank that hangs was doing."""
-    return "; ".join(
-        f"rank {report.rank}: {report.why}"
-        for report in sorted(told, key=lambda report: report.rank)
-        if report.kind == HangError.__name__
-    )
+def _ending(code: int) -> str:
+    """How a process ended that left no error."""
+    return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
 
 
 def _signal_group(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:

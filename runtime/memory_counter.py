@@ -93,7 +93,7 @@ def held_by(trainer: Trainer) -> Tensors:
     found: dict[str, list[Tensor]] = {
         "parameters": [], "master": [], "gradients": [], "optimizer": [], "buffers": []
     }  # fmt: skip
-    for parameter in trainer.parameters.values():
+    for parameter in trainer.all_parameters():
         is_own = parameter.leaf is None or parameter.has_copy
         found["master" if is_own else "parameters"].append(parameter.local)
         found["parameters"] += [parameter.leaf] if parameter.leaf is not None else []
@@ -104,19 +104,20 @@ def held_by(trainer: Trainer) -> Tensors:
         found["gradients"] += [each for each in gradients if each is not None]
     for states in trainer.optimizer.state.values():
         found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
-    if trainer.stage is not None:
-        found["buffers"] += list(trainer.stage.buffers())
+    for stage in trainer.stages.values():
+        found["buffers"] += list(stage.buffers())
     return found
 
 
 @contextmanager
-def _gathered(stage: StageModule | None, live: LiveBytes) -> Iterator[None]:
+def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
     """While inside, what ZeRO gathers of a block's parameters is told from activations."""
 
     def mark(block: nn.Module, _: object) -> None:
         live.mark((each for each in block.parameters()), "gathered", over=False)
 
-    handles = [block.register_forward_pre_hook(mark) for block in (stage.blocks if stage else ())]
+    blocks = [block for stage in stages for block in stage.blocks]
+    handles = [block.register_forward_pre_hook(mark) for block in blocks]
     try:
         yield
     finally:
@@ -134,5 +135,5 @@ def measure_step(trainer: Trainer, inputs: Mapping[str, Tensor]) -> MemoryReport
         lambda: trainer.step(inputs),
         held,
         device=trainer.device,
-        watch=partial(_gathered, trainer.stage),
+        watch=partial(_gathered, trainer.stages.values()),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..planner.layout import Mesh
 from ..planner.plan import Plan, StagePlan
 
 DATA_AXIS = "dp"
@@ -19,9 +20,16 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
     """The device mesh of every stage by its index. Collective over all ranks.
 
     A rank outside a stage gets that stage's mesh too, with no coordinates on it
-    (``get_coordinate()`` is None).
+    (``get_coordinate()`` is None). Stages on the same devices in the same mesh share it.
     """
-    return {index: _mesh(stage, device_type) for index, stage in enumerate(plan.stages)}
+    known: dict[tuple[tuple[int, ...], Mesh], DeviceMesh] = {}
+    found: dict[int, DeviceMesh] = {}
+    for index, stage in enumerate(plan.stages):
+        key = (stage.devices, stage.mesh)
+        if key not in known:
+            known[key] = _mesh(stage, device_type)
+        found[index] = known[key]
+    return found
 
 
 def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
@@ -29,9 +37,6 @@ def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
 
 
-def stage_of_rank(plan: Plan, rank: int) -> int | None:
-    """The index of the stage that ``rank`` works for, or None if the plan leaves it idle."""
-    for index, stage in enumerate(plan.stages):
-        if rank in stage.devices:
-            return index
-    return None
+def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The indices of the stages that ``rank`` works for; none if the plan leaves it idle."""
+    return tuple(index for index, stage in enumerate(plan.stages) if rank in stage.devices)

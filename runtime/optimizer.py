@@ -7,12 +7,13 @@ stock ``torch.optim`` optimizer on DTensors; the exact global gradient norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .parameters import StageParameter
 
@@ -21,21 +22,40 @@ LEARNING_RATE = 3e-4
 BuildOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
-def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """What trains where the user gives no optimizer: the same on one device as by a plan."""
-    return AdamW(list(parameters), lr=LEARNING_RATE)
+SGD_LEARNING_RATE = 1e-2
+MOMENTUM = 0.9
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter], name: str = "adamw") -> Optimizer:
+    """What trains where the user gives no optimizer: the same on one device as by a plan.
+
+    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
+    """
+    return _named(name, list(parameters))
+
+
+def _named(
+    name: str, parameters: list[Any], *, fused: bool | None = None, learning_rate: float | None = None
+) -> Optimizer:
+    """The optimizer of a plan's name; ``fused`` where it has such a kernel for all devices."""
+    if name.startswith("sgd"):
+        momentum = MOMENTUM if name == "sgd-momentum" else 0.0
+        return SGD(parameters, lr=learning_rate or SGD_LEARNING_RATE, momentum=momentum)
+    kind = Adam if name == "adam" else AdamW
+    return kind(parameters, lr=learning_rate or LEARNING_RATE, fused=fused)
 
 
 def build_optimizer(
     parameters: Iterable[StageParameter],
     build: BuildOptimizer | None = None,
     *,
-    learning_rate: float = LEARNING_RATE,
+    name: str = "adamw",
+    learning_rate: float | None = None,
 ) -> Optimizer:
-    """The optimizer of this rank's masters: the user's ``build(params)``, or AdamW.
+    """The optimizer of this rank's masters: the user's ``build(params)``, or the plan's by name.
 
-    Multi-tensor kernels take tensors of one mesh at a time, so AdamW gets one group per
-    mesh and layout, and a user's group that mixes them is run tensor by tensor. A rank that
+    Multi-tensor kernels take tensors of one mesh at a time, so there is one group per mesh
+    and layout, and a user's group that mixes them is run tensor by tensor. A rank that
     trains nothing gets an optimizer of nothing, without a call of ``build``.
     """
     masters = [p.master for p in parameters if p.spec.requires_grad]
@@ -48,7 +68,7 @@ def build_optimizer(
                 group.update({key: False for key in ("foreach", "fused") if key in group})
         return optimizer
     groups = [{"params": members} for members in _by_layout(masters)]
-    return AdamW(groups or [{"params": []}], lr=learning_rate, fused=True)
+    return _named(name, groups or [{"params": []}], fused=True, learning_rate=learning_rate)
 
 
 def _by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -59,27 +79,39 @@ def _by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
+class GradientNorm:
+    """A norm whose sum over the ranks is under way: nobody waits for it but who reads it."""
+
+    def __init__(self, squares: Tensor, work: dist.Work | None) -> None:
+        self._squares, self._work = squares, work
+
+    def value(self) -> Tensor:
+        """The norm, once all ranks have given their part."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._squares.sqrt()
+
+
 def gradient_norm(
     parameters: Iterable[StageParameter],
     *,
     device: torch.device,
-    elsewhere: frozenset[str] = frozenset(),
     group: dist.ProcessGroup | None = None,
-) -> Tensor:
+) -> GradientNorm:
     """The 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
 
-    Every element counts once: a rank's sum of squares is divided by the number of ranks
-    that hold the same elements, and the names in ``elsewhere``, which another stage counts,
-    are left out. A rank with no stage passes no parameters. Float64.
+    Every element counts once: a rank's sum of squares is divided by the number of ranks of a
+    stage that hold the same elements, and of several stages that hold a parameter one passes
+    it. A rank with no stage passes no parameters. Float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         gradient = parameter.gradient
-        if gradient is not None and parameter.name not in elsewhere:
+        if gradient is not None:
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
             total += square.to(device) / replicas(parameter)
-    dist.all_reduce(total, group=group)
-    return total.sqrt()
+    return GradientNorm(total, dist.all_reduce(total, group=group, async_op=True))
 
 
 def replicas(parameter: StageParameter) -> int:

@@ -1,8 +1,9 @@
 """The interpreter of a schedule: one rank's row of the action table, step by step.
 
-In: the schedule, the rank's executor and exchange. Out: ``step(batch)`` runs the row and
-returns the loss of the whole step, the mean over the micro-batches, on every rank. Every
-plan runs through it; a plan with one stage has a row without messages.
+In: the schedule, the rank's executors by stage, its exchange with other ranks. Out:
+``step(batch)`` runs the row and returns the loss of the whole step, the mean over the
+micro-batches, on every rank. Every plan runs through it; a plan with one stage has a row
+without messages. What a stage makes for a stage of the same rank is handed over.
 """
 
 from __future__ import annotations
@@ -17,33 +18,47 @@ from ..cost_model.actions import (
     BACKWARD,
     COMPUTE,
     FORWARD,
+    INPUT_BACKWARD,
     RECEIVES,
     RECV_FORWARD,
     REDUCE,
+    SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
     STEP,
+    WEIGHT_BACKWARD,
     Action,
+    Row,
     Schedule,
 )
 from ..planner.errors import PlanError
 from .exchange import Direction, Exchange
+
+Values = Mapping[str, Tensor]
 
 
 class Executor(Protocol):
     """One rank's part of a stage, as ``runtime.executor.StageExecutor`` is.
 
     ``backward`` scales the loss by one over the number of micro-batches; ``gradients`` are
-    those of the values sent. ``last`` marks the stage's last backward of the step.
+    those of the values sent. ``backward_inputs`` and ``backward_weights`` are its halves.
+    ``last`` marks the last action of the step that gives the stage's weights gradients.
     """
 
-    def begin_step(self, batch: Mapping[str, Tensor]) -> None: ...
-    def forward(self, microbatch: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...
-    def backward(
-        self, microbatch: int, gradients: Mapping[str, Tensor], *, last: bool
-    ) -> Mapping[str, Tensor]: ...
+    def begin_step(self, batch: Values) -> None: ...
+    def forward(self, microbatch: int, received: Values) -> Values: ...
+    def backward(self, microbatch: int, gradients: Values, *, last: bool) -> Values: ...
+    def backward_inputs(self, microbatch: int, gradients: Values) -> Values: ...
+    def backward_weights(self, microbatch: int, *, last: bool) -> None: ...
     def loss(self, microbatch: int) -> Tensor | None: ...
     def finish_step(self) -> None: ...
+
+
+class LocalHandover(Protocol):
+    """What goes between stages of one rank, as ``runtime.handover.Handover`` has it."""
+
+    def give(self, direction: Direction, stage: int, microbatch: int, values: Values) -> None: ...
+    def take(self, direction: Direction, stage: int, microbatch: int) -> Values: ...
 
 
 class ActionTiming(NamedTuple):
@@ -64,46 +79,51 @@ class PipelineRunner:
     def __init__(
         self,
         schedule: Schedule,
-        executor: Executor | None,
+        executors: Mapping[int, Executor],
         exchange: Exchange,
         *,
-        stage: int | None,
+        handover: LocalHandover | None = None,
+        complete: Callable[[], None] | None = None,
         update: Callable[[], None] | None = None,
         progress: Callable[[str], None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """``stage`` is the one this rank works for; a rank that the plan leaves idle has none.
+        """``executors`` are those of the stages this rank works for; none if it is left idle.
 
-        ``update`` updates the weights at the stage's STEP, after the gradients are complete.
-        ``progress`` is told what the rank is about to do, for a watchdog. ``clock`` returns
-        the second and turns on ``timings``; on an accelerator it should synchronize first.
+        ``handover`` carries what its stages make for each other. ``complete`` runs when all of
+        them have reduced their gradients, ``update`` at each STEP. ``progress`` is told what
+        the rank is about to do, for a watchdog. ``clock`` returns the second and turns on
+        ``timings``; on an accelerator it should synchronize first.
         """
         self.schedule = schedule
         self.timings: tuple[ActionTiming, ...] = ()
-        self._executor = executor
+        self._executors = executors
         self._exchange = exchange
-        self._row = () if stage is None else schedule.table[schedule.stage_rank[stage]]
+        self._handover = handover
+        self._row = row_of(schedule, frozenset(executors))
+        self._complete = complete
         self._update = update
         self._progress = progress
         self._clock = clock
-        self._outputs: Mapping[str, Tensor] = {}
+        self._outputs: dict[Action, Values] = {}
         self._posted: set[tuple[Direction, int, int]] = set()
-        if any(action.stage != stage for action in self._row):
-            raise PlanError(
-                "AP541", f"schedule {schedule.name!r} gives one rank several stages",
-                where="schedule",
-            )  # fmt: skip
-        backwards = [action for action in self._row if action.kind == BACKWARD]
-        self._last_backward = backwards[-1] if backwards else None
-        self._trains = any(action.kind == BACKWARD for row in schedule.table for action in row)
+        self._sends = frozenset(action for action in self._row if action.kind in SENDS)
+        weights = [a for a in self._row if a.kind in (BACKWARD, WEIGHT_BACKWARD)]
+        self._lasts = frozenset({action.stage: action for action in weights}.values())
+        reduces = [action for action in self._row if action.kind == REDUCE]
+        self._last_reduce = reduces[-1] if reduces else None
+        self._trains = any(
+            action.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for action in row
+        )
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def step(self, batch: Values) -> Tensor:
         """Run one step on the global ``batch``: the true loss on every rank (float64 scalar)."""
         timings: list[ActionTiming] = []
         began = self._clock() if self._clock else 0.0
         self._posted.clear()
-        if self._executor is not None:
-            self._executor.begin_step(batch)
+        self._outputs.clear()
+        for executor in self._executors.values():
+            executor.begin_step(batch)
         with torch.set_grad_enabled(self._trains):
             for action in self._row:
                 start = self._clock() - began if self._clock else 0.0
@@ -121,21 +141,17 @@ class PipelineRunner:
 
     def _perform(self, action: Action, began: float) -> float:
         """Does one action; when its messages were there."""
-        assert self._executor is not None
         ready = 0.0
         stage, m = action.stage, action.microbatch
-        if action.kind in COMPUTE:
+        if action.kind == WEIGHT_BACKWARD:
+            self._tell(f"{action}: computing (stage {stage}, micro-batch {m})")
+            self._executors[stage].backward_weights(m, last=action in self._lasts)
+        elif action.kind in COMPUTE:
             direction: Direction = "forward" if action.kind == FORWARD else "backward"
             received = self._received(action, direction)
             ready = self._clock() - began if self._clock else 0.0
             self._tell(f"{action}: computing (stage {stage}, micro-batch {m})")
-            if action.kind == FORWARD:
-                self._outputs = self._executor.forward(m, received)
-            elif action.kind == BACKWARD:
-                last = action == self._last_backward
-                self._outputs = self._executor.backward(m, received, last=last)
-            else:
-                raise PlanError("AP542", f"{action}: split backwards are not supported")
+            self._keep(action, direction, self._computed(action, received))
         elif action.kind in RECEIVES:
             direction = "forward" if action.kind == RECV_FORWARD else "backward"
             self._exchange.post(direction, stage, m)
@@ -143,36 +159,86 @@ class PipelineRunner:
         elif action.kind in SENDS:
             direction = "forward" if action.kind == SEND_FORWARD else "backward"
             self._tell(f"{action}: sending (stage {stage}, micro-batch {m})")
-            self._exchange.send(direction, stage, m, self._outputs)
-            self._outputs = {}
+            self._exchange.send(direction, stage, m, self._outputs.pop(action))
         elif action.kind == REDUCE:
             self._tell(f"{action}: completing the gradients of stage {stage}")
-            self._executor.finish_step()
+            self._executors[stage].finish_step()
+            if action == self._last_reduce and self._complete is not None:
+                self._complete()
         elif action.kind == STEP and self._update is not None:
             self._tell(f"{action}: updating the weights of stage {stage}")
             self._update()
         return ready
 
-    def _received(self, action: Action, direction: Direction) -> Mapping[str, Tensor]:
-        """Waits for what a compute action needs from other stages."""
+    def _computed(self, action: Action, received: Values) -> Values:
+        executor, m = self._executors[action.stage], action.microbatch
+        if action.kind == FORWARD:
+            return executor.forward(m, received)
+        if action.kind == INPUT_BACKWARD:
+            return executor.backward_inputs(m, received)
+        return executor.backward(m, received, last=action in self._lasts)
+
+    def _keep(self, action: Action, direction: Direction, values: Values) -> None:
+        """Hands what was computed to this rank's stages, and keeps it until it is sent."""
+        kind = SEND_FORWARD if direction == "forward" else SEND_BACKWARD
         stage, m = action.stage, action.microbatch
+        if self._handover is not None:
+            self._handover.give(direction, stage, m, values)
+        send = Action(kind, stage, m)
+        if send in self._sends:
+            self._outputs[send] = values
+
+    def _received(self, action: Action, direction: Direction) -> Values:
+        """Waits for what a compute action needs from other stages.
+
+        Gradients of a value that went to several stages are summed.
+        """
+        stage, m = action.stage, action.microbatch
+        received: dict[str, Tensor] = {}
+        if self._handover is not None:
+            received.update(self._handover.take(direction, stage, m))
         if (direction, stage, m) not in self._posted:
-            return {}
+            return received
         what = "activations" if direction == "forward" else "gradients"
         side = "earlier" if direction == "forward" else "later"
         self._tell(
             f"{action}: waiting for {what} from {side} stages (stage {stage}, micro-batch {m})"
         )
-        return self._exchange.receive(direction, stage, m)
+        self._posted.discard((direction, stage, m))
+        for key, value in self._exchange.receive(direction, stage, m).items():
+            received[key] = received[key] + value if key in received else value
+        return received
 
     def _mean_loss(self) -> Tensor | None:
-        """The mean over the micro-batches, in the stage that computes the loss."""
-        if self._executor is None:
-            return None
-        losses = [self._executor.loss(m) for m in range(self.schedule.num_microbatches)]
-        found = [loss.detach().to(torch.float64) for loss in losses if loss is not None]
+        """The mean over the micro-batches, on ranks of the stage that computes the loss."""
+        found = [
+            loss.detach().to(torch.float64)
+            for executor in self._executors.values()
+            for m in range(self.schedule.num_microbatches)
+            if (loss := executor.loss(m)) is not None
+        ]
         return torch.stack(found).mean() if found else None
 
     def _tell(self, what: str) -> None:
         if self._progress is not None:
             self._progress(what)
+
+
+def row_of(schedule: Schedule, stages: frozenset[int]) -> Row:
+    """The row of a rank that works for these stages; empty for none.
+
+    Raises PlanError AP541 where the schedule gives a rank other stages than those together.
+    """
+    if not stages:
+        return ()
+    ranks = {schedule.stage_rank[stage] for stage in stages}
+    row = schedule.table[min(ranks)]
+    if len(ranks) > 1 or {action.stage for action in row} != stages:
+        raise PlanError(
+            "AP541",
+            f"schedule {schedule.name!r} puts other stages together than {sorted(stages)}",
+            why="the plan gives these stages the same devices",
+            where="schedule",
+            fix="plan again",
+        )
+    return row

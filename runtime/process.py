@@ -25,7 +25,8 @@ from typing import Any
 
 from ..planner import errors
 from ..planner.errors import AutoparallelError, DeviceMemoryError, HangError, WorkerError
-from .watchdog import Watchdog
+from .board import Board, FolderBoard, Note, Ranks, StoreBoard
+from .watchdog import Watchdog, show
 
 RESULT = "result.json"
 OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "Unable to allocate")
@@ -33,6 +34,10 @@ CONNECTION_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout",
     "remote process exited", "Connection was likely closed", "recvValue failed",
 )  # fmt: skip
+
+
+CONSEQUENCES = ("AP820", "AP821")
+"""The codes of a rank that ends because another one has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Job:
 class Failure:
     """An error of a rank as it crosses the process boundary.
 
-    ``is_consequence``: the rank only lost its connection to another one.
+    ``is_consequence``: the rank only ended because another one has failed.
     """
 
     rank: int
@@ -100,18 +105,40 @@ def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelEr
     return WorkerError("AP801", f"{name} failed: {text}", why=trace, where=where)
 
 
+def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
+    """``error``, or if it only says that another rank is gone, what this one waited for.
+
+    Either way the other ranks are told.
+    """
+    ranks, doing = worker.watchdog.ranks, worker.watchdog.last
+    is_consequence = error.code == "AP801" and any(sign in error.what for sign in CONNECTION_LOST)
+    if ranks is None:
+        return error
+    if not is_consequence:
+        ranks.board.tell(Note(worker.rank, doing.what, cause=error.what))
+        return error
+    who = ranks.blame(Note(worker.rank, doing.what, doing.waits_for))
+    return WorkerError(
+        "AP820", f"rank {worker.rank} of {worker.world_size} has lost another rank",
+        why=f"{doing.what}; {who}", where=error.where, fix="see why that rank ended",
+    )  # fmt: skip
+
+
 def current_worker(
     environment: Mapping[str, str],
     timeout_seconds: float,
-    report: Callable[[HangError], None] | None = None,
+    *,
+    report: Callable[[HangError], None] = show,
+    board: Board | None = None,
 ) -> Worker:
-    """The worker that the environment says this process is."""
+    """The worker that the environment says this process is.
+
+    Notes of failed ranks go to ``board``, by default in the store of the environment.
+    """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    name = f"rank {rank} of {world_size}"
-    watchdog = (
-        Watchdog(timeout_seconds, name=name)
-        if report is None
-        else Watchdog(timeout_seconds, name=name, report=report)
+    ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
+    watchdog = Watchdog(
+        timeout_seconds, name=f"rank {rank} of {world_size}", ranks=ranks, report=report
     )
     return Worker(rank, world_size, int(environment.get("LOCAL_RANK", rank)), watchdog)
 
@@ -130,7 +157,7 @@ def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
             worker.watchdog.progress("leaving the process group")
             _leave()
     except Exception as error:
-        ours = describe(error, worker.rank, worker.world_size)
+        ours = lost_rank(describe(error, worker.rank, worker.world_size), worker)
         if ours is error:
             raise
         raise ours from error
@@ -150,13 +177,16 @@ def read_failure(folder: Path, rank: int) -> Failure | None:
 
 
 def write_failure(folder: Path, rank: int, error: AutoparallelError) -> None:
-    """Leaves a rank's error for the launcher."""
-    is_consequence = error.code == "AP801" and any(sign in error.what for sign in CONNECTION_LOST)
+    """Leaves a rank's error for the launcher; if it is about another rank, it is also shown."""
+    is_consequence = error.code in CONSEQUENCES
     failure = Failure(
         rank, time.time(), type(error).__name__, error.code, error.what, error.why, error.where,
         error.fix, is_consequence,
     )  # fmt: skip
     _write(folder / f"failure-{rank}.json", asdict(failure))
+    if is_consequence or isinstance(error, HangError):
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
 
 
 def _write(path: Path, value: Any) -> None:
@@ -184,7 +214,10 @@ def main(job_path: str) -> None:
     _end_with_launcher()
     rank = int(os.environ["RANK"])
     worker = current_worker(
-        os.environ, job.timeout_seconds, lambda error: write_failure(folder, rank, error)
+        os.environ,
+        job.timeout_seconds,
+        report=lambda error: write_failure(folder, rank, error),
+        board=FolderBoard(folder),
     )
     try:
         value = call(job.entry, worker, job.arguments)

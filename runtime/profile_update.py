@@ -1,9 +1,9 @@
 """Measuring what a step does with each parameter after the last backward.
 
-In: an optimizer's name, sizes of tensors. Out: seconds per tensor of each size, on the
-slowest rank. It is what the runtime does: the norm of the gradient in float64, then the
-optimizer's step on DTensor masters. Each size is measured with as many tensors as make
-``TOTAL_BYTES``, so that small ones are a few of many and large ones come from memory.
+In: an optimizer's name, or what builds a model's own, sizes of tensors. Out: seconds per tensor
+of each size, on the slowest rank. It is what the runtime does: the norm of the gradient in
+float64, then the optimizer's step on DTensor masters. Each size is measured with as many tensors
+as make ``TOTAL_BYTES``, so that small ones are a few of many and large ones come from memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .optimizer import BuildOptimizer
 from .profile_links import LinkTime, agree, median_seconds
 
 TOTAL_BYTES = 1 << 26
 MOST_TENSORS = 64
-SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24, 1 << 27)
 _ITEM_BYTES = 4
 
 
@@ -32,17 +33,38 @@ def measure_updates(
     device: torch.device,
     case_seconds: float,
     until: Callable[[], bool],
+    build: BuildOptimizer | None = None,
 ) -> Iterator[LinkTime]:
-    """For each size in bytes the seconds per parameter. Collective over all ranks."""
+    """For each size in bytes the seconds per parameter. Collective over all ranks.
+
+    ``build``, the model's own, goes before the name.
+    """
     mesh = DeviceMesh(device.type, torch.arange(dist.get_world_size()))
     for size in sorted(sizes):
         if not agree(not until(), device):
             return
         count = max(1, min(MOST_TENSORS, TOTAL_BYTES // size))
         masters = [_master(max(1, size // _ITEM_BYTES), mesh, device) for _ in range(count)]
-        step = _update(_optimizer(optimizer, masters), masters)
+        made = _optimizer(optimizer, masters) if build is None else build(masters)
+        step = _update(made, masters)
         seconds, repeats = median_seconds(step, device=device, case_seconds=case_seconds)
         yield LinkTime(size, seconds / count, repeats)
+
+
+def own_name(build: BuildOptimizer) -> str:
+    """A model's own optimizer by what its step's time depends on: its class and its switches.
+
+    >>> own_name(lambda params: SGD(params, lr=0.1, momentum=0.9)).split()[:2]
+    ['SGD', 'capturable=None']
+    """
+    made = build([nn.Parameter(torch.zeros(1))])
+    found = {
+        name: value
+        for name, value in made.defaults.items()
+        if value is None or isinstance(value, bool)
+    }
+    found["momentum"] = bool(made.defaults.get("momentum"))
+    return " ".join([type(made).__name__, *(f"{name}={found[name]}" for name in sorted(found))])
 
 
 def _master(numel: int, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
@@ -56,8 +78,8 @@ def _master(numel: int, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
 
 
 def _optimizer(name: str, masters: list[nn.Parameter]) -> Optimizer:
-    if name == "sgd":
-        return SGD(masters, lr=1e-6)
+    if name.startswith("sgd"):
+        return SGD(masters, lr=1e-6, momentum=0.9 if name == "sgd-momentum" else 0.0)
     kind = Adam if name == "adam" else AdamW
     return kind(masters, lr=1e-6, fused=True)
 

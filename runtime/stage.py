@@ -8,7 +8,7 @@ that leave the stage, and the loss. Its parameters go by the model's own names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
 from .shards import placements
+from .weight_gradients import WeightGradients, defer
 from .zero import apply_zero
 
 if TYPE_CHECKING:
@@ -53,9 +54,19 @@ KEPT_BY_SELECTIVE = frozenset(
 
 
 class StageBlock(nn.Module):
-    """One block: its graph, recomputed in the backward if the plan says so."""
+    """One block: its graph, recomputed in the backward if the plan says so.
 
-    def __init__(self, program: BlockProgram, draws: Draws) -> None:
+    With ``deferring``, a pair of a store and the block's position, its backward puts off the
+    gradients of weights; ``deferred`` are the parameters (of the block itself) meant.
+    """
+
+    def __init__(
+        self,
+        program: BlockProgram,
+        draws: Draws,
+        deferring: tuple[WeightGradients, int] | None = None,
+        shared: Container[str] = (),
+    ) -> None:
         super().__init__()
         self.name = program.name
         self.inputs = program.inputs
@@ -64,6 +75,12 @@ class StageBlock(nn.Module):
         self.graph = program.module
         self.draws = draws
         self.is_random = _is_random(program.module)
+        self.deferred: frozenset[str] = frozenset()
+        if deferring is not None:
+            nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+            names = zip(nodes, program.inputs, strict=True)
+            weights = frozenset(str(node.target) for node, key in names if key in shared)
+            self.deferred = defer(program.module, *deferring, weights)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The block's outputs, in the order of ``outputs``."""
@@ -151,13 +168,16 @@ class StageModule(nn.Module):
         zero: int,
         precision: Precision,
         device: torch.device | None = None,
+        splits_backward: bool = False,
     ) -> None:
+        """``splits_backward``: its backward computes gradients of weights apart, later."""
         super().__init__()
         self.program = program
         self.device_mesh = device_mesh
         self.zero = zero
         self.device = device if device is not None else torch.device(device_mesh.device_type)
-        self.blocks = nn.ModuleList(StageBlock(block, program.draws) for block in program.blocks)
+        self.weight_gradients = WeightGradients() if splits_backward else None
+        self.blocks = nn.ModuleList(self._make_blocks())
         self.by_name: dict[str, StageParameter] = {}
         self._shared: dict[str, str] = {}
         make = partial(
@@ -179,6 +199,24 @@ class StageModule(nn.Module):
         )
         self._changed: dict[str, Tensor] = {}
         self._last_use = _last_uses(program, (*self._leaving, *program.updates.values()))
+
+    def _make_blocks(self) -> Iterator[StageBlock]:
+        program, store = self.program, self.weight_gradients
+        # fully_shard ties the gradients of a block's inputs together: none may come alone.
+        shared = {n for n, p in program.parameters.items() if p.shared and self.zero == 0}
+        for position, block in enumerate(program.blocks):
+            deferring = None if store is None else (store, position)
+            yield StageBlock(block, program.draws, deferring, shared)
+
+    @property
+    def deferred(self) -> frozenset[str]:
+        """The parameters of single blocks whose gradients are computed apart."""
+        return frozenset(
+            name
+            for block in self.blocks
+            if isinstance(block, StageBlock)
+            for name in block.deferred
+        )
 
     def _register_parameters(self, make: Callable[..., StageParameter]) -> None:
         for position, block in enumerate(self.program.blocks):

@@ -21,19 +21,20 @@ from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
 from ..passes.stage_cut import boundaries
 from ..passes.stage_program import build_stage
-from ..planner.branches import reduced
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
-from ..planner.schedules import build_schedule
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
-from .data import microbatch_rows
+from .data import check_batch, microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
+from .handover import Handover, split_boundaries
 from .materialize import materialize, materialize_deferred
-from .mesh import build_meshes, stage_of_rank
-from .optimizer import BuildOptimizer, build_optimizer, gradient_norm
+from .mesh import build_meshes, stages_of_rank
+from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
+from .parameters import StageParameter
 from .pipeline import PipelineRunner
+from .plan_schedule import schedule_of, splits_backward
 from .stage import StageModule
 from .tied import find_tied
 
@@ -43,14 +44,24 @@ Weights = deferred_init.Deferred | Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The loss of the global batch and the norm of the whole gradient, on every rank."""
+    """The loss of the global batch and the norm of the whole gradient, on every rank.
+
+    Who reads the norm waits until all ranks have their gradients; the step does not.
+    """
 
     loss: Tensor
-    gradient_norm: Tensor
+    norm: GradientNorm
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        return self.norm.value()
 
 
 class Trainer:
-    """Trains on this rank; ``stage`` is None on a rank that the plan leaves idle."""
+    """Trains on this rank; ``stages`` are those it works for, none if the plan leaves it idle.
+
+    ``parameters`` has each parameter once; two of the stages may both hold it.
+    """
 
     def __init__(
         self,
@@ -60,7 +71,7 @@ class Trainer:
         *,
         device: torch.device,
         build: BuildOptimizer | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[..., None] | None = None,
         seed: int = 0,
     ) -> None:
         """``weights`` are the initial ones, made or given by name. Collective over all ranks.
@@ -75,34 +86,33 @@ class Trainer:
         self.program = program.with_batch_size(plan.microbatch_size)
         self.device = device
         self.rank = dist.get_rank()
-        self.stage_index = stage_of_rank(plan, self.rank)
         meshes = build_meshes(plan, device.type)
-        self.stage: StageModule | None = None
-        if self.stage_index is not None:
-            self.stage = self._make_stage(ProcessCommunicator(meshes[self.stage_index]))
-            fill_stage(self.stage, weights, self.program)
-        self.parameters = {} if self.stage is None else self.stage.by_name
-        self.tied = find_tied(self.stage_index, self.parameters)
-        self.executor = self._make_executor(weights, seed)
-        self.optimizer: Optimizer = build_optimizer(self.parameters.values(), build)
-        crossing = boundaries(self.program.graph, self.program.blocks, plan)
-        edges = reduced({(b.source_stage, b.target_stage) for b in crossing}, len(plan.stages))
-        self.runner = PipelineRunner(
-            build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, edges=edges),
-            self.executor,
-            Exchange(crossing, stages=plan.stages, rank=self.rank, device=device),
-            stage=self.stage_index,
-            progress=progress,
+        self.crossing = boundaries(self.program.graph, self.program.blocks, plan)
+        pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
+        self.schedule = schedule_of(plan, pairs)
+        self.stages: dict[int, StageModule] = {}
+        for index in stages_of_rank(plan, self.rank):
+            self.stages[index] = self._make_stage(index, ProcessCommunicator(meshes[index]))
+            fill_stage(self.stages[index], weights, self.program)
+        self.parameters: dict[str, StageParameter] = {}
+        for parameter in self.all_parameters():
+            self.parameters.setdefault(parameter.name, parameter)
+        self.tied = find_tied({index: stage.by_name for index, stage in self.stages.items()})
+        self.executors = {
+            index: self._make_executor(stage, weights, seed) for index, stage in self.stages.items()
+        }
+        self.optimizer: Optimizer = build_optimizer(
+            self.all_parameters(), build, name=plan.model.optimizer
         )
+        self.runner = self._make_runner(progress)
 
-    def _make_stage(self, communicator: ProcessCommunicator) -> StageModule:
-        assert self.stage_index is not None
-        own = self.plan.stages[self.stage_index]
+    def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
+        own = self.plan.stages[index]
         stage_program = build_stage(
             self.program.graph,
             self.program.blocks,
             self.plan,
-            stage_index=self.stage_index,
+            stage_index=index,
             coordinates=own.mesh.coordinates(own.devices.index(self.rank)),
             communicator=communicator,
         )
@@ -112,18 +122,46 @@ class Trainer:
             zero=own.zero,
             precision=self.plan.model.precision,
             device=self.device,
+            splits_backward=splits_backward(self.schedule, index),
         )
 
-    def _make_executor(self, weights: Weights, seed: int) -> StageExecutor | None:
-        if self.stage is None:
-            return None
+    def _make_executor(self, stage: StageModule, weights: Weights, seed: int) -> StageExecutor:
         return StageExecutor(
-            self.stage,
+            stage,
             num_microbatches=self.plan.num_microbatches,
-            constants=constants_of(self.program, self.stage, weights, str(self.device)),
-            tied=self.tied,
+            constants=constants_of(self.program, stage, weights, str(self.device)),
             seed=seed,
         )
+
+    def _make_runner(self, progress: Callable[..., None] | None) -> PipelineRunner:
+        plan = self.plan
+        sent, handed = split_boundaries(self.crossing, plan.stages)
+        return PipelineRunner(
+            self.schedule,
+            self.executors,
+            Exchange(
+                sent, stages=plan.stages, rank=self.rank, device=self.device, progress=progress
+            ),
+            handover=Handover(handed, stages=plan.stages, rank=self.rank, device=self.device),
+            complete=self._sum_tied,
+            progress=progress,
+        )
+
+    def _sum_tied(self) -> None:
+        self.tied.sum({index: stage.by_name for index, stage in self.stages.items()})
+
+    def all_parameters(self) -> list[StageParameter]:
+        """What this rank's stages hold, one stage after the other."""
+        return [p for stage in self.stages.values() for p in stage.by_name.values()]
+
+    def own_parameters(self) -> list[StageParameter]:
+        """``all_parameters`` but for those that an earlier stage holds; of all ranks, the model."""
+        return [
+            parameter
+            for index, stage in self.stages.items()
+            for name, parameter in stage.by_name.items()
+            if (index, name) not in self.tied.elsewhere
+        ]
 
     def inputs(self, batch: object) -> dict[str, Tensor]:
         """A batch's tensors by the names that the plan has for them."""
@@ -132,14 +170,17 @@ class Trainer:
     def step(self, inputs: Mapping[str, Tensor]) -> StepResult:
         """One step on the global batch: forward, backward, gradient sums, optimizer."""
         loss = self.backward(inputs)
-        norm = gradient_norm(
-            self.parameters.values(), device=self.device, elsewhere=self.tied.elsewhere
-        )
+        norm = gradient_norm(self.own_parameters(), device=self.device)
         self.update()
         return StepResult(loss, norm)
 
     def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The loss; every parameter's gradient is complete afterwards."""
+        """The loss; every parameter's gradient is complete afterwards.
+
+        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's.
+        """
+        specs = {name: self.program.graph[name].spec for name in self.program.inputs}
+        check_batch(inputs, specs, self.plan.num_microbatches)
         return self.runner.step(inputs)
 
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
@@ -161,7 +202,7 @@ class Trainer:
 
     def use_optimizer(self, build: BuildOptimizer) -> None:
         """Replace the optimizer by ``build(parameters)``."""
-        self.optimizer = build_optimizer(self.parameters.values(), build)
+        self.optimizer = build_optimizer(self.all_parameters(), build)
 
     def save(self, path: str | Path, *, step: int) -> None:
         """Write a checkpoint under the model's own names, for this or any other plan.
@@ -170,12 +211,11 @@ class Trainer:
         """
         save_checkpoint(
             path,
-            self.parameters.values(),
+            self.own_parameters(),
             self.optimizer,
             step=step,
-            elsewhere=self.tied.elsewhere,
             tied=self.program.graph.tied,
-            buffers=self._changing_buffers(),
+            buffers=self.changing_buffers(),
         )
 
     def load(self, path: str | Path) -> int:
@@ -183,15 +223,24 @@ class Trainer:
 
         Random numbers of the forward go on from that step. Collective over all ranks.
         """
-        step = load_checkpoint(
-            path, self.parameters.values(), self.optimizer, self._changing_buffers()
-        )
-        if self.executor is not None:
-            self.executor.steps_begun = step
+        slots = max(len(stages_of_rank(self.plan, r)) for r in range(dist.get_world_size()))
+        stages = list(self.stages.values())
+        step = 0
+        for slot in range(slots):
+            held = stages[slot].by_name.values() if slot < len(stages) else ()
+            buffers = stages[slot].changing_buffers() if slot < len(stages) else {}
+            step = load_checkpoint(path, held, self.optimizer, buffers)
+        for executor in self.executors.values():
+            executor.steps_begun = step
         return step
 
-    def _changing_buffers(self) -> dict[str, Tensor]:
-        return {} if self.stage is None else dict(self.stage.changing_buffers())
+    def changing_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's stages that training changes."""
+        return {
+            name: buffer
+            for stage in self.stages.values()
+            for name, buffer in stage.changing_buffers().items()
+        }
 
     def update(self) -> None:
         """The optimizer's step."""

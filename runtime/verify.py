@@ -43,8 +43,8 @@ def verify(
     for step, batch in enumerate(batches):
         losses.append(float(trainer.step(batch).loss))
         if step == 0:
-            gradients = collect(trainer.parameters, graph, _gradient)
-    weights = collect(trainer.parameters, graph, lambda parameter: parameter.local)
+            gradients = collect(trainer.all_parameters(), graph, _gradient)
+    weights = collect(trainer.all_parameters(), graph, lambda parameter: parameter.local)
     buffers = collect_buffers(trainer)
     result: list[Verification | None] = [None]
     if dist.get_rank() == 0:
@@ -99,33 +99,33 @@ def _gradient(parameter: StageParameter) -> Tensor | None:
 
 
 def collect(
-    parameters: Mapping[str, StageParameter],
+    parameters: Sequence[StageParameter],
     graph: Graph,
     read: Callable[[StageParameter], Tensor | None],
 ) -> dict[str, list[Piece]]:
     """Every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
     collected: dict[str, list[Piece]] = {}
     for names in _chunks(graph):
-        own = {
-            name: (parameters[name].region, values.detach().cpu().clone())
-            for name in names
-            if name in parameters and (values := read(parameters[name])) is not None
-        }
+        wanted = frozenset(names)
+        own = [
+            (parameter.name, (parameter.region, values.detach().cpu().clone()))
+            for parameter in parameters
+            if parameter.name in wanted and (values := read(parameter)) is not None
+        ]
         gathered: list[Any] | None = [None] * dist.get_world_size()
         if dist.get_rank() != 0:
             gathered = None
         dist.gather_object(own, gathered, dst=0)
         for pieces in gathered or ():
-            for name, piece in pieces.items():
+            for name, piece in pieces:
                 collected.setdefault(name, []).append(piece)
     return collected
 
 
 def collect_buffers(trainer: Trainer) -> dict[str, list[Piece]]:
     """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
-    stage = trainer.stage
     own: dict[str, Piece] = {}
-    if stage is not None:
+    for stage in trainer.stages.values():
         for name in stage.program.updates:
             own[name] = (stage.buffer_regions[name], stage.buffer(name).detach().cpu().clone())
     gathered: list[Any] | None = [None] * dist.get_world_size()

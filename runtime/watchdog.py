@@ -1,9 +1,10 @@
 """The watchdog: ends a process that makes no progress, and says what it was doing.
 
-In: what the process is about to do, told again and again. Out: nothing while it goes on;
-after ``timeout_seconds`` without news a HangError with the last thing told and where the
-main thread is, and the process ends with its exit code. A wait inside a collective cannot
-be interrupted from Python, so ending the process is the only way out.
+In: what the process is about to do and whom it waits for, told again and again. Out:
+nothing while it goes on; after ``timeout_seconds`` without news, or when another rank has
+failed, a HangError with the last thing told, where the main thread is and which rank failed
+to come, and the process ends with its exit code. A wait inside a collective cannot be
+interrupted from Python, so ending the process is the only way out.
 """
 
 from __future__ import annotations
@@ -14,9 +15,25 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from ..planner.errors import HangError
+from .board import Note, Ranks
+
+POLL_SECONDS = 0.5
+"""How often the watchdog looks whether another rank has failed."""
+LAST_WORDS_SECONDS = 0.3
+"""How long the main thread then has to fail by itself: it may know more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a process is about to do, and the ranks whose message it waits for."""
+
+    what: str
+    waits_for: tuple[int, ...]
+    since_seconds: float
 
 
 def show(error: HangError) -> None:
@@ -29,7 +46,7 @@ class Watchdog:
     """A thread that watches one process; a context manager, on while the block runs.
 
     ``name`` says who is watched (``"rank 1 of 4"``), ``report`` is given the error before the
-    process ends.
+    process ends. ``ranks`` are the other processes that it works with.
     """
 
     def __init__(
@@ -37,21 +54,31 @@ class Watchdog:
         timeout_seconds: float,
         *,
         name: str,
+        ranks: Ranks | None = None,
         report: Callable[[HangError], None] = show,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self.timeout_seconds = timeout_seconds
+        self.ranks = ranks
         self._name = name
         self._report = report
         self._end = end
-        self._last = ("starting", time.monotonic())
+        self._last = Doing("starting", (), time.monotonic())
         self._watched = threading.main_thread().ident
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def progress(self, what: str) -> None:
-        """What the process is about to do; it has then ``timeout_seconds`` to tell more."""
-        self._last = (what, time.monotonic())
+    def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
+        """What the process is about to do; it has then ``timeout_seconds`` to tell more.
+
+        ``waits_for`` are the ranks whose message it waits for.
+        """
+        self._last = Doing(what, waits_for, time.monotonic())
+
+    @property
+    def last(self) -> Doing:
+        """The last thing told."""
+        return self._last
 
     def __enter__(self) -> Watchdog:
         self.progress("starting")
@@ -68,19 +95,28 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            what, since = self._last
-            left = since + self.timeout_seconds - time.monotonic()
+            left = self._last.since_seconds + self.timeout_seconds - time.monotonic()
             if left <= 0:
-                break
-            if self._stopped.wait(min(left, 1.0)):
-                return
+                return self._give_up("AP802", f"made no progress for {self.timeout_seconds:g} s")
+            if self._stopped.wait(min(left, POLL_SECONDS)):
+                return None
+            if self.ranks is not None and self.ranks.has_failure():
+                if self._stopped.wait(LAST_WORDS_SECONDS):
+                    return None
+                return self._give_up("AP821", "ends because another rank has failed")
+
+    def _give_up(self, code: str, what: str) -> None:
+        """Reports what the process was doing and who failed to come, and ends it."""
+        doing, place = self._last, self._place()
+        why = doing.what
+        if self.ranks is not None:
+            why += f"; {self.ranks.blame(Note(self.ranks.rank, doing.what, doing.waits_for))}"
         error = HangError(
-            "AP802",
-            f"{self._name} made no progress for {self.timeout_seconds:g} s",
-            why=what,
-            where=self._place(),
+            code, f"{self._name} {what}", why=why, where=place,
             fix="see which rank is late, and why; a longer --timeout if it was only slow",
-        )
+        )  # fmt: skip
+        if self._stopped.is_set():
+            return
         self._report(error)
         self._end(HangError.exit_code)
 

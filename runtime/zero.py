@@ -122,3 +122,23 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
     stage.set_is_last_backward(last)
     stage.set_reshard_after_backward(last or stage.zero == 3)
     stage.set_requires_gradient_sync(last or stage.zero >= 2)
+
+
+def begin_input_backward(stage: StageModule) -> None:
+    """Before a backward that leaves gradients of weights for later: nothing is reduced yet."""
+    if not stage.is_fully_sharded:
+        return
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(False)
+    stage.set_reshard_after_backward(stage.zero == 3)
+    stage.set_requires_gradient_sync(False)
+
+
+def finish_weight_backward(stage: StageModule) -> None:
+    """After gradients of weights came outside of a backward of the stage: reduce and free.
+
+    ``fully_shard`` does that when a backward through the module ends, and has no public name
+    for it; ``torch.distributed.pipelining`` calls the same.
+    """
+    if stage.is_fully_sharded:
+        fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]

@@ -90,7 +90,7 @@ class _Engine:
             queue.left[key[1]] = seconds
 
     def _action(self, action, rank, replica, first, last, gathers):
-        kind, stage, m = action
+        kind, stage, m, _ = action
         ranks, overlap = self.schedule.stage_rank, self.slowdown is not None
         work = {"F": "forward_seconds", "B": "backward_seconds", "STEP": "step_seconds"}
         sync, parts = self._cost("gradient_sync_seconds", stage), self._parts(stage)

@@ -125,8 +125,9 @@ def _verified(model: str, text: str, break_gradients: bool) -> Verification:
     plan = replace(plan, model=replace(plan.model, precision="fp64"))
     deferred, program = captured(model, "fp64")
     trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build_optimizer)
-    if break_gradients and trainer.executor is not None:
-        trainer.executor._reducer = GradientReducer((), trainer.executor.stage.device_mesh)
+    if break_gradients:
+        for executor in trainer.executors.values():
+            executor._reducer = GradientReducer((), executor.stage.device_mesh)
     return verify(trainer, batches(model), lambda: reference(model))
 
 

@@ -20,6 +20,7 @@ from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
 from autoparallel.passes.program import Program
+from autoparallel.planner.batch import rows_apart
 from autoparallel.planner.branches import stage_edges, stage_starts
 from autoparallel.planner.heterogeneous import HostOrder, in_given_ranks
 from autoparallel.planner.plan import Plan
@@ -36,12 +37,12 @@ from autoparallel.targets import Target, load_target
 BATCH = 8
 
 
-def slow_wires(*peaks: float) -> Cluster:
-    """One device per host, of these FLOP/s; the network is so slow that only stages pay."""
+def slow_wires(peaks: tuple[float, ...], sizes: tuple[int, ...] = ()) -> Cluster:
+    """Hosts of these FLOP/s and devices; the network is so slow that only stages pay."""
     wire = Link("wire", alpha_seconds=1e-4, bytes_per_second=1e8)
     hosts = tuple(
-        Host(Device(f"cpu{peak:g}", "cpu", 2**34, 2**34, 1e12, {"float32": peak}), 1, wire)
-        for peak in peaks
+        Host(Device(f"cpu{peak:g}", "cpu", 2**34, 2**34, 1e12, {"float32": peak}), size, wire)
+        for peak, size in zip(peaks, sizes or (1,) * len(peaks), strict=True)
     )
     return Cluster("slow wires", hosts, wire)
 
@@ -51,9 +52,16 @@ class Case:
     model: str
     peaks: tuple[float, ...]
     forced: Forced
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def cluster(self) -> Cluster:
+        return slow_wires(self.peaks, self.sizes)
 
 
 OUT_OF_ORDER = "arms on hosts out of order"
+UNEQUAL = "a host of two devices and one of one"
+BY_ROWS = "towers by rows"
 
 CASES = {
     "towers": Case("examples/two_towers.py", (1e9,) * 3, Forced(pp=3)),
@@ -67,6 +75,10 @@ CASES = {
     "a slow host first": Case(
         "tests/models/three_arms.py", (1e6, 1e8), Forced(pp=2, num_microbatches=4)
     ),
+    UNEQUAL: Case(
+        "tests/models/three_arms.py", (1e7, 3e7), Forced(pp=2, num_microbatches=4), (2, 1)
+    ),
+    BY_ROWS: Case("examples/two_towers.py", (1e9,), Forced(dp=2), (2,)),
 }
 
 
@@ -89,7 +101,7 @@ def planned(name: str) -> Plan:
     case = CASES[name]
     _, program = captured(case.model, "fp32")
     options = PlanOptions(global_batch=BATCH, forced=case.forced)
-    cluster = slow_wires(*case.peaks)
+    cluster = case.cluster
     found = plan_program(program, target(case.model), cluster, options)
     if name != OUT_OF_ORDER:
         return found
@@ -139,7 +151,9 @@ def verified(model: str, text: str) -> Verification:
 def test_stages_that_form_a_graph_equal_one_device(name: str) -> None:
     case = CASES[name]
     text = dumps(planned(name))
-    found = run_processes(len(case.peaks), verified, case.model, text, timeout_seconds=280)[0]
+    found = run_processes(
+        case.cluster.num_devices, verified, case.model, text, timeout_seconds=280
+    )[0]
     assert found.passed, found.failures[:5]
     assert found.tolerance == 1e-9
     assert {d.quantity for d in found.differences} == {"loss", "gradient", "weight"}
@@ -153,6 +167,24 @@ def test_towers_have_devices_of_their_own_and_do_not_wait_for_each_other() -> No
 @pytest.mark.parametrize("name", ["arms", "arms, gpipe"])
 def test_arms_have_devices_of_their_own(name: str) -> None:
     assert edges(name) == {(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)}
+
+
+def test_unequal_hosts_are_stages_of_unequal_size() -> None:
+    stages = planned(UNEQUAL).stages
+    assert {stage.devices for stage in stages} == {(0, 1), (2,)}
+
+
+def test_towers_are_split_by_rows_until_the_rows_meet() -> None:
+    (stage,) = planned(BY_ROWS).stages
+    _, program = captured(CASES[BY_ROWS].model, "fp32")
+    dims = rows_apart(program.graph)
+    made = [
+        (dim, str(layout.outputs[0][0]))
+        for name, layout in stage.layouts.items()
+        if program.graph[name].kind == "op" and (dim := dims.get(name, (None,))[0]) is not None
+    ]
+    assert len(made) > 40
+    assert all(placement == f"S({dim})" for dim, placement in made)
 
 
 def test_stages_may_be_on_any_ranks() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from typing import TYPE_CHECKING, Annotated, cast
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
-
-from autoparallel.options import parse_parallel, parse_size
-from autoparallel.planner.plan import Precision
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoparallel.planner.basis import Mode
+    from autoparallel.asked import SearchOptions
     from autoparallel.planning import PlanOptions
 
 TargetArgument = Annotated[
@@ -25,7 +25,11 @@ TargetArgument = Annotated[
 ]
 ClusterOption = Annotated[
     str,
-    typer.Option("--cluster", help="local, 8xH100, 4x8xA100-80GB, cpu:4 or a TOML file"),
+    typer.Option(
+        "--cluster",
+        help="local, 8xH100, 4x8xA100-80GB, 2x8xA100+8xH100 (hosts that differ), cpu:4, or a TOML "
+        "file (hosts in racks, prices)",
+    ),
 ]
 GlobalBatchOption = Annotated[
     int, typer.Option("--global-batch", min=1, help="rows of one training step, over all devices")
@@ -38,7 +42,9 @@ MicroBatchOption = Annotated[
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="fp32, bf16 (fp32 master weights) or fp64")
 ]
-OptimizerOption = Annotated[str, typer.Option("--optimizer", help="adamw, adam or sgd")]
+OptimizerOption = Annotated[
+    str, typer.Option("--optimizer", help="adamw, adam, sgd or sgd-momentum")
+]
 MemoryLimitOption = Annotated[
     str | None, typer.Option("--memory-limit", help="per device: 72GiB, 80GB")
 ]
@@ -50,10 +56,62 @@ ParallelOption = Annotated[
         "recompute=full,schedule=1f1b; the rest is searched",
     ),
 ]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="PATH=LAYOUT@AXIS",
+        help="how a parameter, or the value of a module, lies on a mesh axis: "
+        "'layers.*.mlp.up_proj.weight=S(0)@tp'; repeatable",
+    ),
+]
+StageAtOption = Annotated[
+    list[str] | None,
+    typer.Option("--stage-at", metavar="PATH", help="a block that begins a stage; repeatable"),
+]
+MaxTpOption = Annotated[
+    int | None, typer.Option("--max-tp", min=1, help="the largest tensor-parallel degree")
+]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="FEATURE,…",
+        help="of their group only these: dp tp pp cp sp ep, zero1 zero2 zero3, selective full, "
+        "2d-mesh 3d-mesh mixed-stages branches, schedules by name",
+    ),
+]
+DenyOption = Annotated[
+    list[str] | None, typer.Option("--deny", metavar="FEATURE,…", help="not these; as --allow")
+]
+ObjectiveOption = Annotated[
+    str,
+    typer.Option(
+        "--objective",
+        help="time (of a step), cost (tokens per dollar), memory (the least) or devices (the "
+        "fewest that meet --deadline)",
+    ),
+]
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--price", metavar="[DEVICE=]DOLLARS", help="per device and hour; or in the cluster file"
+    ),
+]
+DeadlineOption = Annotated[
+    str | None,
+    typer.Option("--deadline", help="a time for tokens or steps: 30d/2e12tokens, 24h/1000steps"),
+]
+GapOption = Annotated[
+    float, typer.Option("--gap", help="how much worse than the best a stage may be: 0.01")
+]
 TimeLimitOption = Annotated[
     float, typer.Option("--time-limit", min=0.1, help="seconds for the search")
 ]
 TopOption = Annotated[int, typer.Option("--top", min=1, help="candidates that are simulated")]
+SearchOption = Annotated[
+    str, typer.Option("--search", help="dp, or rl: placers that learn by trial, for comparison")
+]
 OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="write the plan here")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 SetOption = Annotated[
@@ -74,34 +132,83 @@ StepsOption = Annotated[int, typer.Option("--steps", min=1, help="training steps
 
 def plan_options(
     *,
-    global_batch: int,
-    seq: int | None,
-    micro_batch: int | None,
-    precision: str,
-    optimizer: str,
-    memory_limit: str | None,
-    parallel: str | None,
-    time_limit: float,
-    top: int = 5,
-    profile: str = "auto",
-    database: str | None = None,
+    global_batch: GlobalBatchOption = 32,
+    seq: SeqOption = None,
+    micro_batch: MicroBatchOption = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: OptimizerOption = "adamw",
+    memory_limit: MemoryLimitOption = None,
+    parallel: ParallelOption = None,
+    pin: PinOption = None,
+    stage_at: StageAtOption = None,
+    max_tp: MaxTpOption = None,
+    allow: AllowOption = None,
+    deny: DenyOption = None,
+    objective: ObjectiveOption = "time",
+    price: PriceOption = None,
+    deadline: DeadlineOption = None,
+    gap: GapOption = 0.01,
+    time_limit: TimeLimitOption = 60.0,
+    top: TopOption = 5,
+    search: SearchOption = "dp",
+    profile: ProfileOption = "auto",
+    database: DatabaseOption = None,
 ) -> PlanOptions:
-    """The options as values. Raises UsageError (AP111 to AP117, AP173)."""
-    from autoparallel.planning import PlanOptions
+    """The options of planning as values. Raises UsageError (see ``asked.options_of``).
 
-    return PlanOptions(
-        global_batch=global_batch,
-        seq=seq,
-        micro_batch=micro_batch,
-        precision=cast(Precision, precision),
-        optimizer=optimizer,
-        memory_limit_bytes=None if memory_limit is None else parse_size(memory_limit),
-        forced=parse_parallel(parallel),
-        time_limit_seconds=time_limit,
-        top=top,
-        profile=cast("Mode", profile),
-        database=database,
-    )
+    Its parameters are the options of every command that plans: see ``planning``.
+    """
+    asked = dict(locals())
+    from autoparallel.asked import options_of
+
+    rows, length = asked.pop("global_batch"), asked.pop("seq")
+    return options_of(rows, length, cast("SearchOptions", asked))
+
+
+Command = Callable[..., None]
+
+
+def planning(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Command], Command]:
+    """A decorator: the command takes the options of ``plan_options``, there where ``options`` or
+    ``asked`` is among its parameters, as values (PlanOptions) or as they were given (a dict).
+
+    ``without`` leaves some out, ``defaults`` changes what holds where nothing is given.
+    """
+    shared = {
+        name: parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in _parameters(plan_options).items()
+        if name not in without
+    }
+
+    def decorate(function: Command) -> Command:
+        parameters: list[inspect.Parameter] = []
+        own = _parameters(function)
+        for name, parameter in own.items():
+            parameters += shared.values() if name in ("options", "asked") else [parameter]
+
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            asked = {name: given.pop(name) for name in shared}
+            if "asked" in own:
+                function(asked=asked, **given)
+            else:
+                function(options=plan_options(**asked), **given)
+
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function, for keywords only, with their annotations evaluated."""
+    known = {"PlanOptions": object}
+    hints = get_type_hints(function, localns=known, include_extras=True)
+    return {
+        name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
 
 
 def stdout_console() -> Console:

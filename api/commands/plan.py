@@ -8,28 +8,18 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
-    DatabaseOption,
-    GlobalBatchOption,
     JsonOption,
-    MemoryLimitOption,
-    MicroBatchOption,
-    OptimizerOption,
     OutputOption,
-    ParallelOption,
-    PrecisionOption,
-    ProfileOption,
-    SeqOption,
     SetOption,
     TargetArgument,
-    TimeLimitOption,
-    TopOption,
-    plan_options,
+    planning,
     stdout_console,
 )
 from autoparallel.options import parse_settings
 
 if TYPE_CHECKING:
     from autoparallel.planner.plan import Plan
+    from autoparallel.planning import PlanOptions
 
 CheckOption = Annotated[
     bool, typer.Option("--check", help="only check the model file and say what was found")
@@ -40,20 +30,12 @@ NoCacheOption = Annotated[
 ]
 
 
+@planning()
 def plan(
     target: TargetArgument,
+    *,
     cluster: ClusterOption = "local",
-    global_batch: GlobalBatchOption = 32,
-    seq: SeqOption = None,
-    micro_batch: MicroBatchOption = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: OptimizerOption = "adamw",
-    memory_limit: MemoryLimitOption = None,
-    parallel: ParallelOption = None,
-    time_limit: TimeLimitOption = 60.0,
-    top: TopOption = 5,
-    profile: ProfileOption = "auto",
-    database: DatabaseOption = None,
+    options: PlanOptions,
     output: OutputOption = None,
     settings: SetOption = None,
     json: JsonOption = False,
@@ -61,19 +43,6 @@ def plan(
     no_cache: NoCacheOption = False,
 ) -> None:
     """Find the fastest way to train TARGET on a cluster."""
-    options = plan_options(
-        global_batch=global_batch,
-        seq=seq,
-        micro_batch=micro_batch,
-        precision=precision,
-        optimizer=optimizer,
-        memory_limit=memory_limit,
-        parallel=parallel,
-        time_limit=time_limit,
-        top=top,
-        profile=profile,
-        database=database,
-    )
     from autoparallel.targets import load_target
 
     loaded = load_target(target, parse_settings(settings or ()))

@@ -10,16 +10,9 @@ import typer
 from autoparallel.commands.options import (
     ClusterOption,
     DatabaseOption,
-    GlobalBatchOption,
     JsonOption,
-    MemoryLimitOption,
-    MicroBatchOption,
-    OptimizerOption,
-    ParallelOption,
-    PrecisionOption,
-    SeqOption,
     SetOption,
-    TimeLimitOption,
+    planning,
     print_json,
     stdout_console,
 )
@@ -42,17 +35,12 @@ ImportOption = Annotated[
 ListOption = Annotated[bool, typer.Option("--list", help="show what the database holds")]
 
 
+@planning(without=("profile", "database", "objective", "price", "deadline"))
 def profile(
     target: TargetOrNothing = "",
+    *,
     cluster: ClusterOption = "local",
-    global_batch: GlobalBatchOption = 32,
-    seq: SeqOption = None,
-    micro_batch: MicroBatchOption = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: OptimizerOption = "adamw",
-    memory_limit: MemoryLimitOption = None,
-    parallel: ParallelOption = None,
-    time_limit: TimeLimitOption = 60.0,
+    asked: dict[str, Any],
     settings: SetOption = None,
     budget: BudgetOption = 120.0,
     database: DatabaseOption = None,
@@ -74,14 +62,9 @@ def profile(
     if target:
         from autoparallel.profiling import start_profiling
 
-        options = {
-            "global_batch": global_batch, "seq": seq, "micro_batch": micro_batch,
-            "precision": precision, "optimizer": optimizer, "memory_limit": memory_limit,
-            "parallel": parallel, "time_limit": time_limit,
-        }  # fmt: skip
         try:
             outcome = start_profiling(
-                target, settings or [], cluster, options=options, budget=budget, database=path
+                target, settings or [], cluster, options=asked, budget=budget, database=path
             )
         except KeyboardInterrupt:
             typer.echo(f"interrupted; what was measured until now is in {path}", err=True)

@@ -13,20 +13,10 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
-    DatabaseOption,
-    GlobalBatchOption,
-    MemoryLimitOption,
-    MicroBatchOption,
-    OptimizerOption,
     OutputOption,
-    ParallelOption,
-    PrecisionOption,
-    ProfileOption,
-    SeqOption,
     SetOption,
     StepsOption,
-    TimeLimitOption,
-    plan_options,
+    planning,
     stdout_console,
 )
 from autoparallel.options import parse_settings
@@ -54,47 +44,34 @@ ResumeOption = Annotated[
     typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
 ]
 
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
+]
 
+
+@planning()
 def run(
     source: SourceArgument,
+    *,
     steps: StepsOption = 20,
     seed: SeedOption = 0,
     cluster: ClusterOption = "local",
-    global_batch: GlobalBatchOption = 32,
-    seq: SeqOption = None,
-    micro_batch: MicroBatchOption = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: OptimizerOption = "adamw",
-    memory_limit: MemoryLimitOption = None,
-    parallel: ParallelOption = None,
-    time_limit: TimeLimitOption = 60.0,
-    profile: ProfileOption = "auto",
-    database: DatabaseOption = None,
+    options: PlanOptions,
     output: OutputOption = None,
     settings: SetOption = None,
     save: SaveOption = None,
     save_every: SaveEveryOption = None,
     resume: ResumeOption = None,
+    timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
-    options = plan_options(
-        global_batch=global_batch,
-        seq=seq,
-        micro_batch=micro_batch,
-        precision=precision,
-        optimizer=optimizer,
-        memory_limit=memory_limit,
-        parallel=parallel,
-        time_limit=time_limit,
-        profile=profile,
-        database=database,
-    )
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training
 
         start_training(
-            path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume
-        )
+            path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume,
+            timeout_seconds=timeout,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from autoparallel.planner.errors import UsageError
 if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.planner.configuration import Configuration
+    from autoparallel.planner.schedules import ScheduleInfo
     from autoparallel.planning import PlanOptions
 
 ParallelOption = Annotated[
@@ -77,7 +78,7 @@ def simulate(
     own, rest = split_parallel(parallel)
     options = plan_options(
         global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
-        optimizer=optimizer, memory_limit=None, parallel=rest, time_limit=60.0,
+        optimizer=optimizer, parallel=rest,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
     from autoparallel.planning import find_cluster
@@ -151,29 +152,31 @@ def configured(
     from autoparallel.planner.options import check_degrees
 
     forced = options.forced
-    schedule, chunks = trained_schedule(own.get("schedule", "1f1b")), degree(own, "chunks")
+    info = trained_schedule(own.get("schedule", "1f1b"))
+    chunks = degree(own, "chunks") if "chunks" in own else info.chunks[0]
     tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
     dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
     check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp), cluster)
     rows, count = microbatches(options, dp)
     return Configuration(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=forced.zero or 0, recompute=forced.recompute or "none",
-        microbatch_size=rows, num_microbatches=count, schedule=schedule, num_chunks=chunks,
+        microbatch_size=rows, num_microbatches=count, schedule=info.name, num_chunks=chunks,
         layers=layers, precision=options.precision, optimizer=options.optimizer,
     )  # fmt: skip
 
 
-def trained_schedule(name: str) -> str:
+def trained_schedule(name: str) -> ScheduleInfo:
     """A schedule that trains, by name. Raises ``UsageError`` AP150."""
-    from autoparallel.planner.schedules import SCHEDULES
+    from autoparallel.planner.schedules import ALIASES, SCHEDULES
 
-    names = [info.name for info in SCHEDULES.values() if info.trains]
-    if name not in names:
+    info = SCHEDULES.get(ALIASES.get(name, name))
+    if info is None or not info.trains:
+        names = [each.name for each in SCHEDULES.values() if each.trains]
         raise UsageError(
             "AP150", f"there is no schedule named {name!r} that trains", where="--parallel",
             fix=f"use one of {', '.join(names)}",
         )  # fmt: skip
-    return name
+    return info
 
 
 def degree(own: dict[str, str], name: str) -> int:

@@ -350,9 +350,10 @@ def certainty(plan: Plan) -> RenderableType:
     solver = plan.solver
     gap = "" if solver.gap <= 1e-9 else f", the solver's gap {percent_text(solver.gap)}"
     lines.append(Text(f"memory: {memory_source(plan)}"))
-    lines.append(
-        Text(f"plan: the best of those tried{gap} ({solver.num_problems} problems solved)")
+    how = (
+        "placers that learn found (--search rl)" if "learning" in solver.seconds else "those tried"
     )
+    lines.append(Text(f"plan: the best of {how}{gap} ({solver.num_problems} problems solved)"))
     if plan.replicated_ops:
         costs = [
             f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"

@@ -1,11 +1,12 @@
 """Predicted against measured step time, of real processes on this machine.
 
 ``python benchmarks/steps/run.py [--budget SECONDS] [--rounds N] [--json FILE] [NAME ...]``.
-Every case is a model and a plan. First each is profiled (``autoparallel profile``, all into
-one database) and planned from what was measured; then all are trained in turn, several
-rounds over, so that what else the machine does falls on all of them. A case's measured time
-is the median over its rounds of the median step. Printed: the error of each, its mean, what
-share of the time was measured, and Kendall's τ between the predicted and the measured order.
+Every case is a model and a plan. In each round each case is profiled anew (``autoparallel
+profile``, into an empty database), planned from what was measured, and at once trained by that
+plan, so that what else the machine does falls on both. A case's seconds are the medians over
+the rounds, and its error is that of the median of the rounds' ratios. Printed: the error of
+each case, the mean, what share of the time was measured, and Kendall's τ between the predicted
+and the measured order.
 """
 
 from __future__ import annotations
@@ -72,17 +73,23 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case: seconds of a step, and the share of the prediction by its source."""
+    """One case: predicted and measured seconds of each round, the prediction's shares by source."""
 
     case: str
-    predicted_seconds: float
-    measured_seconds: float
-    rounds: tuple[float, ...]
+    rounds: tuple[tuple[float, float], ...]
     sources: Mapping[str, float]
 
     @property
+    def predicted_seconds(self) -> float:
+        return statistics.median(predicted for predicted, _ in self.rounds)
+
+    @property
+    def measured_seconds(self) -> float:
+        return statistics.median(measured for _, measured in self.rounds)
+
+    @property
     def error(self) -> float:
-        return self.predicted_seconds / self.measured_seconds - 1
+        return statistics.median(predicted / measured for predicted, measured in self.rounds) - 1
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -96,9 +103,9 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def planned(case: Case, budget: float, folder: Path) -> Any:
-    """The case's plan from what is measured now, in ``folder``/its name.json."""
+    """The case's plan from what is measured now alone, in ``folder``/its name.json."""
     target = str(EXAMPLES / f"{case.model}.py")
-    database = folder / "profile.sqlite"
+    database = folder / f"{len(list(folder.iterdir()))}.sqlite"
     options: dict[str, Any] = {
         "global_batch": case.global_batch, "seq": None, "parallel": case.parallel,
         "micro_batch": None, "precision": "fp32", "optimizer": "adamw",
@@ -123,6 +130,15 @@ def measured(case: Case, folder: Path) -> float:
     return float(outcome["step_seconds"])
 
 
+def _round(case: Case, budget: float, folder: Path) -> tuple[float, float, Mapping[str, float]]:
+    """Predicted and measured seconds of a step, and the prediction's shares by source."""
+    plan = planned(case, budget, folder)
+    seconds = measured(case, folder)
+    predicted = plan.prediction.step_seconds
+    print(f"{case.name}: {predicted:.4f} s, {seconds:.4f} s measured", file=sys.stderr, flush=True)
+    return predicted, seconds, dict(plan.prediction.sources)
+
+
 def _file(case: Case, folder: Path) -> Path:
     return folder / (case.name.replace(" ", "_") + ".json")
 
@@ -137,7 +153,15 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
         "kendall_tau": kendall_tau([(r.predicted_seconds, r.measured_seconds) for r in rows])
         if len(rows) > 1
         else None,
-        "rows": [asdict(row) | {"error": row.error} for row in rows],
+        "rows": [
+            asdict(row)
+            | {
+                "predicted_seconds": row.predicted_seconds,
+                "measured_seconds": row.measured_seconds,
+                "error": row.error,
+            }
+            for row in rows
+        ],
     }
 
 
@@ -155,17 +179,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plans = [planned(case, options.budget, folder) for case in cases]
-        rounds = [[measured(case, folder) for case in cases] for _ in range(options.rounds)]
+        rounds = [
+            [_round(case, options.budget, folder) for case in cases] for _ in range(options.rounds)
+        ]
     rows = [
         Row(
             case.name,
-            plan.prediction.step_seconds,
-            statistics.median(each[index] for each in rounds),
-            tuple(each[index] for each in rounds),
-            dict(plan.prediction.sources),
+            tuple(each[index][:2] for each in rounds),
+            rounds[-1][index][2],
         )
-        for index, (case, plan) in enumerate(zip(cases, plans, strict=True))
+        for index, case in enumerate(cases)
     ]
     found = report(rows)
     for row in rows:

@@ -53,13 +53,18 @@ class Profile:
     """What was measured in ``environment``; nothing changes it after it is made.
 
     ``mismatch`` says in a clause how that differs from what was asked for ("" if it does
-    not). Answers are kept, which no caller can see.
+    not). ``factors`` are of the ops of one model, by the name of its node: what their blocks
+    took in one piece, over the sum (see ``planner.whole_block``). ``update`` is the optimizer
+    whose measured step counts, where it is the model's own. Answers are kept, which no caller
+    can see.
     """
 
     environment: Environment
     ops: Mapping[OpCase, Measurement]
     transfers: tuple[Transfer, ...] = ()
     mismatch: str = ""
+    factors: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+    update: str = ""
     _answers: dict[OpCase, Estimate | None] = field(default_factory=dict, repr=False)
     _curves: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -192,7 +192,7 @@ def test_work_done_is_time_times_rate(run, slowdown):
         beside = [e for e in events if e.stream in ("gradient sync", "parameter gather")]
         gathered = {e.action.stage for e in events if e.stream == "parameter gather"}
         for event in events:
-            kind, stage, m = event.action
+            kind, stage, m, _ = event.action
             if event.stream == "compute" and not (kind == "F" and m == 0 and stage in gathered):
                 assert _done(event, beside, slowdown) == seconds[kind][stage]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from autoparallel.planner.batch import find_batch_dims
+from autoparallel.planner.batch import find_batch_dims, rows_apart
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 
 
@@ -57,6 +57,19 @@ def test_a_model_that_mixes_rows_has_no_batch() -> None:
         op("mixed", "softmax.int", (Ref("y"), 0), spec(2, 4)),
         mean("mixed"),
     )) is None  # fmt: skip
+
+
+def test_the_batch_is_followed_up_to_where_rows_meet() -> None:
+    """Two towers and a product of all rows with all: what comes after it may be split freely."""
+    found = rows_apart(graph(
+        data("x", 2, 4), data("y", 2, 4), weight("w", 4, 4),
+        op("left", "linear.default", (Ref("x"), Ref("w")), spec(2, 4)),
+        op("right", "t.default", (Ref("y"),), spec(4, 2)),
+        op("logits", "matmul.default", (Ref("left"), Ref("right")), spec(2, 2)),
+        op("more", "relu.default", (Ref("logits"),), spec(2, 2)),
+        mean("more"),
+    ))  # fmt: skip
+    assert found == {"x": (0,), "y": (0,), "w": (None,), "left": (0,), "right": (1,)}
 
 
 def test_a_loss_that_is_no_sum_over_rows_has_no_batch() -> None:

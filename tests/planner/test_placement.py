@@ -12,12 +12,14 @@ from placement_tables import every_pipeline, least, random_problem, seconds_of
 from autoparallel.planner import placement_placeto
 from autoparallel.planner.inter_op import Floats, StageChoice, Table, pipelines
 from autoparallel.planner.placement import (
+    EVALUATIONS,
     Method,
     Placement,
     Problem,
     learned_pipelines,
     place,
 )
+from autoparallel.planner.placement_record import FEWEST
 
 LEARNED: tuple[Method, ...] = ("colocrl", "placeto")
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -159,7 +161,19 @@ def test_evaluations_and_time_are_limits() -> None:
     problem = random_problem(5, num_blocks=8, host=4, possible=1.0)
     for method in METHODS:
         assert place(problem, method=method, evaluations=33).num_evaluations <= 33
-        assert place(problem, method=method, time_limit_seconds=0.0).pipelines == ()
+        hurried = place(problem, method=method, time_limit_seconds=0.0)
+        assert hurried.pipelines
+        assert FEWEST <= hurried.num_evaluations < 100
+
+
+def test_it_ends_when_every_pipeline_was_priced() -> None:
+    problem = random_problem(5, num_blocks=3, host=2, possible=1.0)
+    number = sum(len(list(every_pipeline(problem.table, n))) for n in problem.num_stages)
+    for method in METHODS:
+        placement = place(problem, method=method)
+        assert placement.num_distinct == number
+        assert placement.num_evaluations < EVALUATIONS
+        assert best_seconds(placement) == pytest.approx(least(problem), rel=1e-12)
 
 
 def test_the_curve_never_rises_and_is_observed() -> None:

@@ -136,11 +136,11 @@ def run_chain(name: str, places: tuple[Place, ...], num_microbatches: int, pair_
         boundaries_of(places), stages=places, rank=rank, device=CPU, pair_groups=pair_groups
     )
     executor = None if stage is None else ToyExecutor(stage, places, rank, num_microbatches)
+    executors = {} if stage is None else {stage: executor}
     schedule = build_schedule(name, len(places), num_microbatches)
     updates: list[int] = []
     runner = PipelineRunner(
-        schedule, executor, exchange, stage=stage, update=lambda: updates.append(1),
-        clock=perf_counter,
+        schedule, executors, exchange, update=lambda: updates.append(1), clock=perf_counter,
     )  # fmt: skip
     batch = full_batch(num_microbatches)
     losses = [runner.step(batch).item() for _ in range(2)]
@@ -338,9 +338,8 @@ def test_progress_names_stage_microbatch_and_what_is_waited_for():
     places = (place(0, 1, 1),)
     runner = PipelineRunner(
         Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP")),
-        ToyExecutor(0, places, 0, 1),
+        {0: ToyExecutor(0, places, 0, 1)},
         Exchange([], stages=places, rank=0, device=CPU),
-        stage=0,
         progress=told.append,
     )
     runner.step(full_batch(1))
@@ -360,9 +359,8 @@ def test_an_inference_schedule_keeps_no_graph():
     places = (place(0, 1, 1),)
     runner = PipelineRunner(
         build_schedule("inference", 1, 2),
-        Watching(0, places, 0, 2),
+        {0: Watching(0, places, 0, 2)},
         Exchange([], stages=places, rank=0, device=CPU),
-        stage=0,
     )
     assert runner.step(full_batch(2)).item() == pytest.approx(reference(2)[0])
     assert seen == [False, False]

@@ -30,7 +30,7 @@ from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.mesh import build_meshes, stage_of_rank
+from autoparallel.runtime.mesh import build_meshes, stages_of_rank
 from autoparallel.runtime.pipeline import PipelineRunner
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
@@ -149,8 +149,7 @@ def plan_for(case: Case, program: Program) -> Plan:
 def train_step(case: Case, program: Program, expected: Truth) -> None:
     plan = plan_for(case, program)
     rank = dist.get_rank()
-    index = stage_of_rank(plan, rank)
-    assert index is not None
+    (index,) = stages_of_rank(plan, rank)
     own = plan.stages[index]
     device_mesh = build_meshes(plan)[index]
     stage_program = build_stage(
@@ -167,7 +166,6 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         stage,
         num_microbatches=NUM_MICROBATCHES,
         constants=evaluate(program, stage_program.constants),
-        tied=find_tied(index, stage.by_name),
     )
     exchange = Exchange(
         (*stage_program.receives, *stage_program.sends),
@@ -176,7 +174,11 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         device=stage.device,
     )
     schedule = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
-    runner = PipelineRunner(schedule, executor, exchange, stage=index)
+    parameters = {index: stage.by_name}
+    tied = find_tied(parameters)
+    runner = PipelineRunner(
+        schedule, {index: executor}, exchange, complete=lambda: tied.sum(parameters)
+    )
     for _ in range(2):
         loss = runner.step(expected.batch)
         assert relative_error(loss, expected.loss) < TOLERANCE

@@ -121,7 +121,7 @@ def train(case: Case, num_steps: int = 2) -> None:
         loss = executor.mean_loss()
         assert loss is not None
         assert relative_error(loss, expected.losses[step]) < TOLERANCE
-        norm = gradient_norm(parameters.values(), device=torch.device("cpu"))
+        norm = gradient_norm(parameters.values(), device=torch.device("cpu")).value()
         squares = sum(float(g.square().sum()) for g in expected.gradients[step].values())
         assert abs(float(norm) - squares**0.5) < TOLERANCE * squares**0.5
         for name, parameter in parameters.items():

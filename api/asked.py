@@ -1,0 +1,91 @@
+"""What a user asks of a plan, as the command line and the Python API write it, as PlanOptions.
+
+Both have the same names and take the same texts; ``SearchOptions`` lists them once for Python,
+``commands.options.plan_options`` once for the command line, and a test holds them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from autoparallel.options import (
+    parse_deadline,
+    parse_parallel,
+    parse_prices,
+    parse_size,
+)
+from autoparallel.planner.basis import Mode
+from autoparallel.planner.features import features_of
+from autoparallel.planner.goal import Goal, Objective
+from autoparallel.planner.pins import parse_pin
+from autoparallel.planner.plan import Precision
+from autoparallel.planner.request import SCHEDULES
+from autoparallel.planning import PlanOptions
+
+Texts = str | Sequence[str] | None
+"""One text or several."""
+
+
+class SearchOptions(TypedDict, total=False):
+    """What a search may be told; each as the option of ``autoparallel plan`` of that name."""
+
+    micro_batch: int | None
+    precision: Precision
+    optimizer: str
+    memory_limit: str | int | None
+    parallel: str | None
+    pin: Texts
+    stage_at: Texts
+    max_tp: int | None
+    allow: Texts
+    deny: Texts
+    objective: Objective
+    price: Texts | float | Mapping[str, float]
+    deadline: str | None
+    gap: float
+    time_limit: float
+    top: int
+    search: str
+    profile: Mode
+    database: str | None
+
+
+def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> PlanOptions:
+    """The options as values. Raises UsageError (AP111 to AP117, AP173, AP180 to AP189)."""
+    limit = asked.get("memory_limit")
+    goal = Goal(
+        asked.get("objective", "time"),
+        parse_prices(asked.get("price")),
+        parse_deadline(asked.get("deadline")),
+    )
+    allow, deny = texts(asked.get("allow")), texts(asked.get("deny"))
+    return PlanOptions(
+        global_batch=global_batch,
+        seq=seq,
+        micro_batch=asked.get("micro_batch"),
+        precision=asked.get("precision", "fp32"),
+        optimizer=asked.get("optimizer", "adamw"),
+        memory_limit_bytes=parse_size(limit) if isinstance(limit, str) else limit,
+        forced=parse_parallel(asked.get("parallel")),
+        pins=tuple(parse_pin(text) for text in texts(asked.get("pin"))),
+        stage_at=texts(asked.get("stage_at")),
+        max_tp=asked.get("max_tp"),
+        features=features_of(allow, deny, SCHEDULES),
+        goal=goal,
+        gap=asked.get("gap", 0.01),
+        time_limit_seconds=asked.get("time_limit", 60.0),
+        top=asked.get("top", 5),
+        search=asked.get("search", "dp"),
+        profile=asked.get("profile", "auto"),
+        database=asked.get("database"),
+    )
+
+
+def texts(value: Texts) -> tuple[str, ...]:
+    """One text or several as a tuple.
+
+    >>> texts("tp"), texts(["tp", "dp"]), texts(None)
+    (('tp',), ('tp', 'dp'), ())
+    """
+    return (value,) if isinstance(value, str) else tuple(value or ())

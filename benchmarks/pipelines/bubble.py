@@ -1,0 +1,110 @@
+"""Measured against simulated steps of emulated stages: real messages, compute that sleeps.
+
+``python benchmarks/pipelines/bubble.py [--mbit 1000] [--bytes 1048576] [--json FILE] [NAME ...]``.
+Four gloo ranks run each schedule through the runtime's interpreter and exchange; a forward or
+backward sleeps for its modelled time and makes a tensor of the given size. With ``--mbit``
+(needs root) every rank is in a network namespace of its own and sends at that rate, else all
+share the loopback. The simulator's inputs are measured first, in the same processes: seconds
+of a forward and a backward where a stage runs alone, and the way of one message that nothing
+else disturbs. Printed per schedule: the step over the step without messages, measured over
+simulated, and both bubbles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import links
+from emulation import Job, run_rank
+
+RANKS = 4
+
+
+def main(arguments: Sequence[str]) -> int:
+    from autoparallel.planner.schedules import SCHEDULES
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--mbit", type=int, default=0, help="rate of each rank's link")
+    parser.add_argument("--bytes", type=int, default=1 << 20, help="of a message")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--forward-ms", type=float, default=10.0)
+    parser.add_argument("--backward-ms", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--realtime", action="store_true", help="ranks under chrt -r (root)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank:
+        run_rank(Job.parse(options.rank))
+        return 0
+    names = options.names or [name for name, info in SCHEDULES.items() if info.trains]
+    job = Job(
+        tuple(names), options.microbatches, options.bytes, options.rounds,
+        options.forward_ms / 1e3, options.backward_ms / 1e3,
+    )  # fmt: skip
+    found = run(job, options.mbit, realtime=options.realtime)
+    for line in table(found):
+        print(line, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def run(job: Job, mbit: int, *, realtime: bool) -> dict[str, Any]:
+    """Starts the ranks, each in its namespace; what rank 0 has printed."""
+    with links.network(RANKS, mbit) as places:
+        processes = []
+        for rank, place in enumerate(places):
+            command = [*place.prefix, *(["chrt", "-r", "10"] if realtime else [])]
+            command += [sys.executable, __file__, "--rank", job.text()]
+            environment = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0",
+                "MASTER_ADDR": places[0].address, "MASTER_PORT": "29713",
+                "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            output = subprocess.PIPE if rank == 0 else None
+            processes.append(subprocess.Popen(command, env=environment, stdout=output))
+        try:
+            text, _ = processes[0].communicate(timeout=900)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+    result: dict[str, Any] = json.loads(text)
+    return result
+
+
+def table(found: Mapping[str, Any]) -> Iterator[str]:
+    """The result in lines; times only as ratios."""
+    inputs = found["inputs"]
+    forward = inputs["forward_seconds"]
+    yield (
+        f"measured inputs, forwards as 1: backward {inputs['backward_seconds'] / forward:.2f},"
+        f" message {inputs['message_seconds'] / forward:.3f}"
+        f" (of it occupying the link {inputs['occupied_seconds'] / forward:.3f})"
+    )
+    head = ("over ideal", "measured/simulated", "bubble", "simulated")
+    yield f"{'schedule':18s} {head[0]:>10s} {head[1]:>19s} {head[2]:>8s} {head[3]:>9s}"
+    for name, row in found["schedules"].items():
+        if "error" in row:
+            yield f"{name:18s} not run: {row['error']}"
+            continue
+        yield (
+            f"{name:18s} {row['step_seconds'] / row['ideal_seconds']:10.3f}"
+            f" {row['step_seconds'] / row['simulated_seconds']:19.3f}"
+            f" {row['bubble']:8.3f} {row['simulated_bubble']:9.3f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

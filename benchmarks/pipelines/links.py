@@ -1,0 +1,89 @@
+"""Ranks on links of a given rate: network namespaces on one bridge, shaped where they send.
+
+Needs root and ``iproute2``. In: how many ranks and a rate; out: for each rank the command
+that runs a process in its place, its address and its interface. Without a rate all places are
+the loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+BURST_BYTES = 15_000
+"""What may pass at once after a pause: little, or every message would travel partly for free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs."""
+
+    prefix: tuple[str, ...]
+    address: str
+    interface: str
+
+
+@contextmanager
+def network(num_ranks: int, mbit: int) -> Iterator[list[Place]]:
+    """The places of the ranks, taken down afterwards."""
+    if not mbit:
+        yield [Place((), "127.0.0.1", "lo")] * num_ranks
+        return
+    name = f"ap{os.getpid()}"
+    switch = f"{name}s"
+    spaces = [f"{name}r{rank}" for rank in range(num_ranks)]
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for rank, space in enumerate(spaces):
+            _join(space, switch, rank, mbit)
+        yield [
+            Place(("ip", "netns", "exec", space), _address(rank), "e0")
+            for rank, space in enumerate(spaces)
+        ]
+    finally:
+        for space in (*spaces, switch):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def _join(space: str, switch: str, rank: int, mbit: int) -> None:
+    """One namespace on the bridge, sending at ``mbit``."""
+    _ip("netns", "add", space)
+    _ip("-n", space, "link", "set", "lo", "up")
+    _ip(
+        "link", "add", "e0", "netns", space, "mtu", "9000", "type", "veth",
+        "peer", "name", f"r{rank}", "netns", switch, "mtu", "9000",
+    )  # fmt: skip
+    _ip("-n", space, "addr", "add", f"{_address(rank)}/24", "dev", "e0")
+    _ip("-n", space, "link", "set", "e0", "up", "gso_max_size", "18000")
+    _ip("-n", switch, "link", "set", f"r{rank}", "master", "br0")
+    _ip("-n", switch, "link", "set", f"r{rank}", "up")
+    # A window that covers the link from the start: no slow start is seen.
+    _ip(
+        "-n", space, "route", "replace", "10.78.0.0/24", "dev", "e0",
+        "initcwnd", "1500", "initrwnd", "1500",
+    )  # fmt: skip
+    rate = f"{mbit}mbit"
+    burst = str(max(BURST_BYTES, mbit * 12))
+    _tc(space, "qdisc", "add", "dev", "e0", "root", "handle", "1:", "htb", "default", "20")
+    _tc(
+        space, "class", "add", "dev", "e0", "parent", "1:", "classid", "1:20", "htb",
+        "rate", rate, "ceil", rate, "burst", burst, "cburst", burst,
+    )  # fmt: skip
+    _tc(space, "qdisc", "add", "dev", "e0", "parent", "1:20", "bfifo", "limit", "100000000")
+
+
+def _address(rank: int) -> str:
+    return f"10.78.0.{rank + 1}"
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _tc(space: str, *words: str) -> None:
+    subprocess.run(["tc", "-n", space, *words], check=True, capture_output=True)

@@ -1,0 +1,263 @@
+"""Several stages (chunks) per pipeline rank: a plan for schedules that run such.
+
+In: what ``search.plan`` takes, with ``chunks=C`` or a schedule of several chunks forced. Out: a
+plan of ``pp * C`` stages on ``pp`` sets of devices. The layouts, ZeRO stages and recomputation
+are those that the search finds for ``pp`` stages; the blocks are then cut into ``pp * C`` runs
+whose largest has the fewest FLOPs, and the step is priced by ``evaluate`` under the schedule.
+
+Stages of one rank have one mesh, so where the search gives ranks different meshes it is asked
+again with the degrees of the largest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from ..cost_model.cluster import Cluster
+from . import rules as default_rules
+from . import search
+from .basis import DEFAULT, Basis
+from .choices import input_specs
+from .errors import InfeasibleError, UsageError
+from .evaluate import evaluate
+from .graph import Blocks, Graph
+from .layout import Layout
+from .plan import BlockPlan, Plan, StagePlan, StagePrediction
+from .prices import Rules, boundary_layout
+from .report_plan import leaf_layout
+from .request import Forced, Request, divisors
+from .schedules import LOOPED, build_schedule
+from .sources import with_sources
+from .strategy import NodeLayout
+
+OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
+"""Schedules of two chunks where nothing is said."""
+
+
+def plan(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Callable[[str, float, float], None] | None = None,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+) -> Plan:
+    """The fastest plan found that fits, of several chunks per rank where that is forced.
+
+    Raises as ``search.plan`` does; UsageError AP546 where chunks cannot be as they are forced.
+    """
+
+    def found(asked: Request) -> Plan:
+        return search.plan(graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis)
+
+    count = num_chunks(request.forced)
+    if count == 1:
+        return found(request)
+    ranks = _num_ranks(request.forced, count, len(blocks.blocks))
+    plain = replace(request, forced=replace(request.forced, schedule=None, chunks=None))
+    base = _of_one_mesh(found(plain), found, plain)
+    num_microbatches = _microbatches(request, base.num_microbatches, ranks, count)
+    if num_microbatches != base.num_microbatches:
+        forced = replace(plain.forced, num_microbatches=num_microbatches)
+        plain = replace(plain, forced=forced)
+        base = _of_one_mesh(found(plain), found, plain)
+    assert request.forced.schedule is not None
+    looped = chunked(base, graph, blocks, request.forced.schedule, count, rules=rules)
+    priced = _priced(looped, graph, blocks, rules=rules, basis=basis)
+    _check_memory(priced, request)
+    return with_sources(priced, graph, blocks, basis=basis, rules=rules)
+
+
+def num_chunks(forced: Forced) -> int:
+    """The stages per rank that are asked for. Raises UsageError AP546 where that cannot be."""
+    count = forced.chunks
+    if count is None:
+        return 2 if forced.schedule in OF_TWO else 1
+    if count > 1 and forced.schedule not in (*LOOPED, *OF_TWO):
+        raise _refused(
+            f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
+            f"schedule=, one of {', '.join(LOOPED)}",
+        )
+    return count
+
+
+def _num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
+    if forced.pp is None or forced.pp < 2:
+        raise _refused(f"chunks={count} without a pipeline of several ranks", "pp=2 or more")
+    if forced.pp * count > num_blocks:
+        raise _refused(
+            f"pp={forced.pp} × chunks={count} stages, the model has {num_blocks} blocks",
+            "fewer chunks",
+        )
+    return forced.pp
+
+
+def _refused(what: str, fix: str) -> UsageError:
+    return UsageError("AP546", what, where="--parallel", fix=fix)
+
+
+def _of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
+    """``base``, or what is found with the degrees of its largest stage, if its meshes differ."""
+    if len({stage.mesh for stage in base.stages}) == 1:
+        return base
+    largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
+    degrees = dict(zip(largest.axes, largest.shape, strict=True))
+    if set(degrees) <= {"dp", "tp", "cp"}:
+        dp, tp, cp = degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("cp")
+        base = found(replace(asked, forced=replace(asked.forced, dp=dp, tp=tp, cp=cp)))
+    if len({stage.mesh for stage in base.stages}) > 1:
+        raise _refused("the ranks of the pipeline have different meshes", "dp= and tp=")
+    return base
+
+
+def _microbatches(request: Request, found: int, ranks: int, count: int) -> int:
+    """The number that was found if the schedule can run it, else the next larger it can."""
+    name = request.forced.schedule
+    assert name is not None
+    is_free = request.forced.num_microbatches is None and request.microbatch_size is None
+    for number in divisors(request.global_batch) if is_free else ():
+        if number >= found:
+            try:
+                build_schedule(name, ranks * count, number, num_chunks=count)
+            except UsageError:
+                continue
+            return number
+    build_schedule(name, ranks * count, found, num_chunks=count)
+    return found
+
+
+def chunked(
+    base: Plan,
+    graph: Graph,
+    blocks: Blocks,
+    schedule: str,
+    count: int,
+    *,
+    rules: Rules = default_rules,
+) -> Plan:
+    """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it."""
+    number = len(base.stages) * count
+    ranks = build_schedule(schedule, number, base.num_microbatches, num_chunks=count).stage_rank
+    starts = balanced(_block_flops(graph, blocks, rules), number)
+    recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
+    stages = []
+    for (start, stop), rank in zip(pairwise((*starts, len(blocks.blocks))), ranks, strict=True):
+        own = base.stages[rank]
+        run = blocks.blocks[start:stop]
+        layouts = {name: layout for stage in base.stages for name, layout in stage.layouts.items()}
+        layouts.update(own.layouts)
+        stages.append(
+            StagePlan(
+                blocks=tuple(BlockPlan(b.name, b.kind, recompute[b.name]) for b in run),
+                devices=own.devices,
+                mesh=own.mesh,
+                zero=own.zero,
+                layouts=_needed(layouts, own, graph, blocks, range(start, stop)),
+                prediction=StagePrediction({}, {}),
+            )
+        )
+    return replace(base, schedule=schedule, stages=tuple(stages))
+
+
+def _needed(
+    layouts: dict[str, NodeLayout], own: StagePlan, graph: Graph, blocks: Blocks, run: range
+) -> dict[str, NodeLayout]:
+    """The layouts that a stage of these blocks needs, its batch inputs held as these want them."""
+    found: dict[str, NodeLayout] = {}
+    wants: dict[str, dict[Layout, None]] = {}
+    for position in run:
+        for name in blocks.blocks[position].nodes:
+            key = blocks.template.get(name, name)
+            found[key] = layouts[key]
+            for ref, layout in zip(graph[name].inputs, layouts[key].inputs, strict=True):
+                kind = graph[ref.name].kind
+                if kind == "parameter":
+                    held = ref.name if ref.name in layouts else blocks.template[ref.name]
+                    found[held] = layouts[held]
+                elif kind != "op":
+                    wants.setdefault(ref.name, {})[boundary_layout(layout)] = None
+    tensor_axes = [axis for axis, name in enumerate(own.mesh.axes) if name == "tp"]
+    for name, wanted in wants.items():
+        kind = graph[name].kind
+        whole = tensor_axes if kind == "input" else []
+        held_so = leaf_layout(tuple(wanted), kind == "buffer", whole)
+        found[name] = NodeLayout((), (held_so,) * len(graph[name].outputs))
+    return dict(sorted(found.items()))
+
+
+def _block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
+    """Forward and backward FLOPs of each block."""
+    flops = []
+    for block in blocks.blocks:
+        total = 0.0
+        for name in block.nodes:
+            node = graph[name]
+            work = rules.work(node, input_specs(node, graph), node.outputs)
+            total += work.flops_forward + work.flops_backward
+        flops.append(total)
+    return flops
+
+
+def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
+    """Where ``number`` runs of blocks begin, so that the heaviest is as light as can be.
+
+    Of equally heavy cuts the one whose runs' squares sum to least. By dynamic programming.
+
+    >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
+    (0, 2, 4)
+    """
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    count = len(weights)
+    best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
+    for runs in range(1, number + 1):
+        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for stop in range(runs, count - (number - runs) + 1):
+            row[stop] = min(
+                (max(most, sums[stop] - sums[start]), squares + (sums[stop] - sums[start]) ** 2,
+                 (*starts, start))
+                for start, (most, squares, starts) in best[-1].items() if start < stop
+            )  # fmt: skip
+        best.append(row)
+    return best[-1][count][2]
+
+
+def _priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
+    """The plan with its predictions under the schedule."""
+    found = evaluate(graph, blocks, looped, looped.cluster, rules=rules, basis=basis)
+    before = looped.prediction
+    ratio = before.step_seconds / found.step_seconds
+    return replace(
+        looped,
+        stages=tuple(
+            replace(stage, prediction=prediction)
+            for stage, prediction in zip(looped.stages, found.stages, strict=True)
+        ),
+        prediction=replace(
+            before,
+            step_seconds=found.step_seconds,
+            bubble_fraction=found.bubble_fraction,
+            tokens_per_second=before.tokens_per_second * ratio,
+            model_flops_utilization=before.model_flops_utilization * ratio,
+            peak_memory_bytes=found.peak_memory_bytes,
+        ),
+    )
+
+
+def _check_memory(found: Plan, request: Request) -> None:
+    """Raises InfeasibleError AP301 where the chunks of a rank do not fit it together."""
+    ranks = [rank for stage in found.stages for rank in stage.devices]
+    limit = min(found.cluster.device(rank).usable_memory_bytes for rank in ranks)
+    limit = request.memory_limit_bytes or limit
+    excess = found.prediction.peak_memory_bytes - limit
+    if excess > 0:
+        raise InfeasibleError(
+            "AP301",
+            f"the chunks of a rank do not fit: they lack {excess / 1e9:.2f} GB",
+            fix="fewer chunks, recompute=full, or zero=1 or more",
+        )

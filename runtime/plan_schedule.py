@@ -1,0 +1,61 @@
+"""The schedule that a plan runs: which row each stage is in, and who sends to whom.
+
+In: a plan, and which stages need which. Out: the table, complete with the messages between
+stages on different devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+
+from ..cost_model.actions import (
+    INPUT_BACKWARD,
+    RECV_FORWARD,
+    SEND_FORWARD,
+    Action,
+    Schedule,
+    compute_only,
+)
+from ..planner.branches import reduced
+from ..planner.plan import Plan
+from ..planner.schedules import build_schedule
+from ..planner.schedules_messages import complete
+
+
+def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
+    """The plan's schedule. ``crossing`` are the pairs of stages between which a value goes.
+
+    Where a value jumps over stages, between ranks that no neighbouring stages connect, the
+    messages are those of all pairs.
+    """
+    num_stages = len(plan.stages)
+    schedule = build_schedule(
+        plan.schedule,
+        num_stages,
+        plan.num_microbatches,
+        num_chunks=plan.num_chunks,
+        edges=reduced(set(crossing), num_stages),
+    )
+    if _carries(schedule, crossing):
+        return schedule
+    edges = tuple(sorted(crossing))
+    orders = tuple(compute_only(row) for row in schedule.table)
+    return replace(schedule, table=complete(orders, prefetch=2, edges=edges)[1], edges=edges)
+
+
+def splits_backward(schedule: Schedule, stage: int) -> bool:
+    """Whether a stage computes gradients of inputs and of weights apart."""
+    row = schedule.table[schedule.stage_rank[stage]]
+    return any(action.kind == INPUT_BACKWARD and action.stage == stage for action in row)
+
+
+def _carries(schedule: Schedule, crossing: Set[tuple[int, int]]) -> bool:
+    """Whether every value between ranks is sent and received at some action."""
+    ranks = schedule.stage_rank
+    known = {action for row in schedule.table for action in row if action.microbatch == 0}
+    return all(
+        Action(SEND_FORWARD, source, 0) in known and Action(RECV_FORWARD, target, 0) in known
+        for source, target in crossing
+        if ranks[source] != ranks[target]
+    )

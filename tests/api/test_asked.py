@@ -1,0 +1,85 @@
+"""What is asked of a plan: one list of options for every command and for Python."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from autoparallel.asked import SearchOptions, options_of
+from autoparallel.commands.options import plan_options
+from autoparallel.commands.plan import plan
+from autoparallel.commands.profile import profile
+from autoparallel.commands.run import run
+from autoparallel.commands.verify import verify
+from autoparallel.options import parse_deadline, parse_prices
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.goal import Deadline, Goal
+from autoparallel.planner.pins import parse_pin
+from autoparallel.planner.request import Forced
+
+
+def names(function: object) -> set[str]:
+    assert callable(function)
+    return set(inspect.signature(function).parameters)
+
+
+def test_every_command_that_plans_takes_the_same_options() -> None:
+    shared = names(plan_options)
+    assert shared <= names(plan)
+    assert shared <= names(run)
+    assert shared - {"precision"} <= names(verify)
+    assert shared - {"profile", "objective", "price", "deadline"} <= names(profile)
+
+
+def test_python_takes_the_options_of_the_command_line() -> None:
+    assert set(SearchOptions.__annotations__) == names(plan_options) - {"global_batch", "seq"}
+
+
+def test_texts_become_values() -> None:
+    found = options_of(
+        16,
+        None,
+        {
+            "pin": "layers.*.up.weight=S(0)@tp", "stage_at": ["layers.1"], "max_tp": 4,
+            "deny": ["pp,zero3", "gpipe"], "parallel": "dp=2", "memory_limit": "2GB",
+            "objective": "devices", "deadline": "2h/100steps", "price": {"H100": 2.0}, "gap": 0.1,
+        },
+    )  # fmt: skip
+    assert found.pins == (parse_pin("layers.*.up.weight=S(0)@tp"),)
+    assert (found.stage_at, found.max_tp, found.gap) == (("layers.1",), 4, 0.1)
+    assert found.features.denied == {"pp", "zero3", "gpipe"}
+    assert (found.forced, found.memory_limit_bytes) == (Forced(dp=2), 2 * 10**9)
+    assert found.goal == Goal("devices", {"H100": 2.0}, Deadline(7200.0, 100.0, "steps"))
+
+
+def test_the_command_line_and_python_mean_the_same() -> None:
+    given = {"pin": ["a.*=R@dp"], "price": ["3"], "allow": ["zero1"], "gap": 0.05}
+    assert plan_options(global_batch=8, seq=4, **given) == options_of(8, 4, given)  # type: ignore[arg-type]
+
+
+def test_deadlines_and_prices_are_read() -> None:
+    assert parse_deadline("800ms/step") == Deadline(0.8, 1.0, "steps")
+    assert parse_deadline("1d/1e9tokens") == Deadline(86400.0, 1e9, "tokens")
+    assert parse_prices("H100=2.5,1") == {"H100": 2.5, "": 1.0}
+
+
+@pytest.mark.parametrize("text", ["", "1h", "1h/steps of", "0s/step", "1y/step", "h/3steps"])
+def test_a_wrong_deadline_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="AP189"):
+        parse_deadline(text)
+
+
+@pytest.mark.parametrize("text", ["cheap", "-1", "H100=", "inf", "H100=1,H100=2"])
+def test_a_wrong_price_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="AP188"):
+        parse_prices(text)
+
+
+def test_the_fewest_devices_need_a_deadline_and_objectives_are_known() -> None:
+    with pytest.raises(UsageError, match="AP189"):
+        options_of(8, None, {"objective": "devices"})
+    with pytest.raises(UsageError, match="AP188"):
+        options_of(8, None, {"objective": "fame"})  # type: ignore[typeddict-item]
+    with pytest.raises(UsageError, match="AP187"):
+        options_of(8, None, {"gap": 1.5})

@@ -1,0 +1,170 @@
+"""Bubbles of simulated schedules: closed forms exactly, published rates as their authors."""
+
+from fractions import Fraction
+
+import pytest
+
+from autoparallel.cost_model.simulator import StageCosts, simulate
+from autoparallel.cost_model.timeline import Timeline
+from autoparallel.planner.schedules import SCHEDULES, build_schedule
+from autoparallel.planner.schedules_sliced import slice_lengths
+
+
+def equal(num_stages: int, *, f, i, w, send=0) -> StageCosts:
+    return StageCosts(
+        [Fraction(f)] * num_stages,
+        [Fraction(i) + Fraction(w)] * num_stages,
+        weight_backward_seconds=[Fraction(w)] * num_stages,
+        send_seconds=[Fraction(send)] * (num_stages - 1) if send else (),
+    )
+
+
+def run(name, num_ranks, num_microbatches, *, chunks=None, f=1, i=1, w=1, **options) -> Timeline:
+    """F, I and W are those of a rank's whole share of the model."""
+    k = chunks or SCHEDULES[name].chunks[0]
+    schedule = build_schedule(name, num_ranks * k, num_microbatches, num_chunks=k, **options)
+    return simulate(schedule, equal(num_ranks * k, f=Fraction(f, k), i=Fraction(i, k), w=Fraction(w, k)))
+
+
+SIZES = [(1, 4), (2, 2), (2, 8), (4, 4), (4, 8), (8, 16)]
+
+
+@pytest.mark.parametrize(("d", "n"), SIZES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "inference"])
+def test_the_closed_form_of_one_stage_per_rank(name, d, n):
+    assert run(name, d, n).bubble_fraction == Fraction(d - 1, d - 1 + n)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("d", "n"), SIZES)
+@pytest.mark.parametrize("name", ["interleaved", "bfs"])
+def test_the_closed_form_of_chunks(name, d, n, chunks):
+    assert run(name, d, n, chunks=chunks).bubble_fraction == Fraction(d - 1, d - 1 + chunks * n)
+
+
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (5, 4, 3)])
+@pytest.mark.parametrize(("d", "n"), [(2, 4), (4, 8), (4, 16), (8, 24)])
+def test_zero_bubble_schedules_lose_what_their_paper_says(d, n, f, i, w):
+    """H1: (D-1)(F+I-W); H2: (D-1)(F+I-2W), of a rank's own span: Qi et al. 2023
+    (arXiv:2401.10241), section 2.3, table 2; where F, I and W are near each other, W least."""
+    work = n * (f + i + w)
+    assert run("zb-h1", d, n, f=f, i=i, w=w).longest_span_seconds - work == (d - 1) * (f + i - w)
+    h2 = run("zb-h2", d, n, f=f, i=i, w=w).longest_span_seconds - work
+    assert h2 == (d - 1) * (f + i - 2 * w)
+
+
+@pytest.mark.parametrize(("d", "n"), [(2, 4), (4, 8), (4, 16), (8, 24)])
+def test_the_v_has_no_bubble_where_all_take_equally_long(d, n):
+    """Each rank works without a gap; a rank begins as many chunks later as it ends."""
+    timeline = run("zbv", d, n)
+    assert timeline.longest_span_seconds == 3 * n
+    assert timeline.step_seconds == 3 * n + Fraction(d - 1, 2)
+
+
+@pytest.mark.parametrize("d", [2, 4, 6, 8])
+def test_chimera_has_the_bubble_of_its_paper(d):
+    """N = D, backward twice the forward: (D-2)/(3N/2+D-2) (arXiv:2107.06925, table 2)."""
+    assert run("chimera", d, d).bubble_fraction == Fraction(2 * (d - 2), 3 * d + 2 * (d - 2))
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_equal_slices_are_that_many_more_micro_batches(slices):
+    """arXiv:2102.07988, section 3.2: with S equal slices (D-1)/(D-1+SN)."""
+    timeline = run("terapipe", 4, 2, slices=(1,) * slices)
+    assert float(timeline.bubble_fraction) == pytest.approx(3 / (3 + 2 * slices))
+
+
+def test_slices_that_take_longer_hold_up_the_rest():
+    """Two stages, shares 1/4 and 3/4 of 4 s forward and 8 s back: 1 + 3 + 3 and twice that."""
+    schedule = build_schedule("terapipe", 2, 1, slices=(1, 1))
+    shares = (Fraction(1, 4), Fraction(3, 4))
+    costs = StageCosts(
+        (4, 4), (8, 8), activation_bytes=(7, 7),
+        slice_forward_shares=shares, slice_backward_shares=shares,
+    )  # fmt: skip
+    timeline = simulate(schedule, costs)
+    assert timeline.step_seconds == 1 + 3 + 3 + 6 + 6 + 2
+    assert timeline.peak_activation_bytes == (7, 7)
+
+
+def brute_force(seconds, length, num_stages):
+    """The least of sum + (stages - 1) · longest over all 2^(length - 1) cuts."""
+    best = float("inf")
+    for mask in range(2 ** (length - 1)):
+        cuts = [0, *(k + 1 for k in range(length - 1) if mask >> k & 1), length]
+        times = [seconds(b - a, a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        best = min(best, sum(times) + (num_stages - 1) * max(times))
+    return best
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 16])
+@pytest.mark.parametrize("context", [0.0, 0.05, 0.4])
+def test_slice_lengths_are_the_best_of_all_cuts(context, num_stages):
+    """A slice costs a launch, its positions, and their attention to all before."""
+
+    def seconds(n: int, before: int) -> float:
+        return 0.7 + 0.3 * n + context * n * (before + (n + 1) / 2)
+
+    found = slice_lengths(seconds, 10, num_stages)
+    assert sum(found) == 10
+    times = [seconds(n, sum(found[:k])) for k, n in enumerate(found)]
+    total = sum(times) + (num_stages - 1) * max(times)
+    assert total == pytest.approx(brute_force(seconds, 10, num_stages))
+    if context and len(found) > 1:
+        assert found[0] >= found[-1]
+
+
+PROFILED = {
+    ("1.5B", 8): {24: (18.522, 18.086, 9.337, 0.601), 32: (18.513, 18.086, 9.331, 0.626),
+                  64: (18.546, 18.097, 9.321, 0.762)},
+    ("6.2B", 8): {24: (29.718, 29.444, 19.927, 0.527), 32: (29.802, 29.428, 19.530, 0.577),
+                  64: (29.935, 29.621, 19.388, 0.535)},
+    ("14.6B", 16): {48: (11.347, 11.248, 8.132, 0.377), 64: (11.307, 11.254, 8.101, 0.379)},
+    ("28.3B", 32): {96: (10.419, 10.207, 7.715, 0.408)},
+}  # fmt: skip
+"""Milliseconds of F, I, W and a message by (model, stages) and micro-batches: the profiled times
+of Qi et al. 2023 (arXiv:2401.10241), appendix. Recalled, not read again; that the rates below,
+which are read, follow from them to the last digit in three schedules is what confirms them."""
+
+PUBLISHED = {
+    "1.5B": {24: (0.2431, 0.1585, 0.1083, 0.1055), 32: (0.1985, 0.1242, 0.0837, 0.0818),
+             64: (0.1240, 0.0674, 0.0444, 0.0443)},
+    "6.2B": {24: (0.2347, 0.1323, 0.0698, 0.0808), 32: (0.1898, 0.1045, 0.0559, 0.0628),
+             64: (0.1091, 0.0554, 0.0294, 0.0320)},
+    "14.6B": {48: (0.2552, 0.1397, 0.0672, 0.1104), 64: (0.2082, 0.1088, 0.0516, 0.0852)},
+    "28.3B": {96: (0.2646, 0.1421, 0.0641, 0.1493)},
+}  # fmt: skip
+"""Bubble rates of 1F1B, ZB-H1, ZB-H2 and interleaved 1F1B: the same paper, table 5."""
+
+CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
+"""Chunks of one layer each: the models have 22, 30, 46 and 62 layers, and the
+first and last chunk one fewer."""
+
+CASES = [(model, d, n) for (model, d), counts in PROFILED.items() for n in counts]
+
+
+def rate(name, model, num_ranks, num_microbatches, *, chunks=1) -> float:
+    """What a rank's longest span has above its work, over that span."""
+    f, i, w, send = PROFILED[model, num_ranks][num_microbatches]
+    stages = num_ranks * chunks
+    costs = StageCosts(
+        [f / chunks] * stages, [(i + w) / chunks] * stages, send_seconds=[send] * (stages - 1),
+        weight_backward_seconds=[w / chunks] * stages,
+    )  # fmt: skip
+    schedule = build_schedule(name, stages, num_microbatches, num_chunks=chunks)
+    span = simulate(schedule, costs).longest_span_seconds
+    return 1 - num_microbatches * (f + i + w) / span
+
+
+@pytest.mark.parametrize(("model", "d", "n"), CASES)
+@pytest.mark.parametrize(("place", "name"), list(enumerate(["1f1b", "zb-h1", "zb-h2"])))
+def test_published_bubble_rates_follow_from_the_profiled_times(place, name, model, d, n):
+    """To the four digits that are printed."""
+    assert rate(name, model, d, n) == pytest.approx(PUBLISHED[model][n][place], abs=6e-5)
+
+
+@pytest.mark.parametrize(("model", "d", "n"), CASES)
+def test_published_rates_of_interleaved_1f1b_are_near(model, d, n):
+    """0.001 to 0.004 above the published: one more exposed message per rank, of unknown cause."""
+    found = rate("interleaved", model, d, n, chunks=CHUNKS[model])
+    assert 0 < found - PUBLISHED[model][n][3] < 0.004
