@@ -25,7 +25,7 @@ from pathlib import Path
 
 from autoparallel.cache_shelf import FileShelf
 from autoparallel.planner.cache import NO_CACHE, Cache, digest
-from autoparallel.planner.errors import UsageError
+from autoparallel.planner.errors import MachineError
 
 VARIABLE = "AUTOPARALLEL_CACHE"
 FILE = "planner.sqlite"
@@ -191,13 +191,13 @@ def contents() -> Contents:
 
 
 def clear_cache() -> int:
-    """Removes the user's cache; the bytes that it had. Raises UsageError AP710."""
+    """Removes the user's cache; the bytes that it had. Raises MachineError AP710."""
     from autoparallel.cache_shelf import clear
 
     try:
         return clear(cache_file())
     except OSError as error:
-        raise UsageError(
+        raise MachineError(
             "AP710", "the cache cannot be removed", why=str(error.strerror),
             where=str(cache_file()),
         ) from error  # fmt: skip

@@ -72,11 +72,6 @@ class FileShelf:
     def put(self, key: str, value: bytes) -> None:
         self._new[key] = value
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no file of values yet."""
-        return not self.path.exists()
-
     def origins(self) -> Mapping[str, int]:
         """How many values there are by the versions that made them, the latest used first."""
         found: dict[str, int] = {}
