@@ -81,7 +81,10 @@ def build_schedule(
     size = _size(info, num_stages, num_microbatches, chunks)
     if slices and info.name != "terapipe":
         raise _bad(f"schedule {info.name!r} runs whole sequences", "schedule terapipe")
-    parts, ways = two_ways(size.num_ranks) if info.name == "chimera" else ((), None)
+    parts: tuple[int, ...] = ()
+    ways: Edges | None = None
+    if info.name == "chimera":
+        parts, ways = two_ways(size.num_ranks)
     orders = info.orders(size._replace(num_slices=len(slices) or 1))
     rest = complete(orders, prefetch=_prefetch(prefetch, size), edges=ways, parts=parts)
     return Schedule(

@@ -165,7 +165,7 @@ def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator
     for _ in range(after):
         yield from (row.next(BACKWARD, up), row.next(FORWARD, up), row.next(BACKWARD, down))
     for position in range(2 * (rank + 1)):
-        kind = BACKWARD if position < rank + 1 else INPUT_BACKWARD
+        kind: ActionKind = BACKWARD if position < rank + 1 else INPUT_BACKWARD
         yield row.next(kind, down if position % 2 else up)
     for _ in range(after):
         yield from (*row.oldest(), row.next(INPUT_BACKWARD, down))
