@@ -28,7 +28,7 @@ from .plan import BlockPlan, Plan, StagePlan, StagePrediction
 from .prices import Rules, boundary_layout
 from .report_plan import leaf_layout
 from .request import Forced, Request, divisors
-from .schedules import LOOPED, build_schedule
+from .schedules import LOOPED, build_schedule, find_schedule
 from .sources import with_sources
 from .strategy import NodeLayout
 
@@ -140,7 +140,7 @@ def chunked(
     rules: Rules = default_rules,
 ) -> Plan:
     """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it."""
-    number = len(base.stages) * count
+    schedule, number = find_schedule(schedule).name, len(base.stages) * count
     ranks = build_schedule(schedule, number, base.num_microbatches, num_chunks=count).stage_rank
     starts = balanced(_block_flops(graph, blocks, rules), number)
     recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
