@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-GATHER_SECONDS = 2.0
+GATHER_SECONDS = 4.0
 """How long a rank that ends waits for the others' notes, to say who failed."""
 ANSWER_SECONDS = 1.0
 """How long the store may take to answer."""

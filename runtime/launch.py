@@ -29,7 +29,7 @@ from .board import FolderBoard, Note, blame
 from .process import RESULT, Job, call, current_worker, read_failure
 
 POLL_SECONDS = 0.02
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 6.0
 """How long the other workers may go on after the first failure, to report theirs."""
 
 
