@@ -152,7 +152,7 @@ class _Simulation:
         self.ports = Ports(schedule.num_ranks, self.zero)
         self.sent: dict[tuple[int, int], tuple[float, int]] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
-        self.posted: list[tuple[float, int] | None] = [None] * number
+        self.posted: list[float | None] = [None] * number
         self.begun: list[float] = [self.zero] * number
         self.arrived: list[float | None] = [None] * number
         self.waiting: dict[int, int] = {}
@@ -225,7 +225,7 @@ class _Simulation:
                 number += backward
                 for source in self.wiring[backward][stage]:
                     rank.call(self.messages[backward][source, stage].receive_call)
-                posted[number] = (rank.clock, at)
+                posted[number] = rank.clock
                 for source in self.wiring[backward][stage]:
                     self._transfer(number, source)
             elif kind in SENDS:
@@ -259,9 +259,9 @@ class _Simulation:
         occupied = cost.occupied * self.shares[SEND_FORWARD][part] if self.shares else cost.occupied
         ranks = self.schedule.stage_rank
         message = Message(
-            ranks[source], ranks[stage], number, source, sent[1], posted[1], cost.latency, occupied
+            ranks[source], ranks[stage], number, source, sent[1], cost.latency, occupied
         )
-        ready = max(sent[0], posted[0])
+        ready = max(sent[0], posted)
         if self.takes_time:
             self.ports.add(ready, message)
         else:

@@ -47,7 +47,8 @@ class _Engine:
         self.slowdown = slowdown
         self.places, self.met = {}, defaultdict(int)
         self.ready, self.flying, self.arrived = {}, {}, set()
-        self.sending, self.receiving, self.calling = {}, {}, {}
+        self.sending, self.calling, self.inflow, self.marks = {}, {}, {}, {}
+        self.entered, self.served = defaultdict(Fraction), defaultdict(Fraction)
         self.devices = [(p, r) for p in range(schedule.num_ranks) for r in range(replicas)]
         self.queues: dict[object, _Queue] = defaultdict(_Queue)
         self.programs = {device: self._program(*device) for device in self.devices}
@@ -101,12 +102,11 @@ class _Engine:
         if kind in ("RECV_F", "RECV_B"):
             source = stage - 1 if kind == "RECV_F" else stage + 1
             key = (kind[-1], source, m)
-            self.places[key, replica, "post"] = self.schedule.table[rank].index(action)
             call = self._of_message("receive_call_seconds", *key)
             return [("call", None, call), ("both", (key, replica), None)]
         if kind in ("SEND_F", "SEND_B"):
             key = (kind[-1], stage, m)
-            self.places[key, replica, "send"] = self.schedule.table[rank].index(action)
+            self.places[key, replica] = self.schedule.table[rank].index(action)
             call = self._of_message("send_call_seconds", *key)
             return [("both", (key, replica), None), ("call", None, call)]
         if kind == "REDUCE":
@@ -158,34 +158,51 @@ class _Engine:
         return self._of_message("send_seconds", *message[0]) - self._latency(message)
 
     def _move_messages(self):
-        """Everything of messages that happens now: ends, then starts of ports; if anything did."""
+        """Everything of messages that happens now, but what only time moves; if anything did."""
         changed = False
-        for ports in (self.sending, self.receiving):
-            for device, (message, end) in list(ports.items()):
-                if end == self.now:
-                    del ports[device]
-                    changed = True
-                    if ports is self.receiving:
-                        self.arrived.add(message)
-        changed |= self._take(self.ready, self.sending, 0, "send")
-        changed |= self._take(self.flying, self.receiving, 1, "post")
+        for device, (message, end) in list(self.sending.items()):
+            if end == self.now:
+                del self.sending[device]
+                changed = True
+        order = sorted((came, self.places[m], m) for m, came in self.ready.items())
+        for _, _, message in order:
+            device = self._ends(message)[0]
+            if device not in self.sending:
+                del self.ready[message]
+                self.sending[device] = (message, self.now + self._occupies(message))
+                self.flying[message] = self.now + self._latency(message)
+                changed = True
+        for message, came in list(self.flying.items()):
+            if came == self.now:
+                del self.flying[message]
+                self.inflow[message] = self._occupies(message)
+                changed = True
+        return self._pour() or changed
+
+    def _pour(self):
+        """Marks where in its port's queue each message that is in whole ends; takes those out."""
+        changed = False
+        for message, left in list(self.inflow.items()):
+            if left == 0:
+                del self.inflow[message]
+                self.marks[message] = self.entered[self._ends(message)[1]]
+                changed = True
+        for message, mark in list(self.marks.items()):
+            if self.served[self._ends(message)[1]] == mark:
+                del self.marks[message]
+                self.arrived.add(message)
+                changed = True
         return changed
 
-    def _take(self, waiting, ports, end, place):
-        """Free ports take what came first, of those that came together the first of the row."""
-        changed = False
-        for came, _, message in sorted(
-            (came, self.places[*message, place], message) for message, came in waiting.items()
-        ):
-            device = self._ends(message)[end]
-            if came > self.now or device in ports:
-                continue
-            del waiting[message]
-            ports[device] = (message, self.now + self._occupies(message))
-            if end == 0:
-                self.flying[message] = self.now + self._latency(message)
-            changed = True
-        return changed
+    def _rates(self):
+        """Of each device's receiving port: seconds of messages that enter and that pass, in one."""
+        entering = {device: 0 for device in self.devices}
+        for message in self.inflow:
+            entering[self._ends(message)[1]] += 1
+        return {
+            device: (number, int(number > 0 or self.entered[device] > self.served[device]))
+            for device, number in entering.items()
+        }
 
     def _needed(self, name):
         return self.replicas
@@ -196,16 +213,31 @@ class _Engine:
                 pass
             rates = {d: self._rate(d) for d in self.devices if self.left[d] is not None}
             waits = [self.left[d] / rate for d, rate in rates.items()]
-            waits += [end - self.now for _, end in (*self.sending.values(), *self.receiving.values())]
+            waits += [end - self.now for _, end in self.sending.values()]
+            waits += self.inflow.values()
+            waits += [mark - self.served[self._ends(m)[1]] for m, mark in self.marks.items()]
+            waits += [
+                self.entered[device] - self.served[device]
+                for device, (entering, _) in self._rates().items()
+                if not entering and self.entered[device] > self.served[device]
+            ]
             waits += [end - self.now for end in self.calling.values()]
             waits += [came - self.now for came in self.flying.values() if came > self.now]
             waits += [q.left[q.running] for q in self.queues.values() if q.running is not None]
             if not waits:
                 break
+            self._flow(min(waits))
             self._pass(min(waits), rates)
         stuck = [d for d in self.devices if self.at[d] < len(self.programs[d])]
         assert not stuck, f"deadlock at {stuck}"
         return Expanded(self.now, self.ends)
+
+    def _flow(self, seconds):
+        for device, (entering, passing) in self._rates().items():
+            self.entered[device] += entering * seconds
+            self.served[device] += passing * seconds
+        for message in self.inflow:
+            self.inflow[message] -= seconds
 
     def _pass(self, seconds, rates):
         self.now += seconds

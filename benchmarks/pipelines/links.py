@@ -72,15 +72,23 @@ def _join(space: str, switch: str, rank: int, mbit: int) -> None:
 
 
 def _shape(space: str, interface: str, mbit: int) -> None:
-    """Lets an interface send at ``mbit``; what waits does so in one queue."""
+    """Lets an interface send at ``mbit``; what waits does so in one queue.
+
+    What only acknowledges (less than 64 bytes) overtakes data: behind the data of the other
+    direction it would hold up the sender, and no model of a message knows of that.
+    """
     rate = f"{mbit}mbit"
     burst = str(max(BURST_BYTES, mbit * 12))
+    device = ("dev", interface, "parent")
     _tc(space, "qdisc", "add", "dev", interface, "root", "handle", "1:", "htb", "default", "20")
-    _tc(
-        space, "class", "add", "dev", interface, "parent", "1:", "classid", "1:20", "htb",
-        "rate", rate, "ceil", rate, "burst", burst, "cburst", burst,
-    )  # fmt: skip
-    _tc(space, "qdisc", "add", "dev", interface, "parent", "1:20", "bfifo", "limit", "100000000")
+    for name in ("1:10", "1:20"):
+        _tc(
+            space, "class", "add", *device, "1:", "classid", name, "htb",
+            "rate", rate, "ceil", rate, "burst", burst, "cburst", burst,
+        )  # fmt: skip
+        _tc(space, "qdisc", "add", *device, name, "bfifo", "limit", "100000000")
+    short = ("match", "u16", "0x0000", "0xffc0", "at", "2")
+    _tc(space, "filter", "add", *device, "1:", "protocol", "ip", "u32", *short, "flowid", "1:10")
 
 
 def _address(rank: int) -> str:
