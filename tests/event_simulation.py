@@ -46,8 +46,9 @@ class _Engine:
         self.schedule, self.costs, self.replicas = schedule, costs, replicas
         self.slowdown = slowdown
         self.places, self.met = {}, defaultdict(int)
-        self.ready, self.flying, self.arrived = {}, {}, set()
-        self.sending, self.calling, self.inflow, self.marks = {}, {}, {}, {}
+        self.ready, self.arrived, self.calling = {}, set(), {}
+        self.flows, self.left_over, self.rates = defaultdict(list), {}, {}
+        self.flying, self.inflow, self.marks = [], {}, {}
         self.entered, self.served = defaultdict(Fraction), defaultdict(Fraction)
         self.devices = [(p, r) for p in range(schedule.num_ranks) for r in range(replicas)]
         self.queues: dict[object, _Queue] = defaultdict(_Queue)
@@ -160,48 +161,52 @@ class _Engine:
     def _move_messages(self):
         """Everything of messages that happens now, but what only time moves; if anything did."""
         changed = False
-        for device, (message, end) in list(self.sending.items()):
-            if end == self.now:
-                del self.sending[device]
+        for queue in self.flows.values():
+            if queue and self.left_over[queue[0]] == 0:
+                message = queue.pop(0)
+                self.flying.append((self.now + self._latency(message), message, None))
+                self.rates.pop(message, None)
                 changed = True
-        order = sorted((came, self.places[m], m) for m, came in self.ready.items())
-        for _, _, message in order:
-            device = self._ends(message)[0]
-            if device not in self.sending:
-                del self.ready[message]
-                self.sending[device] = (message, self.now + self._occupies(message))
-                self.flying[message] = self.now + self._latency(message)
-                changed = True
-        for message, came in list(self.flying.items()):
-            if came == self.now:
-                del self.flying[message]
-                self.inflow[message] = self._occupies(message)
-                changed = True
+        for message in sorted(self.ready, key=lambda m: (self.ready[m], self.places[m])):
+            del self.ready[message]
+            self.flows[self._ends(message)].append(message)
+            self.left_over[message] = self._occupies(message)
+            changed = True
+        if changed:
+            return True
+        heads = [queue[0] for queue in self.flows.values() if queue]
+        for head in heads:
+            rate = Fraction(1, sum(self._ends(m)[0] == self._ends(head)[0] for m in heads))
+            if self.rates.get(head) != rate:
+                self.rates[head] = rate
+                self.flying.append((self.now + self._latency(head), head, rate))
+        for change in [each for each in self.flying if each[0] == self.now]:
+            self.flying.remove(change)
+            _, message, rate = change
+            self.inflow.pop(message, None)
+            if rate is not None:
+                self.inflow[message] = rate
+            else:
+                self.marks[message] = self.entered[self._ends(message)[1]]
+            changed = True
         return self._pour() or changed
 
     def _pour(self):
-        """Marks where in its port's queue each message that is in whole ends; takes those out."""
-        changed = False
-        for message, left in list(self.inflow.items()):
-            if left == 0:
-                del self.inflow[message]
-                self.marks[message] = self.entered[self._ends(message)[1]]
-                changed = True
-        for message, mark in list(self.marks.items()):
-            if self.served[self._ends(message)[1]] == mark:
-                del self.marks[message]
-                self.arrived.add(message)
-                changed = True
-        return changed
+        """Takes out of its port's queue what has passed it; whether anything has."""
+        passed = [m for m, mark in self.marks.items() if self.served[self._ends(m)[1]] >= mark]
+        for message in passed:
+            del self.marks[message]
+            self.arrived.add(message)
+        return bool(passed)
 
     def _rates(self):
         """Of each device's receiving port: seconds of messages that enter and that pass, in one."""
-        entering = {device: 0 for device in self.devices}
-        for message in self.inflow:
-            entering[self._ends(message)[1]] += 1
+        entering = dict.fromkeys(self.devices, Fraction(0))
+        for message, rate in self.inflow.items():
+            entering[self._ends(message)[1]] += rate
         return {
-            device: (number, int(number > 0 or self.entered[device] > self.served[device]))
-            for device, number in entering.items()
+            device: (rate, 1 if self.entered[device] > self.served[device] else min(rate, 1))
+            for device, rate in entering.items()
         }
 
     def _needed(self, name):
@@ -213,16 +218,14 @@ class _Engine:
                 pass
             rates = {d: self._rate(d) for d in self.devices if self.left[d] is not None}
             waits = [self.left[d] / rate for d, rate in rates.items()]
-            waits += [end - self.now for _, end in self.sending.values()]
-            waits += self.inflow.values()
-            waits += [mark - self.served[self._ends(m)[1]] for m, mark in self.marks.items()]
-            waits += [
-                self.entered[device] - self.served[device]
-                for device, (entering, _) in self._rates().items()
-                if not entering and self.entered[device] > self.served[device]
-            ]
+            waits += [self.left_over[m] / rate for m, rate in self.rates.items()]
+            for device, (entering, passing) in self._rates().items():
+                queued = self.entered[device] - self.served[device]
+                waits += [queued / (passing - entering)] if queued and passing > entering else []
+            for message, mark in self.marks.items():
+                waits.append(mark - self.served[self._ends(message)[1]])
             waits += [end - self.now for end in self.calling.values()]
-            waits += [came - self.now for came in self.flying.values() if came > self.now]
+            waits += [came - self.now for came, _, _ in self.flying]
             waits += [q.left[q.running] for q in self.queues.values() if q.running is not None]
             if not waits:
                 break
@@ -236,8 +239,8 @@ class _Engine:
         for device, (entering, passing) in self._rates().items():
             self.entered[device] += entering * seconds
             self.served[device] += passing * seconds
-        for message in self.inflow:
-            self.inflow[message] -= seconds
+        for message, rate in self.rates.items():
+            self.left_over[message] -= rate * seconds
 
     def _pass(self, seconds, rates):
         self.now += seconds

@@ -143,13 +143,13 @@ def test_a_channel_carries_one_message_at_a_time():
 
 
 def test_a_ranks_messages_to_all_others_share_its_port():
-    """Stage 0 sends to both others at 1: the second message leaves at 4, when the first has."""
+    """Stage 0 sends 3 s to both others at 1: both are there at 7."""
     table = parse_table("0F0 0SEND_F0\n1RECV_F0 1F0\n2RECV_F0 2F0")
     costs = StageCosts(
         [1.0] * 3, [1.0] * 3, send_seconds=[3.0, 3.0], edges=((0, 1), (0, 2))
     )  # fmt: skip
     timeline = simulate(Schedule("fan", 1, (0, 1, 2), table, edges=((0, 1), (0, 2))), costs)
-    assert [row[-1].end_seconds for row in timeline.events[1:]] == [1 + 3 + 1, 1 + 3 + 3 + 1]
+    assert [row[-1].end_seconds for row in timeline.events[1:]] == [1 + 6 + 1] * 2
 
 
 def test_latency_keeps_no_message_from_leaving():
@@ -280,7 +280,7 @@ def test_towers_run_at_the_same_time():
 
 
 def test_a_stage_waits_for_the_last_of_its_messages_which_share_its_port():
-    """0.5 s, then 3 s to the head: it starts at 2 + 3.5; back they go at 8.5 + 0.5 and + 3.5."""
+    """0.5 s and 3 s to the head: it starts at 2 + 3.5; back they come at 8.5 + 1 and + 3.5."""
     costs = StageCosts((2.0, 2.0, 1.0), (4.0, 4.0, 2.0), send_seconds=(0.5, 3.0), edges=FORK)
     timeline = simulate(build_schedule("1f1b", 3, 1, edges=FORK), costs)
     begins = {
@@ -288,7 +288,7 @@ def test_a_stage_waits_for_the_last_of_its_messages_which_share_its_port():
         if e.stream == "compute"
     }  # fmt: skip
     assert begins["2F0"] == 5.5
-    assert (begins["0B0"], begins["1B0"]) == (9, 12)
+    assert (begins["0B0"], begins["1B0"]) == (9.5, 12)
     assert timeline.step_seconds == 16
     assert timeline.exposed[2].messages == 3.5
 
