@@ -38,7 +38,7 @@ from .seconds import Priced
 from .stage_cost import StageCost
 from .stage_model import StageModel
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
-from .step import simulate_stages
+from .step import latency_seconds, simulate_stages
 from .structure import Structure
 from .submesh import mesh_of, restriction
 
@@ -250,6 +250,7 @@ def price(
         overlap=OVERLAP if configuration.overlap else None,
         gradient_buckets=[max(1, run.num_blocks) for run in runs],
         num_chunks=configuration.num_chunks,
+        latency_seconds=latency_seconds(cluster),
     )
     ranks = tuple(
         _rank_bytes(tuple(costs[part] for part in parts), timeline.peak_activation_bytes[rank])

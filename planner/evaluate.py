@@ -29,7 +29,7 @@ from .saved import Part, saved_parts, working_bytes
 from .schedule_check import peak_in_flight
 from .schedules import build_schedule, in_flight
 from .stage_cost import StageCost
-from .step import send_seconds, simulate_stages
+from .step import latency_seconds, send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
 
@@ -77,8 +77,9 @@ def evaluate(
     if starts != len(blocks.blocks):
         raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
     timeline = simulate_stages(
-        plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks
-    )
+        plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks,
+        latency_seconds=latency_seconds(cluster),
+    )  # fmt: skip
     sends = send_seconds(costs, edges)
     return Evaluation(
         timeline.step_seconds,

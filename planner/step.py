@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..cost_model.actions import Edges, Schedule, chain
+from ..cost_model.cluster import Cluster
 from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import Overlap, StageCosts
 from ..cost_model.timeline import Timeline
@@ -25,6 +26,7 @@ def simulate_stages(
     gradient_buckets: Sequence[int] = (),
     num_chunks: int = 1,
     edges: Sequence[tuple[int, int, float]] | None = None,
+    latency_seconds: float = 0.0,
 ) -> Timeline:
     """The step of a pipeline of these stages.
 
@@ -33,13 +35,14 @@ def simulate_stages(
 
     With an ``overlap`` gradients are summed beside the last backward, in ``gradient_buckets``
     parts per stage (its blocks), and slow it down; without one they are summed after it.
+    ``latency_seconds``: of every message, what keeps no other from being sent.
     """
     pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
     if pairs == chain(len(costs)):
         pairs = edges = None
     return simulate(
         build_schedule(schedule, len(costs), num_microbatches, num_chunks=num_chunks, edges=pairs),
-        stage_costs(costs, gradient_buckets, edges),
+        stage_costs(costs, gradient_buckets, edges, latency_seconds=latency_seconds),
         overlap=overlap,
     )
 
@@ -50,6 +53,7 @@ def simulate_figures(
     figures: Sequence[Sequence[float]],
     *,
     edges: Sequence[tuple[int, int, float]] | None = None,
+    latency_seconds: float = 0.0,
 ) -> float:
     """The step's seconds from the five figures of each stage: forward, backward, receive
     forward, receive backward, end of the step. The same as ``simulate_stages``, for many."""
@@ -69,10 +73,18 @@ def simulate_figures(
         send_backward_seconds=[share * receive_backward[target] for target, share in received],
         step_seconds=end,
         edges=pairs,
+        send_latency_seconds=(latency_seconds,) * len(received),
     )
     return float(
         simulate(_table(schedule, len(figures), num_microbatches, pairs), costs).step_seconds
     )
+
+
+def latency_seconds(cluster: Cluster) -> float:
+    """What every message between devices of the cluster is on its way at least."""
+    links = [host.link for host in cluster.hosts if host.num_devices > 1]
+    links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
+    return min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
 
 
 @lru_cache(maxsize=256)
@@ -95,6 +107,8 @@ def stage_costs(
     costs: Sequence[StageCost],
     gradient_buckets: Sequence[int] = (),
     edges: Sequence[tuple[int, int, float]] | None = None,
+    *,
+    latency_seconds: float = 0.0,
 ) -> StageCosts:
     """What the simulator asks of stages that were priced.
 
@@ -120,4 +134,5 @@ def stage_costs(
         forward_communication_seconds=[e.forward_communication + e.forward_states for e in own],
         backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],
         edges=None if edges is None else tuple((source, target) for source, target, _ in edges),
+        send_latency_seconds=(latency_seconds,) * len(received),
     )
