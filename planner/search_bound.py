@@ -86,7 +86,10 @@ class StageBounds:
         ]
         if self.first:
             whole = [self.count * each for each in self.share]
-            rest = [np.maximum(w - o, r) for w, o, r in zip(whole, once, rest, strict=True)]
+            rest = [
+                np.maximum(np.where(np.isfinite(w), w, 0.0) - np.where(np.isfinite(o), o, 0.0), r)
+                for w, o, r in zip(whole, once, rest, strict=True)
+            ]
         return self._least(once), self._least(rest)
 
     def largest(self) -> tuple[Floats, Floats]:

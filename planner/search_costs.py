@@ -163,7 +163,8 @@ class MeshCosts:
             self.lower[numbers] = chords(lengths, known, own, series.regular)
             self.once[numbers] = chords(lengths, known, once, series.regular)
             least = np.maximum(self.lower[numbers] - received, 0.0)
-            self.slowest[numbers] = (self.runs.count - 1) * least
+            every = (self.runs.count - 1) * np.where(np.isfinite(least), least, 0.0)
+            self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
             self._bounded.add(series)
 
     def least(self, wanted: Iterable[Series], count: int) -> Floats:
