@@ -228,9 +228,7 @@ class Family:
         for kind, own in tables.items():
             start = self.first[kind]
             ends = values[:, start : start + len(own.kept)]
-            both, where = np.unique(
-                np.column_stack([problems, ends]), axis=0, return_inverse=True
-            )
+            both, where = np.unique(np.column_stack([problems, ends]), axis=0, return_inverse=True)
             rows = np.zeros(len(both), dtype=np.int64)
             inside = own.complete(rows, both[:, 0], both[:, 1:])
             number = len(self.model.kind(kind).decisions)
