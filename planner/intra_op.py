@@ -154,6 +154,12 @@ class IntraOp:
             self.effort.table_seconds += time.perf_counter() - began
         return self._families[run.family]
 
+    def is_quick(self, run: Run, num_microbatches: int) -> bool:
+        """Whether a run is solved by tables, or its graph is so small that programs are quick."""
+        if self._is_small_graph:
+            return True
+        return self._solve((run,), Rates(num_microbatches, self.zeros, self.modes[0])) is not None
+
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
         """Runs of one family from the tables of their kinds; None where these are too wide."""
         family = self._family(runs[0])

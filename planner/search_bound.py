@@ -38,6 +38,9 @@ from .search_job import Job
 from .search_runs import Floats, Ints, Series, at_least
 from .search_space import tilings
 
+BOUND_SHARE = 0.25
+"""Of the time that the search took: what narrowing the bound may take besides."""
+
 MOST_RAISED = 8
 """Bounds of stages that are found again with the memory limit."""
 
@@ -228,7 +231,10 @@ def step_bound(
     order = counting()
     heap = [_Part(0.0, next(order), *each) for each in _spaces(job, rows, numbers)]
     left = MOST_RAISED
+    until = began + BOUND_SHARE * (began - job.began)
     while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:
+        if time.perf_counter() > until and heap[0].least > 0:
+            break
         raised = heap[0].narrow(left)
         if raised is None:
             break
