@@ -233,7 +233,7 @@ def step_bound(
     left = MOST_RAISED
     until = began + BOUND_SHARE * (began - job.began)
     while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:
-        if time.perf_counter() > until and heap[0].least > 0:
+        if time.perf_counter() > until:
             break
         raised = heap[0].narrow(left)
         if raised is None:
