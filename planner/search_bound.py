@@ -38,8 +38,9 @@ from .search_job import Job
 from .search_runs import Floats, Ints, Series, at_least
 from .search_space import tilings
 
-BOUND_SHARE = 0.25
-"""Of the time that the search took: what narrowing the bound may take besides."""
+BOUND_SHARE = 0.1
+LEAST_SECONDS = 1.5
+"""Of the time that the search took, and at least: what narrowing the bound may take besides."""
 
 MOST_RAISED = 8
 """Bounds of stages that are found again with the memory limit."""
@@ -140,7 +141,7 @@ class StageBounds:
 
 
 @dataclass
-class _Space:
+class Space:
     """The pipelines of a tiling at one micro-batch size."""
 
     costs: Costs
@@ -204,7 +205,7 @@ class _Part:
 
     least: float
     order: int
-    space: _Space = field(compare=False)
+    space: Space = field(compare=False)
     number: int = field(compare=False)
     turned: bool = field(default=False, compare=False)
     stages: Stages = field(default=(), compare=False)
@@ -229,9 +230,9 @@ def step_bound(
     """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough."""
     began = time.perf_counter()
     order = counting()
-    heap = [_Part(0.0, next(order), *each) for each in _spaces(job, rows, numbers)]
+    heap = [_Part(0.0, next(order), *each) for each in spaces(job, rows, numbers)]
     left = MOST_RAISED
-    until = began + BOUND_SHARE * (began - job.began)
+    until = began + max(LEAST_SECONDS, BOUND_SHARE * (began - job.began))
     while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:
         if time.perf_counter() > until:
             break
@@ -244,9 +245,9 @@ def step_bound(
     return min(heap[0].least, step)
 
 
-def _spaces(
+def spaces(
     job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
-) -> Iterator[tuple[_Space, int]]:
+) -> Iterator[tuple[Space, int]]:
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
     is_chain = all((at, at + 1) in edges for at in range(num_blocks - 1))
@@ -254,4 +255,4 @@ def _spaces(
     for each in rows:
         costs = job.costs(each)
         for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            yield _Space(costs, tiling, is_chain), number
+            yield Space(costs, tiling, is_chain), number
