@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
@@ -56,6 +56,35 @@ GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
 
 
+@dataclass(frozen=True)
+class Searched:
+    """What a search found: the candidates, the winner first, on the hosts in an order.
+
+    ``blocks`` are those that pins tell apart; no plan of ``request`` takes less than the bound.
+    """
+
+    graph: Graph
+    blocks: Blocks
+    cluster: Cluster
+    request: Request
+    order: HostOrder
+    job: Job
+    ranking: list[Candidate]
+    bound_seconds: float
+    spent: tuple[int, Mapping[str, float]]
+
+    def plan(self, best: Candidate) -> Plan:
+        """The plan of a candidate, its ranks and kinds as they were given."""
+        others = [each for each in self.ranking if each is not best]
+        order, request = self.order, self.request
+        found = make_plan(self.job.structure, order.cluster, request, best, others, self.spent)
+        solver = solver_info(best.step_seconds, self.bound_seconds, self.spent)
+        found = in_given_ranks(replace(found, solver=solver), order, self.cluster)
+        blocks = pinned_blocks(self.graph, self.blocks, request.pins)
+        found = check_kept(found, self.graph, blocks, request.pins)
+        return in_given_kinds(found, blocks, self.blocks)
+
+
 def plan(
     graph: Graph,
     blocks: Blocks,
@@ -66,12 +95,28 @@ def plan(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Plan:
-    """The fastest plan found that fits.
+    """The fastest plan found that fits, of one stage per rank.
 
     Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
     and are not), ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError``
     (AP701) if nothing was found in time.
     """
+    found = searched(graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis)
+    best = found.plan(found.ranking[0])
+    return with_sources(best, graph, blocks, basis=basis, rules=rules)
+
+
+def searched(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Observe | None = None,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+) -> Searched:
+    """All that was found. Raises as ``plan``."""
     given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
@@ -103,11 +148,7 @@ def plan(
         check_measured(basis, request)
     bound = min(each.bound_seconds for each in known) if not stopped or len(known) == 1 else 0.0
     spent = known[0].spent()
-    found = make_plan(job.structure, order.cluster, request, ranking[0], ranking[1:], spent)
-    found = replace(found, solver=solver_info(ranking[0].step_seconds, bound, spent))
-    found = in_given_ranks(found, order, cluster)
-    found = in_given_kinds(check_kept(found, graph, blocks, request.pins), blocks, given)
-    return with_sources(found, graph, given, basis=basis, rules=rules)
+    return Searched(graph, given, cluster, request, order, job, ranking, bound, spent)
 
 
 def solver_info(
@@ -273,7 +314,7 @@ class _Ranking:
         if draft.seconds == float("inf") or draft in self.drafts:
             return
         self.drafts.append(draft)
-        for found in candidates(self.job, draft, refine=False):
+        for found in candidates(self.job, draft, refine=False, below=self._step_seconds):
             self.drawn[id(found)] = draft
             self._offer(found)
 
@@ -322,7 +363,7 @@ class _Ranking:
                 break
             if not self._may_win(draft):
                 continue
-            for each in candidates(job, draft, refine=True):
+            for each in candidates(job, draft, refine=True, below=self._step_seconds):
                 self._offer(each)
         if self.best and job.request.frees_axes and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
