@@ -17,6 +17,7 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 
 FORCED_SCHEDULES = (
     *SCHEDULES, "interleaved", "interleaved-1f1b", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev",
+    "chimera",
 )  # fmt: skip
 """What can be forced."""
 

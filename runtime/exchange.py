@@ -106,16 +106,18 @@ class Exchange:
         dtypes: Mapping[str, torch.dtype] | None = None,
         pair_groups: bool | None = None,
         progress: Progress | None = None,
+        loss_stages: Sequence[int] | None = None,
     ) -> None:
         """``boundaries`` are at least those of the rank's own stage.
 
         ``dtypes`` overrides, by key, the dtype that a value has at run time. ``pair_groups``:
         one group per ordered pair of ranks; by default on devices other than the CPU.
+        ``loss_stages`` each make a part of the loss; by default the last stage makes all.
         """
         self._progress = progress
         self._rank = rank
         self._device = device
-        self._stages = stages
+        self._loss_places = [stages[index].devices for index in loss_stages or (-1,)]
         self._sends, self._receives = _make_ports(boundaries, stages, rank, dtypes or {})
         self._posted: dict[tuple[Direction, int, int], list[_Posted]] = {}
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -182,17 +184,23 @@ class Exchange:
         self._outbox.finish()
 
     def share_loss(self, loss: Tensor | None) -> Tensor:
-        """The loss of the last stage on every rank of the world, as a float64 scalar."""
-        source = self._stages[-1].devices
-        if loss is not None and (not dist.is_initialized() or dist.get_world_size() == len(source)):
+        """The sum of the parts of the loss on every rank of the world, as a float64 scalar.
+
+        ``loss`` is the part that this rank's stages make, None where they make none.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if loss is not None and world == len(self._loss_places[0]):
             return loss.detach().to(torch.float64)
-        shared = torch.zeros((), dtype=torch.float64, device=self._device)
-        if loss is not None:
-            shared.copy_(loss.detach())
-        if self._progress is not None and self._rank != source[0]:
-            self._progress(f"waiting for the loss of rank {source[0]}", (source[0],))
-        dist.broadcast(shared, src=source[0])
-        return shared
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for devices in self._loss_places:
+            shared = torch.zeros_like(total)
+            if loss is not None and self._rank in devices:
+                shared.copy_(loss.detach())
+            if self._progress is not None and self._rank != devices[0]:
+                self._progress(f"waiting for the loss of rank {devices[0]}", (devices[0],))
+            dist.broadcast(shared, src=devices[0])
+            total += shared
+        return total
 
     def _post_one(self, port: _Port, microbatch: int) -> _Posted:
         whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)

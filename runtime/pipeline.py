@@ -210,14 +210,14 @@ class PipelineRunner:
         return received
 
     def _mean_loss(self) -> Tensor | None:
-        """The mean over the micro-batches, on ranks of the stage that computes the loss."""
+        """This rank's part of the mean over all micro-batches; None where it makes no loss."""
         found = [
             loss.detach().to(torch.float64)
             for executor in self._executors.values()
             for m in range(self.schedule.num_microbatches)
             if (loss := executor.loss(m)) is not None
         ]
-        return torch.stack(found).mean() if found else None
+        return torch.stack(found).sum() / self.schedule.num_microbatches if found else None
 
     def _tell(self, what: str) -> None:
         if self._progress is not None:

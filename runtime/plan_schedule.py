@@ -44,6 +44,11 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
     return replace(schedule, table=complete(orders, prefetch=2, edges=edges)[1], edges=edges)
 
 
+def loss_stages(schedule: Schedule) -> tuple[int, ...]:
+    """The stages that compute the loss, each of its own micro-batches."""
+    return schedule.replicas(schedule.num_parts - 1)
+
+
 def splits_backward(schedule: Schedule, stage: int) -> bool:
     """Whether a stage computes gradients of inputs and of weights apart."""
     row = schedule.table[schedule.stage_rank[stage]]

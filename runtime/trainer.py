@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from ..passes import deferred_init
 from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
-from ..passes.stage_cut import boundaries
+from ..passes.stage_cut import boundaries, with_replicas
 from ..passes.stage_program import build_stage
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
+from ..planner.replicas import check_replicas, placed_stages
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
 from .data import check_batch, microbatch_rows
@@ -34,7 +35,7 @@ from .mesh import build_meshes, stages_of_rank
 from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .parameters import StageParameter
 from .pipeline import PipelineRunner
-from .plan_schedule import schedule_of, splits_backward
+from .plan_schedule import loss_stages, schedule_of, splits_backward
 from .stage import StageModule
 from .tied import find_tied
 
@@ -90,6 +91,9 @@ class Trainer:
         self.crossing = boundaries(self.program.graph, self.program.blocks, plan)
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
+        if self.schedule.parts:
+            self.crossing = with_replicas(self.crossing, len(plan.stages))
+            check_replicas(self.program.graph)
         self.stages: dict[int, StageModule] = {}
         for index in stages_of_rank(plan, self.rank):
             self.stages[index] = self._make_stage(index, ProcessCommunicator(meshes[index]))
@@ -107,12 +111,12 @@ class Trainer:
         self.runner = self._make_runner(progress)
 
     def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
-        own = self.plan.stages[index]
+        own = placed_stages(self.plan)[index]
         stage_program = build_stage(
             self.program.graph,
             self.program.blocks,
             self.plan,
-            stage_index=index,
+            stage_index=self.schedule.part(index),
             coordinates=own.mesh.coordinates(own.devices.index(self.rank)),
             communicator=communicator,
         )
@@ -134,15 +138,20 @@ class Trainer:
         )
 
     def _make_runner(self, progress: Callable[..., None] | None) -> PipelineRunner:
-        plan = self.plan
-        sent, handed = split_boundaries(self.crossing, plan.stages)
+        stages = placed_stages(self.plan)
+        sent, handed = split_boundaries(self.crossing, stages)
         return PipelineRunner(
             self.schedule,
             self.executors,
             Exchange(
-                sent, stages=plan.stages, rank=self.rank, device=self.device, progress=progress
+                sent,
+                stages=stages,
+                rank=self.rank,
+                device=self.device,
+                progress=progress,
+                loss_stages=loss_stages(self.schedule),
             ),
-            handover=Handover(handed, stages=plan.stages, rank=self.rank, device=self.device),
+            handover=Handover(handed, stages=stages, rank=self.rank, device=self.device),
             complete=self._sum_tied,
             progress=progress,
         )
