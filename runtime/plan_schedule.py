@@ -36,17 +36,13 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
         plan.num_microbatches,
         num_chunks=plan.num_chunks,
         edges=reduced(set(crossing), num_stages),
+        slices=plan.slices,
     )
     if _carries(schedule, crossing):
         return schedule
     edges = tuple(sorted(crossing))
     orders = tuple(compute_only(row) for row in schedule.table)
     return replace(schedule, table=complete(orders, prefetch=2, edges=edges)[1], edges=edges)
-
-
-def loss_stages(schedule: Schedule) -> tuple[int, ...]:
-    """The stages that compute the loss, each of its own micro-batches."""
-    return schedule.replicas(schedule.num_parts - 1)
 
 
 def splits_backward(schedule: Schedule, stage: int) -> bool:
