@@ -267,6 +267,11 @@ def step_bound(
     return min(heap[0].least, step)
 
 
+def space_of(costs: Costs, tiling: Tiling) -> _Space:
+    """The stages of a tiling in any order of actions."""
+    return _Space(costs, tiling, is_chain=False, splits=False)
+
+
 def _spaces(
     job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
 ) -> Iterator[tuple[_Space, int]]:
