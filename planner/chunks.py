@@ -21,7 +21,8 @@ from . import rules as default_rules
 from . import search
 from .basis import DEFAULT, Basis
 from .choices import input_specs
-from .chunk_search import Cut, cut_again
+from .chunk_bound import chunk_bound
+from .chunk_search import MOST_CHUNKS, Cut, cut_again
 from .errors import InfeasibleError, UsageError
 from .evaluate import evaluate
 from .graph import Blocks, Graph
@@ -54,11 +55,15 @@ def plan(
     """
 
     deadline = time.perf_counter() + request.time_limit_seconds
+    every: list[search.Searched] = []
 
     def searched(asked: Request) -> search.Searched:
-        return search.searched(
-            graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis
+        every.append(
+            search.searched(
+                graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis
+            )
         )
+        return every[-1]
 
     def found(asked: Request) -> Plan:
         own = searched(asked)
@@ -81,7 +86,7 @@ def plan(
         plain = replace(plain, forced=forced)
         base = of_one_mesh(found(plain), found, plain)
     assert request.forced.schedule is not None
-    best = cut(base, request.forced.schedule, count)
+    best = _bounded(cut(base, request.forced.schedule, count), every[0], (ranks,), count)
     check_memory(best, request, "the chunks of a rank")
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
@@ -92,8 +97,7 @@ def _best(found: search.Searched, cut: Cut, deadline: float) -> Plan:
     Pipelines across unlike hosts, and with stages or layouts that are asked for, are not cut.
     """
     request, winner = found.request, found.ranking[0]
-    plain = found.plan(winner)
-    lost: list[Alternative] = []
+    plain, lost = found.plan(winner), list[Alternative]()
     looped: Plan | None = None
     hosts = found.cluster.hosts
     is_uniform = all(host == hosts[0] for host in hosts)
@@ -113,7 +117,22 @@ def _best(found: search.Searched, cut: Cut, deadline: float) -> Plan:
         reason = f"one stage per rank: +{more / looped.prediction.step_seconds:.1%}"
         others.insert(0, Alternative(winner.summary, seconds, peak, reason))
     slower = [o for o in others if o.step_seconds >= looped.prediction.step_seconds]
+    looped = _bounded(looped, found, found.job.stage_numbers, MOST_CHUNKS)
+    if request.allows_one_stage and found.bound_seconds < looped.solver.bound_seconds:
+        solver = search.solver_info(
+            looped.prediction.step_seconds, found.bound_seconds, found.spent
+        )
+        looped = replace(looped, solver=solver)
     return replace(looped, alternatives=tuple(slower))
+
+
+def _bounded(
+    looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
+) -> Plan:
+    """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
+    least = 0.0 if found.job.stopped else chunk_bound(found.job, numbers, most_chunks)
+    step = looped.prediction.step_seconds
+    return replace(looped, solver=search.solver_info(step, least, found.spent))
 
 
 def num_chunks(forced: Forced) -> int:

@@ -274,6 +274,11 @@ def step_bound(
     return min(heap[0].least, step)
 
 
+def space_of(costs: Costs, tiling: Tiling) -> Space:
+    """The stages of a tiling in any order of actions."""
+    return Space(costs, tiling, is_chain=False, splits=False)
+
+
 def spaces(
     job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
 ) -> Iterator[tuple[Space, int]]:
