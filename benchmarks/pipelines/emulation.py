@@ -252,9 +252,7 @@ def run_step(job: Job, schedule: Schedule, share: float) -> tuple[float, float]:
     return step, 1 - float(busy) / (step * dist.get_world_size())
 
 
-def run_once(
-    job: Job, schedule: Schedule, share: float
-) -> tuple[float, Sequence[ActionTiming]]:
+def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequence[ActionTiming]]:
     """A step of the first ranks from a common start: how late this rank began, what it did."""
     rank, stages = dist.get_rank(), schedule.num_stages
     places = tuple(Place((owner,)) for owner in schedule.stage_rank)
