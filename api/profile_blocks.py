@@ -7,10 +7,9 @@ block. All ranks measure each such block that the database lacks. Collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.records import Measurement
@@ -18,7 +17,7 @@ from autoparallel.planner.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.whole_block import block_case
 from autoparallel.runtime.process import Worker
-from autoparallel.runtime.profile_blocks import measure_everywhere
+from autoparallel.runtime.profile_blocks import measure_everywhere, share_value
 
 MOST_SECONDS = 2.0
 """Of measuring one block."""
@@ -66,13 +65,11 @@ def measure_blocks(
     worker: Worker, todo: BlockTodo | None, *, device: torch.device
 ) -> Iterator[tuple[OpCase, Measurement | str]]:
     """Each block of rank 0's ``todo`` and its time, or why there is none. Collective."""
-    box: list[BlockTodo | None] = [todo]
-    dist.broadcast_object_list(box, src=0)
-    shared = box[0]
+    shared = share_value(todo)
     assert shared is not None
     for graph, block in shared.blocks:
         worker.watchdog.progress(f"measuring {block.name} in one piece")
         found = measure_everywhere(
             graph, block, device=device, accumulates=shared.accumulates, seconds=shared.seconds
         )
-        yield replace(block_case(graph, block)), found
+        yield block_case(graph, block), found

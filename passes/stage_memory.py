@@ -22,7 +22,7 @@ from ..planner.graph import Blocks, Graph
 from ..planner.layout import local_shape
 from ..planner.plan import Plan, StagePlan
 from ..planner.precision import with_precision
-from ..planner.schedules import SCHEDULES
+from ..planner.schedules import find_schedule
 from .saved_tensors import INPUTS, Moment, StageActivations, run_microbatch
 from .stage_cut import Boundary, boundaries, leaf_layout, stage_ranges
 from .state_traffic import COMMUNICATION, GRADIENTS, padded_numel
@@ -110,8 +110,8 @@ class _Stage:
         count, num_stages = self.plan.num_microbatches, len(self.plan.stages)
         in_flight = 1
         if num_stages > 1:
-            schedule = SCHEDULES[self.plan.schedule]
-            in_flight = min(count, schedule.in_flight(num_stages, count, self.index))
+            schedule, chunks = find_schedule(self.plan.schedule), self.plan.num_chunks
+            in_flight = min(count, schedule.in_flight(num_stages, count, self.index, chunks))
         yield Moment(is_first=True, is_last=count == 1), in_flight - 1
         if count > 1:
             steady = in_flight - 1 if count > in_flight else in_flight - 2

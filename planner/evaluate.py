@@ -27,13 +27,13 @@ from .recompute import is_kept, kept_parts
 from .replicas import with_replica_sums
 from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
-from .schedule_check import peak_in_flight
-from .schedules import build_schedule, in_flight
+from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
 from .slice_costs import slice_shares
 from .stage_cost import StageCost
 from .step import send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
+from .weight_backward import late_parts, late_seconds
 
 BRIEF = ("transient", "reserve")
 """Memory that the stages of a rank take in turn, or once."""
@@ -172,6 +172,8 @@ class _Walk:
     seconds: Seconds = field(default_factory=Seconds)
     receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kept_bytes: float = 0.0
+    late_seconds: float = 0.0
+    late_bytes: float = 0.0
     working_bytes: float = 0.0
 
     @property
@@ -207,6 +209,7 @@ class _Walk:
             (self.receive[0], self.receive[1]),
             self._memory(gathered),
             self.kept_bytes,
+            self.late_seconds if splits(self.plan.schedule) else None,
         )
 
     def _owned(self, name: str) -> bool:
@@ -226,6 +229,7 @@ class _Walk:
         wanted: dict[tuple[Ref, Layout], None] = {}
         parts: dict[Part, None] = {}
         selected: dict[Part, None] = {}
+        late: dict[Part, None] = {}
         outside: dict[Ref, None] = {}
         before = self.seconds
         for name in block.nodes:
@@ -243,8 +247,11 @@ class _Walk:
             parts.update(dict.fromkeys(saved_parts(node, layout, self.graph, self.prices)))
             if mode == "selective":
                 selected.update(dict.fromkeys(kept_parts(node, layout, self.graph, self.prices)))
+            late.update(dict.fromkeys(late_parts(node, layout, self.graph, self.prices)))
+            self.late_seconds += late_seconds(node, layout, self.graph, self.prices)
             size = working_bytes(node, layout, self.graph, self.prices)
             self.working_bytes = max(self.working_bytes, size)
+        self.late_bytes += _total(late)
         self._meet(before)
         for ref, target in wanted:
             self._convert(ref, target, again=mode != "none")
@@ -329,7 +336,6 @@ class _Walk:
 
     def _memory(self, gathered: float) -> Mapping[str, float]:
         states = [self._states(name)[1] for name in self.parameters]
-        held = self._in_flight()
         leaves = {
             ref.name
             for block in self.blocks.blocks[self.start : self.stop]
@@ -342,7 +348,7 @@ class _Walk:
             "parameters": sum(each.parameters for each in states),
             "gradients": sum(each.gradients for each in states),
             "optimizer": sum(each.optimizer for each in states),
-            "activations": self.kept_bytes * held,
+            "activations": held_bytes(self._held(), self.kept_bytes, self.late_bytes),
             "transient": gathered + self.working_bytes,
             "buffers": float(
                 sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
@@ -350,15 +356,13 @@ class _Walk:
             "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
         }
 
-    def _in_flight(self) -> int:
-        """The most micro-batches that the stage holds at once."""
+    def _held(self) -> Halves:
+        """The micro-batches that the stage holds at once, by what of their backward is left."""
         plan, number = self.plan, len(self.plan.stages)
         if plan.num_chunks > 1:
-            schedule = build_schedule(
-                plan.schedule, number, plan.num_microbatches, num_chunks=plan.num_chunks
-            )
-            return peak_in_flight(schedule)[self.index]
-        return in_flight(plan.schedule, self.depth, number, plan.num_microbatches)
+            found = stage_halves(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
+            return found[self.index]
+        return halves(plan.schedule, self.depth, number, plan.num_microbatches)
 
 
 def _total(parts: Iterable[Part]) -> float:

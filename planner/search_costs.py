@@ -163,7 +163,8 @@ class MeshCosts:
             self.lower[numbers] = chords(lengths, known, own, series.regular)
             self.once[numbers] = chords(lengths, known, once, series.regular)
             least = np.maximum(self.lower[numbers] - received, 0.0)
-            self.slowest[numbers] = (self.runs.count - 1) * least
+            every = (self.runs.count - 1) * np.where(np.isfinite(least), least, 0.0)
+            self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
             self._bounded.add(series)
 
     def least(self, wanted: Iterable[Series], count: int) -> Floats:
@@ -366,7 +367,7 @@ class Costs:
     """All places at one micro-batch size, numbered as they are asked for.
 
     ``key`` is equal for submeshes that cost the same; ``solvers`` makes those of one;
-    ``held`` says how many micro-batches a stage holds by the number of stages to come.
+    ``held`` says how many micro-batches a stage holds, at least, by the number of stages to come.
     """
 
     runs: Runs

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from ..passes.localize import BlockInterface, localize_block, reference_layouts,
 from ..planner.graph import Block, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT
 from ..planner.whole_block import ONE_DEVICE, block_inputs
+
+Value = TypeVar("Value")
 
 MOST_COPIES = 4
 LEAST_RUNS, MOST_RUNS = 4, 40
@@ -128,6 +131,13 @@ def measure_everywhere(
         min(each.repeats for each in found),
         max(each.spread for each in found),
     )
+
+
+def share_value(value: Value) -> Value:
+    """Rank 0's value on every rank, pickled: between processes of one program. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _round(copies: Sequence[_Copy], device: torch.device) -> tuple[float, float]:
