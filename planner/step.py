@@ -6,6 +6,7 @@ In: a schedule, how many micro-batches, what each stage costs. Out: the timeline
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ..cost_model.actions import Edges, Schedule, chain
@@ -14,6 +15,7 @@ from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import Overlap, StageCosts
 from ..cost_model.timeline import Timeline
 from .schedules import build_schedule
+from .slice_costs import SliceShares
 from .stage_cost import StageCost
 
 
@@ -27,6 +29,7 @@ def simulate_stages(
     num_chunks: int = 1,
     edges: Sequence[tuple[int, int, float]] | None = None,
     latency_seconds: float = 0.0,
+    slices: SliceShares | None = None,
 ) -> Timeline:
     """The step of a pipeline of these stages.
 
@@ -36,15 +39,21 @@ def simulate_stages(
     With an ``overlap`` gradients are summed beside the last backward, in ``gradient_buckets``
     parts per stage (its blocks), and slow it down; without one they are summed after it.
     ``latency_seconds``: of every message, what keeps no other from being sent.
+    ``slices`` are those of the sequences, where they are sliced.
     """
     pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
     if pairs == chain(len(costs)):
         pairs = edges = None
-    return simulate(
-        build_schedule(schedule, len(costs), num_microbatches, num_chunks=num_chunks, edges=pairs),
-        stage_costs(costs, gradient_buckets, edges, latency_seconds=latency_seconds),
-        overlap=overlap,
-    )
+    own = stage_costs(costs, gradient_buckets, edges, latency_seconds=latency_seconds)
+    if slices is not None:
+        own = replace(
+            own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward
+        )
+    table = build_schedule(
+        schedule, len(costs), num_microbatches, num_chunks=num_chunks, edges=pairs,
+        slices=slices.lengths if slices is not None else (),
+    )  # fmt: skip
+    return simulate(table, own, overlap=overlap)
 
 
 def simulate_figures(
