@@ -71,7 +71,7 @@ def plan(
 
     def cut(base: Plan, schedule: str, count: int) -> Plan:
         looped = chunked(base, graph, blocks, schedule, count, rules=rules)
-        return _priced(looped, graph, blocks, rules=rules, basis=basis)
+        return priced(looped, graph, blocks, rules=rules, basis=basis)
 
     count = num_chunks(request.forced)
     if count == 1:
@@ -79,16 +79,16 @@ def plan(
         return with_sources(best, graph, blocks, basis=basis, rules=rules)
     ranks = _num_ranks(request.forced, count, len(blocks.blocks))
     plain = replace(request, forced=replace(request.forced, schedule=None, chunks=None))
-    base = _of_one_mesh(found(plain), found, plain)
+    base = of_one_mesh(found(plain), found, plain)
     num_microbatches = _microbatches(request, base.num_microbatches, ranks, count)
     if num_microbatches != base.num_microbatches:
         forced = replace(plain.forced, num_microbatches=num_microbatches)
         plain = replace(plain, forced=forced)
-        base = _of_one_mesh(found(plain), found, plain)
+        base = of_one_mesh(found(plain), found, plain)
     assert request.forced.schedule is not None
-    priced = _bounded(cut(base, request.forced.schedule, count), every[0], (ranks,), count)
-    _check_memory(priced, request)
-    return with_sources(priced, graph, blocks, basis=basis, rules=rules)
+    best = _bounded(cut(base, request.forced.schedule, count), every[0], (ranks,), count)
+    check_memory(best, request, "the chunks of a rank")
+    return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
 
 def _best(found: search.Searched, cut: Cut, deadline: float) -> Plan:
@@ -163,7 +163,7 @@ def _refused(what: str, fix: str) -> UsageError:
     return UsageError("AP546", what, where="--parallel", fix=fix)
 
 
-def _of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
+def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
     """``base``, or what is found with the degrees of its largest stage, if its meshes differ."""
     if len({stage.mesh for stage in base.stages}) == 1:
         return base
@@ -290,7 +290,7 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     return best[-1][count][2]
 
 
-def _priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
+def priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
     """The plan with its predictions under the schedule."""
     found = evaluate(graph, blocks, looped, looped.cluster, rules=rules, basis=basis)
     before = looped.prediction
@@ -312,15 +312,19 @@ def _priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: 
     )
 
 
-def _check_memory(found: Plan, request: Request) -> None:
-    """Raises InfeasibleError AP301 where the chunks of a rank do not fit it together."""
+def usable_bytes(found: Plan, request: Request) -> int:
+    """What a plan may take of each device."""
     ranks = [rank for stage in found.stages for rank in stage.devices]
     limit = min(found.cluster.device(rank).usable_memory_bytes for rank in ranks)
-    limit = request.memory_limit_bytes or limit
-    excess = found.prediction.peak_memory_bytes - limit
+    return request.memory_limit_bytes or limit
+
+
+def check_memory(found: Plan, request: Request, what: str) -> None:
+    """Raises InfeasibleError AP301 where ``what``, together, do not fit a rank."""
+    excess = found.prediction.peak_memory_bytes - usable_bytes(found, request)
     if excess > 0:
         raise InfeasibleError(
             "AP301",
-            f"the chunks of a rank do not fit: they lack {excess / 1e9:.2f} GB",
+            f"{what} do not fit: they lack {excess / 1e9:.2f} GB",
             fix="fewer chunks, recompute=full, or zero=1 or more",
         )

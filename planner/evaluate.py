@@ -24,6 +24,7 @@ from .plan import Plan, Recompute, StagePlan, StagePrediction
 from .precision import with_precision
 from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .recompute import is_kept, kept_parts
+from .replicas import with_replica_sums
 from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
 from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
@@ -76,6 +77,7 @@ def evaluate(
         starts = stop
     if starts != len(blocks.blocks):
         raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
+    costs = list(with_replica_sums(costs, plan.schedule, cluster, len(plan.stages)))
     timeline = simulate_stages(
         plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks
     )
@@ -83,17 +85,23 @@ def evaluate(
     return Evaluation(
         timeline.step_seconds,
         timeline.bubble_fraction,
-        round(max(_rank_bytes(plan, costs))),
+        round(max(_rank_bytes(plan, costs, timeline.peak_activation_bytes))),
         tuple(prediction_of(cost, send) for cost, send in zip(costs, sends, strict=True)),
         tuple(cost.objective(plan.num_microbatches) for cost in costs),
     )
 
 
-def _rank_bytes(plan: Plan, costs: Sequence[StageCost]) -> Iterable[float]:
+def _rank_bytes(
+    plan: Plan, costs: Sequence[StageCost], activation_bytes: Sequence[int]
+) -> Iterable[float]:
     """The bytes on the devices of each rank of the pipeline: of all its stages together.
 
-    What is transient counts once, as one stage computes at a time.
+    What is transient counts once, as one stage computes at a time. Of a rank with replicas of
+    stages the activations are ``activation_bytes``, those that it holds at once.
     """
+    if plan.schedule == "chimera":
+        totals_of = zip(costs, reversed(costs), activation_bytes, strict=True)
+        return [_of_both(one, other, held) for one, other, held in totals_of]
     totals: dict[frozenset[int], float] = {}
     transient: dict[frozenset[int], float] = {}
     for stage, cost in zip(plan.stages, costs, strict=True):
@@ -101,6 +109,15 @@ def _rank_bytes(plan: Plan, costs: Sequence[StageCost]) -> Iterable[float]:
         totals[rank] = totals.get(rank, 0.0) + cost.total_bytes - brief
         transient[rank] = max(transient.get(rank, 0.0), brief)
     return [total + transient[rank] for rank, total in totals.items()]
+
+
+def _of_both(one: StageCost, other: StageCost, activation_bytes: int) -> float:
+    lasting = [
+        sum(size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations"))
+        for cost in (one, other)
+    ]
+    brief = max(sum(cost.memory_bytes[name] for name in BRIEF) for cost in (one, other))
+    return sum(lasting) + brief + activation_bytes
 
 
 def _prices(

@@ -19,7 +19,7 @@ CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
 """What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
 
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES,
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, "chimera",
 )  # fmt: skip
 """What can be forced."""
 

@@ -49,6 +49,9 @@ Observe = Callable[[str, float, float], None]
 SOON = 0.05
 """The share of the time limit after which a first plan is made of what is known."""
 
+LONG_SECONDS = 10.0
+"""Of a search that takes no longer, no part is cut short."""
+
 GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
 
@@ -225,8 +228,9 @@ class _Ranking:
             if not self.drafts:
                 self._follow(quests, until_first=True)
         self._follow(quests)
+        began = time.perf_counter()
         mixed = self._looked(self._mixed(rows, numbers))
-        self._follow(mixed)
+        self._follow(mixed, began=began)
         self._add_branches(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         self._refine()
@@ -234,6 +238,11 @@ class _Ranking:
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
+
+    def _is_long(self, began: float) -> bool:
+        """Whether what was begun has taken a third as long as all before it, and seconds."""
+        spent = time.perf_counter() - began
+        return spent > max(0.5 * LONG_SECONDS, (began - self.job.began) / 3)
 
     def _uniform(self, rows: int, numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of one size."""
@@ -248,8 +257,9 @@ class _Ranking:
         order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
         allowed = self.job.request.features.allows("mixed-stages")
         several = tuple(number for number in numbers if number > 1 and allowed)
+        began = time.perf_counter()
         for each in order:
-            if several and not (self.drafts and self._is_late(0.6)):
+            if several and not (self.drafts and (self._is_late(0.6) or self._is_long(began))):
                 costs = self.job.costs(each)
                 tiling = mixed_tiling(self.job.cluster, several[-1], costs.place)
                 yield Quest(each, costs, tiling, several)
@@ -281,18 +291,22 @@ class _Ranking:
             return float("inf")
         return self.best[0].step_seconds if self.best else float("inf")
 
-    def _follow(self, quests: list[Quest], *, until_first: bool = False) -> None:
+    def _follow(
+        self, quests: list[Quest], *, until_first: bool = False, began: float | None = None
+    ) -> None:
+        """Makes the quests' pipelines, the most promising first; ``began`` limits the time."""
+
         def enough(estimate: float, found: list[Draft]) -> bool:
             if estimate == float("inf") or (found and until_first):
                 return True
-            if self.drafts and self._is_late(0.7):
+            if self.drafts and (self._is_late(0.7) or (began and self._is_long(began))):
                 return True
             return estimate >= self._cutoff or self.job.effort.left_seconds <= 0
 
-        began, solved = time.perf_counter(), self.job.solver_seconds
+        start, solved = time.perf_counter(), self.job.solver_seconds
         for draft in drafts(quests, enough):
             self._keep(draft)
-        spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
+        spent = time.perf_counter() - start - (self.job.solver_seconds - solved)
         self.job.took("dp", spent)
 
     def _keep(self, draft: Draft) -> None:
@@ -341,13 +355,27 @@ class _Ranking:
         job, top = self.job, self.job.request.top
         fastest = sorted(self.known, key=lambda each: each.step_seconds)
         best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
+        began = time.perf_counter()
+        if began - job.began > LONG_SECONDS:
+            best = best[:1]
         for draft in best:
             if self._is_late(0.8):
                 break
+            if not self._may_win(draft):
+                continue
             for each in candidates(job, draft, refine=True, below=self._step_seconds):
                 self._offer(each)
         if self.best and job.request.frees_axes and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
+
+    def _may_win(self, draft: Draft) -> bool:
+        """Whether its stages' gaps, if they were closed, could make a draft the best."""
+        least = min(
+            found.step_seconds * (1 - max(answer.gap for _, answer in found.answers))
+            for found in self.known
+            if self.drawn.get(id(found)) == draft
+        )
+        return least < self._step_seconds * (1 - self.job.request.gap)
 
     def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Goes through a small space to the end; of a large one says what nothing is below.

@@ -43,6 +43,10 @@ from .search_job import Job
 from .search_runs import Floats, Ints, Series, at_least
 from .search_space import tilings
 
+BOUND_SHARE = 0.1
+LEAST_SECONDS = 1.5
+"""Of the time that the search took, and at least: what narrowing the bound may take besides."""
+
 MOST_RAISED = 8
 """Bounds of stages that are found again with the memory limit."""
 
@@ -162,7 +166,7 @@ class StageBounds:
 
 
 @dataclass
-class _Space:
+class Space:
     """The pipelines of a tiling at one micro-batch size."""
 
     costs: Costs
@@ -230,7 +234,7 @@ class _Part:
 
     least: float
     order: int
-    space: _Space = field(compare=False)
+    space: Space = field(compare=False)
     number: int = field(compare=False)
     turned: bool = field(default=False, compare=False)
     stages: Stages = field(default=(), compare=False)
@@ -255,9 +259,12 @@ def step_bound(
     """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough."""
     began = time.perf_counter()
     order = counting()
-    heap = [_Part(0.0, next(order), *each) for each in _spaces(job, rows, numbers)]
+    heap = [_Part(0.0, next(order), *each) for each in spaces(job, rows, numbers)]
     left = MOST_RAISED
+    until = began + max(LEAST_SECONDS, BOUND_SHARE * (began - job.began))
     while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:
+        if time.perf_counter() > until:
+            break
         raised = heap[0].narrow(left)
         if raised is None:
             break
@@ -267,14 +274,14 @@ def step_bound(
     return min(heap[0].least, step)
 
 
-def space_of(costs: Costs, tiling: Tiling) -> _Space:
+def space_of(costs: Costs, tiling: Tiling) -> Space:
     """The stages of a tiling in any order of actions."""
-    return _Space(costs, tiling, is_chain=False, splits=False)
+    return Space(costs, tiling, is_chain=False, splits=False)
 
 
-def _spaces(
+def spaces(
     job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
-) -> Iterator[tuple[_Space, int]]:
+) -> Iterator[tuple[Space, int]]:
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
     is_chain = all((at, at + 1) in edges for at in range(num_blocks - 1))
@@ -283,4 +290,4 @@ def _spaces(
     for each in rows:
         costs = job.costs(each)
         for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            yield _Space(costs, tiling, is_chain, has_split), number
+            yield Space(costs, tiling, is_chain, has_split), number

@@ -191,14 +191,19 @@ def completed(job: Job, best: Candidate) -> Candidate:
 
 
 def freed(job: Job, best: Candidate) -> Candidate:
-    """The winner with the meshes' axes left to the solver, if that is faster by enough."""
+    """The winner with the meshes' axes left to the solver, if that is faster by enough.
+
+    Of a large graph only where tables can solve it: integer programs that wide take long.
+    """
     chosen: list[Chosen] = []
     depths = stage_depths(edges(job, best.rows, best.stages), len(best.stages))
     for choice, (model, answer), depth in zip(best.stages, best.answers, depths, strict=True):
         mesh = model.prices.mesh
         solver = job.solver(best.rows, mesh, choice.first_device, free=True)
         held = job.held(best.schedule, len(best.stages), best.rows, depth)
-        free = solver.best(answer.run, best.num_microbatches, most_held(held))
+        free = None
+        if solver.is_quick(answer.run, best.num_microbatches):
+            free = solver.best(answer.run, best.num_microbatches, most_held(held))
         if free is not None and is_split(held):
             free = _splitting(solver, free, held)[1]
             fits = free.cost.total_bytes <= solver.limits.memory_bytes

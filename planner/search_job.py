@@ -181,7 +181,8 @@ class Job:
         for mesh in meshes(size, inner_size(self.cluster, first, size), self.request.forced):
             if not self.request.features.allows_mesh(mesh, self.request.max_tp):
                 continue
-            if mesh.axes[0] == "dp" and rows > 1 and rows % mesh.shape[0]:
+            has_rows = rows > 1 or bool(self.structure.graph.batch_dims)
+            if mesh.axes[0] == "dp" and has_rows and rows % mesh.shape[0]:
                 continue
             found.append(self.solver(rows, mesh, first, free=False))
         return found
