@@ -19,7 +19,7 @@ from .slice_costs import SliceShares
 from .stage_cost import StageCost
 
 
-def simulate_stages(
+def simulate_stages(  # noqa: PLR0913 — one for each thing that a step depends on
     schedule: str,
     num_microbatches: int,
     costs: Sequence[StageCost],
