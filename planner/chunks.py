@@ -18,6 +18,12 @@ from itertools import pairwise
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from . import search
+from .asynchronous import (
+    check_asynchronous,
+    check_memory,
+    is_asynchronous,
+    plan_asynchronous,
+)
 from .basis import DEFAULT, Basis
 from .choices import input_specs
 from .errors import InfeasibleError, UsageError
@@ -55,6 +61,13 @@ def plan(
         return search.plan(graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis)
 
     count = num_chunks(request.forced)
+    if is_asynchronous(request.forced.schedule):
+        own = plan_asynchronous(
+            request, found, lambda each: _priced(each, graph, blocks, rules=rules, basis=basis)
+        )
+        check_asynchronous(own, graph, blocks)
+        check_memory(own, request)
+        return with_sources(own, graph, blocks, basis=basis, rules=rules)
     if count == 1:
         return found(request)
     ranks = _num_ranks(request.forced, count, len(blocks.blocks))

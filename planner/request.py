@@ -15,8 +15,12 @@ from .plan import Precision, Recompute
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 """What the search chooses among."""
 
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
+"""What is not equal to one device: see ``asynchronous``."""
+
 FORCED_SCHEDULES = (
     *SCHEDULES, "interleaved", "interleaved-1f1b", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev",
+    *ASYNCHRONOUS,
 )  # fmt: skip
 """What can be forced."""
 

@@ -11,8 +11,8 @@ from autoparallel.planner.strategy import NodeLayout
 from autoparallel.report.words import held_text
 
 MEMORY_ORDER = (
-    "parameters", "master", "gradients", "optimizer", "gathered", "activations", "recomputation",
-    "transient", "communication", "buffers", "fragmentation", "reserve",
+    "parameters", "master", "versions", "gradients", "optimizer", "gathered", "activations",
+    "recomputation", "transient", "communication", "buffers", "fragmentation", "reserve",
 )  # fmt: skip
 
 
