@@ -26,6 +26,7 @@ from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
 from autoparallel.plan_io import load_plan
+from autoparallel.planner.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
@@ -77,6 +78,8 @@ def train(
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
     trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
     records: list[StepRecord] = []
+    if worker.rank == 0 and (meaning := described(plan)):
+        print(f"{plan.schedule}: {meaning}", flush=True)
     done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
     batches = itertools.islice(global_batches(trainer, target, seed), done, None)
     for step in range(done + 1, done + steps + 1):

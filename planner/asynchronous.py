@@ -19,6 +19,14 @@ from .plan import Plan, StagePlan
 from .request import ASYNCHRONOUS, Forced, Request
 from .schedules import build_schedule
 
+RULES = {
+    "pipedream": "at the weights that a stage had in the forward, up to "
+    "as many updates old as stages follow",
+    "pipedream-2bw": "at weights that are one update old",
+    "ampnet": "backwards with newer weights than their forwards",
+}
+"""Where the gradient of an update is taken."""
+
 
 def is_asynchronous(schedule: str | None) -> bool:
     """Whether a schedule of this name updates weights while micro-batches are under way.
@@ -77,6 +85,25 @@ def limit_bytes(plan: Plan, request: Request) -> int:
 def excess_bytes(plan: Plan, request: Request) -> int:
     """How much memory the fullest stage lacks."""
     return plan.prediction.peak_memory_bytes - limit_bytes(plan, request)
+
+
+def described(plan: Plan) -> str:
+    """What an asynchronous plan computes, in words; "" for others."""
+    if not is_asynchronous(plan.schedule):
+        return ""
+    count = num_updates(plan)
+    return (
+        f"not equal to one device: {count} updates per step, each of "
+        f"{plan.model.global_batch // count} rows, {RULES[plan.schedule]}"
+    )
+
+
+def num_updates(plan: Plan) -> int:
+    """How often a step updates the weights; 1 in synchronous schedules."""
+    if not is_asynchronous(plan.schedule):
+        return 1
+    schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
+    return plan.num_microbatches // schedule.per_update
 
 
 def num_versions(plan: Plan, stage: int) -> int:
