@@ -26,6 +26,7 @@ from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
 from autoparallel.plan_io import load_plan
+from autoparallel.planner.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
@@ -34,6 +35,7 @@ from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.replay import run_replay
 from autoparallel.runtime.trainer import Trainer, join
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.targets import Batch, Target, load_target
@@ -76,6 +78,8 @@ def train(
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
     trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
     records: list[StepRecord] = []
+    if worker.rank == 0 and (meaning := described(plan)):
+        print(f"{plan.schedule}: {meaning}", flush=True)
     done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
     batches = itertools.islice(global_batches(trainer, target, seed), done, None)
     for step in range(done + 1, done + steps + 1):
@@ -134,7 +138,10 @@ def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str
 def one_device(
     trainer: Trainer, target: Target, batches: Sequence[Mapping[str, Tensor]], seed: int
 ) -> Reference:
-    """The same steps by the plain model in this process, in the same dtype."""
+    """The same steps by the plain model in this process, in the same dtype.
+
+    For an asynchronous schedule with the updates that it makes.
+    """
     keys = trainer.program.inputs
     is_double = trainer.program.dtype == "float64"
     model = plain_build(target.build_model, seed).to(getattr(torch, trainer.program.dtype))
@@ -147,8 +154,10 @@ def one_device(
 
     named = partial(default_optimizer, name=trainer.plan.model.optimizer)
     build = target.build_optimizer or named
+    rule = trainer.update_rule()
+    train = run_reference if rule is None else partial(run_replay, rule=rule)
     with promote_to_float64() if is_double else nullcontext():
-        return run_reference(
+        return train(
             model, batches, loss=loss, build_optimizer=build, seed=seed,
             split=trainer.reference_split,
             random_dims=batch_dims(trainer.program.graph),

@@ -163,6 +163,18 @@ class Schedule:
         edges = chain(self.num_stages) if self.edges is None else self.edges
         return Wiring.of(self.num_stages, edges)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether weights are updated while micro-batches are under way."""
+        return self.weights != "flushed"
+
+    @property
+    def per_update(self) -> int:
+        """How many micro-batches make an update; all of them in synchronous schedules."""
+        row = self.table[self.stage_rank[0]]
+        updates = sum(action.kind == STEP and action.stage == 0 for action in row)
+        return self.num_microbatches // max(1, updates)
+
     def part(self, stage: int) -> int:
         """The part of the model that a stage computes."""
         return self.parts[stage] if self.parts else stage
@@ -215,6 +227,34 @@ def weight_versions(schedule: Schedule) -> dict[Action, int]:
                 elif schedule.weights == "stashed" and kind != FORWARD:
                     found[action] = found[action._replace(kind=FORWARD)]
     return found
+
+
+def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...]:
+    """For each STEP of a stage, the versions of its weights that its actions after it use."""
+    versions = weight_versions(schedule)
+    later: set[int] = set()
+    found: list[frozenset[int]] = []
+    for action in reversed(schedule.table[schedule.stage_rank[stage]]):
+        if action.stage == stage and action.kind in COMPUTE:
+            later.add(versions[action])
+        elif action.stage == stage and action.kind == STEP:
+            found.append(frozenset(later))
+    return tuple(found[::-1])
+
+
+def versions_held(schedule: Schedule, stage: int) -> int:
+    """The most versions of its weights that a stage holds at once: the newest, older in use.
+
+    1 where there is one memory that updates write to.
+
+    >>> table = parse_table("0F0 0F1 0B0 0REDUCE0 0STEP0 0F2 0B1 0REDUCE1 0STEP1 0B2")
+    >>> versions_held(Schedule("example", 3, (0,), table, weights="stashed"), 0)
+    2
+    """
+    if schedule.weights in ("flushed", "latest"):
+        return 1
+    needed = enumerate(versions_needed(schedule, stage))
+    return max(1 + sum(each <= version for each in later) for version, later in needed)
 
 
 def _update_of(row: Row) -> dict[tuple[int, int], int]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..cost_model.memory import PrecisionPolicy, fragmentation_bytes, policy, reserve_bytes
+from ..planner.asynchronous import version_bytes
 from ..planner.graph import Blocks, Graph
 from ..planner.layout import local_shape
 from ..planner.plan import Plan, StagePlan
@@ -176,7 +177,7 @@ class _Stage:
     def _with_reserves(self, found: Bytes) -> Bytes:
         groups = sum(size > 1 for size in self.stage.mesh.shape)
         found["reserve"] = float(reserve_bytes(self.kind, groups))
-        lasting = ("parameters", "master", "optimizer", "gradients", "reserve")
+        lasting = ("parameters", "master", "versions", "optimizer", "gradients", "reserve")
         moving = sum(size for name, size in found.items() if name not in lasting)
         found["fragmentation"] = fragmentation_bytes(self.kind, moving)
         return {name: size for name, size in found.items() if size}
@@ -195,6 +196,8 @@ class _Stage:
         found: Bytes = {"parameters": 0.0, "master": 0.0, GRADIENTS: 0.0, "optimizer": 0.0}
         for name in sorted(names):
             self._add_parameter(found, name, rules)
+        held = found["parameters"] + found["master"]
+        found["versions"] = version_bytes(self.plan, self.index, held)
         return found
 
     def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:

@@ -14,6 +14,7 @@ from ..cost_model.cluster import Cluster
 from ..cost_model.memory import reserve_bytes
 from . import rules as default_rules
 from .assembly import GATHERED_BLOCKS
+from .asynchronous import version_bytes
 from .basis import DEFAULT, Basis
 from .branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .choices import inner_collectives, input_specs
@@ -345,8 +346,11 @@ class _Walk:
             if self.graph[ref.name].kind in ("input", "constant", "buffer")
         }
         groups = sum(size > 1 for size in self.stage.mesh.shape)
+        parameters = sum(each.parameters for each in states)
+        versions = version_bytes(self.plan, self.index, parameters)
         return {
-            "parameters": sum(each.parameters for each in states),
+            "parameters": parameters,
+            **({"versions": versions} if versions else {}),
             "gradients": sum(each.gradients for each in states),
             "optimizer": sum(each.optimizer for each in states),
             "activations": held_bytes(self._held(), self.kept_bytes, self.late_bytes),

@@ -18,8 +18,11 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
 CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
 """What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
 
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
+"""What is not equal to one device: see ``asynchronous``."""
+
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, "chimera", "terapipe",
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, "chimera", "terapipe", *ASYNCHRONOUS,
 )  # fmt: skip
 """What can be forced."""
 

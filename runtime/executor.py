@@ -8,7 +8,7 @@ forward comes before its backward works, with any number in flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..cost_model.actions import BACKWARD, FORWARD
 from ..passes.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
@@ -23,6 +24,7 @@ from .backward import around_backward
 from .data import local_inputs, local_part, microbatch_rows
 from .gradients import GradientReducer
 from .stage import StageModule
+from .versions import WeightVersions
 from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
 
 if TYPE_CHECKING:
@@ -56,22 +58,29 @@ class StageExecutor:
         num_microbatches: int,
         constants: Mapping[str, Tensor] | None = None,
         seed: int = 0,
+        per_update: int | None = None,
+        versions: WeightVersions | None = None,
     ) -> None:
         """``constants`` are the whole values, by name, of the stage's constants and of the
         leaves of its counting.
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
-        another one sets ``steps_begun`` to that one's.
+        another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
+        weights after every ``per_update`` micro-batches, which ``stage`` is built for, and
+        compute with ``versions`` of them.
         """
         self.stage = stage
         self.program = stage.program
         self.num_microbatches = num_microbatches
+        self.per_update = per_update or num_microbatches
+        self.versions = versions
         self.seed = seed
         self.steps_begun = 0
         self.parameters = stage.by_name
         self._constants = self._local_constants(constants or {})
         self._whole = constants or {}
-        self._counts: Mapping[str, Tensor] = {}
+        self._counts: list[Mapping[str, Tensor]] = []
+        self._is_updated = False
         self._requires_grad = {
             boundary.key: boundary.spec.requires_grad for boundary in self.program.receives
         }
@@ -103,12 +112,23 @@ class StageExecutor:
         if self.stage.weight_gradients is not None:
             self.stage.weight_gradients.clear()
         self.stage.keep_buffers()
-        if self.program.counting is not None:
-            self._counts = self.program.counting.evaluate(self._counted_input)
+        self._counts = list(self._counted())
         self.zero_grad()
         begin_step(self.stage)
         for parameter in self.parameters.values():
             parameter.refresh()
+        if self.versions is not None:
+            self.versions.begin()
+
+    def _counted(self) -> Iterator[Mapping[str, Tensor]]:
+        """For each update, what its micro-batches must know of each other."""
+        counting = self.program.counting
+        for first in range(0, self.num_microbatches, self.per_update):
+
+            def value_of(node: Node, microbatch: int, first: int = first) -> Tensor:
+                return self._counted_input(node, first + microbatch)
+
+            yield {} if counting is None else counting.evaluate(value_of)
 
     def _counted_input(self, node: Node, microbatch: int) -> Tensor:
         """One micro-batch's whole value of what the stage's counting reads."""
@@ -125,6 +145,9 @@ class StageExecutor:
         ``received`` has this rank's part of every value from other stages, by key.
         """
         self.program.draws.microbatch = microbatch
+        if self.versions is not None:
+            self.versions.use(FORWARD, microbatch)
+        counts = self._counts[microbatch // self.per_update]
         leaves = {
             key: value.detach().requires_grad_(self._requires_grad[key])
             for key, value in received.items()
@@ -132,7 +155,7 @@ class StageExecutor:
         inputs = local_inputs(
             self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
         )
-        outputs = self.stage({**self._constants, **self._counts, **inputs, **leaves})
+        outputs = self.stage({**self._constants, **counts, **inputs, **leaves})
         return self._finished(microbatch, leaves, outputs, self.program)
 
     def _finished(
@@ -167,6 +190,10 @@ class StageExecutor:
             received = self.backward_inputs(microbatch, gradients)
             self.backward_weights(microbatch, last=last)
             return received
+        if self.versions is not None:
+            self.versions.use(BACKWARD, microbatch)
+        if self._is_updated:
+            self.zero_grad()
         begin_backward(self.stage, last=last)
         self._reducer.begin_backward(last=last)
         return self._run_backward(microbatch, gradients)
@@ -199,7 +226,7 @@ class StageExecutor:
             gradient = gradients.get(key)
             if key == self.program.loss:
                 assert flight.loss is not None
-                share = torch.full_like(flight.loss, 1.0 / self.num_microbatches)
+                share = torch.full_like(flight.loss, 1.0 / self.per_update)
                 gradient = share if gradient is None else gradient + share
             if gradient is not None:
                 edges.append(edge)
@@ -253,11 +280,22 @@ class StageExecutor:
         (``runtime.tied``).
         """
         self._reducer.finish()
-        self.stage.keep_buffers()
+        if not self._in_flight:
+            self.stage.keep_buffers()
         for parameter in self.parameters.values():
             parameter.publish()
 
+    def update(self, step: Callable[[], None]) -> None:
+        """Run the optimizer's ``step`` in the middle of a step, after ``finish_step``.
+
+        The gradients stay until the next backward.
+        """
+        assert self.versions is not None
+        self.versions.update(step)
+        self._is_updated = True
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
+        self._is_updated = False
         for parameter in self.parameters.values():
             parameter.zero_grad()

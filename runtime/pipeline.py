@@ -43,7 +43,7 @@ class Executor(Protocol):
     Where sequences are sliced, slice ``j`` of micro-batch ``m`` is ``m * num_slices + j``, but in
     ``loss``. ``backward`` scales the loss by one over the number of micro-batches;
     ``gradients`` are those of the values sent. ``backward_inputs`` and ``backward_weights`` are
-    its halves. ``last`` marks the last action of the step that gives the stage's weights
+    its halves. ``last`` marks the last action before a REDUCE that gives the stage's weights
     gradients.
     """
 
@@ -110,8 +110,7 @@ class PipelineRunner:
         self._outputs: dict[Action, Values] = {}
         self._posted: set[tuple[Direction, int, int]] = set()
         self._sends = frozenset(action for action in self._row if action.kind in SENDS)
-        weights = [a for a in self._row if a.kind in (BACKWARD, WEIGHT_BACKWARD)]
-        self._lasts = frozenset({action.stage: action for action in weights}.values())
+        self._lasts = _last_backwards(self._row)
         reduces = [action for action in self._row if action.kind == REDUCE]
         self._last_reduce = reduces[-1] if reduces else None
         self._trains = any(
@@ -230,6 +229,18 @@ class PipelineRunner:
     def _tell(self, what: str) -> None:
         if self._progress is not None:
             self._progress(what)
+
+
+def _last_backwards(row: Row) -> frozenset[Action]:
+    """The actions that give a stage's weights gradients last before they are reduced."""
+    found: set[Action] = set()
+    latest: dict[int, Action] = {}
+    for action in row:
+        if action.kind in (BACKWARD, WEIGHT_BACKWARD):
+            latest[action.stage] = action
+        elif action.kind == REDUCE:
+            found.add(latest[action.stage])
+    return frozenset(found)
 
 
 def row_of(schedule: Schedule, stages: frozenset[int]) -> Row:

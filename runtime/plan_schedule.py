@@ -51,6 +51,17 @@ def splits_backward(schedule: Schedule, stage: int) -> bool:
     return any(action.kind == INPUT_BACKWARD and action.stage == stage for action in row)
 
 
+def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
+    """The plan whose step is one update: what an asynchronous schedule's stages are built for.
+
+    What the micro-batches of a step must know of each other (``Graph.accumulation``) only those
+    of one update know then.
+    """
+    count = schedule.per_update
+    model = replace(plan.model, global_batch=plan.microbatch_size * count)
+    return replace(plan, num_microbatches=count, model=model)
+
+
 def _carries(schedule: Schedule, crossing: Set[tuple[int, int]]) -> bool:
     """Whether every value between ranks is sent and received at some action."""
     ranks = schedule.stage_rank

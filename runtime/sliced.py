@@ -105,7 +105,7 @@ class SlicedExecutor(StageExecutor):
         inputs = local_inputs(
             self._batch, program, microbatch, self.num_microbatches, self.stage.device
         )
-        outputs = self.stage({**self._constants, **self._counts, **inputs, **leaves}, part)
+        outputs = self.stage({**self._constants, **self._counts[0], **inputs, **leaves}, part)
         for each in self._carried:
             sequence.made[each.made] = outputs[each.made].detach()
         return self._finished(unit, leaves, outputs, program)

@@ -7,6 +7,7 @@ the world makes a ``Trainer``, and calls ``step`` with the same global batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
 from ..passes.stage_cut import boundaries, with_replicas
 from ..passes.stage_program import StageProgram, build_stage
+from ..planner.asynchronous import check_asynchronous
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.replicas import check_replicas, placed_stages
@@ -36,10 +38,12 @@ from .mesh import build_meshes, stages_of_rank
 from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .parameters import StageParameter
 from .pipeline import PipelineRunner
-from .plan_schedule import schedule_of, splits_backward
+from .plan_schedule import schedule_of, splits_backward, updating_plan
+from .replay import UpdateRule
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
 from .stage import StageModule
 from .tied import find_tied
+from .versions import WeightVersions
 
 Weights = deferred_init.Deferred | Mapping[str, Tensor]
 """Where initial parameters and buffers come from: a recorded build, or tensors by name."""
@@ -85,6 +89,7 @@ class Trainer:
         where there are fewer processes than the plan has devices.
         """
         check_plan(program, plan)
+        check_asynchronous(plan, program.graph, program.blocks)
         self.plan = plan
         self.program = program.with_batch_size(plan.microbatch_size)
         self.device = device
@@ -125,7 +130,9 @@ class Trainer:
             lambda each, of: build(each.graph, each.blocks, each.plan, of_slice=of),
         )  # fmt: skip
         whole = self.program
-        programs = self.of_slices[index] or (build(whole.graph, whole.blocks, self.plan),)
+        programs = self.of_slices[index] or (
+            build(whole.graph, whole.blocks, updating_plan(self.plan, self.schedule)),
+        )
         return StageModule(
             programs[0],
             communicator.device_mesh,
@@ -139,11 +146,19 @@ class Trainer:
         stage, count = self.stages[index], self.plan.num_microbatches
         constants = constants_of(self.program, stage, weights, str(self.device))
         if not self.slices:
-            return StageExecutor(stage, num_microbatches=count, constants=constants, seed=seed)
+            return StageExecutor(
+                stage, num_microbatches=count, constants=constants, seed=seed,
+                per_update=self.schedule.per_update, versions=self._make_versions(stage),
+            )  # fmt: skip
         return SlicedExecutor(
             stage, self.of_slices[index], self.slices[-1].carried[index],
             num_microbatches=count, constants=constants, seed=seed,
         )  # fmt: skip
+
+    def _make_versions(self, stage: StageModule) -> WeightVersions | None:
+        if not self.schedule.is_asynchronous:
+            return None
+        return WeightVersions(stage.by_name.values(), self.schedule, stage.program.index)
 
     def _make_runner(self, progress: Callable[..., None] | None) -> PipelineRunner:
         stages = placed_stages(self.plan)
@@ -161,8 +176,14 @@ class Trainer:
             ),
             handover=Handover(handed, stages=stages, rank=self.rank, device=self.device),
             complete=self._sum_tied,
+            update=self._update_early if self.schedule.is_asynchronous else None,
             progress=progress,
         )
+
+    def _update_early(self) -> None:
+        """An update in the middle of a step, of this rank's only stage."""
+        (executor,) = self.executors.values()
+        executor.update(self.optimizer.step)
 
     def _sum_tied(self) -> None:
         self.tied.sum({index: stage.by_name for index, stage in self.stages.items()})
@@ -185,14 +206,21 @@ class Trainer:
         return {name: batch[key] for name, key in self.program.inputs.items()}  # type: ignore[index]
 
     def step(self, inputs: Mapping[str, Tensor]) -> StepResult:
-        """One step on the global batch: forward, backward, gradient sums, optimizer."""
+        """One step on the global batch: forward, backward, gradient sums, optimizer.
+
+        By an asynchronous schedule the optimizer runs several times, and the norm is that of
+        the last update's gradient.
+        """
         loss = self.backward(inputs)
         norm = gradient_norm(self.own_parameters(), device=self.device)
-        self.update()
+        if not self.schedule.is_asynchronous:
+            self.update()
         return StepResult(loss, norm)
 
     def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The loss; every parameter's gradient is complete afterwards.
+
+        By an asynchronous schedule the weights are updated as well.
 
         Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's.
         """
@@ -203,18 +231,37 @@ class Trainer:
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
         """The parts of a global batch that one device has to run apart to do the same.
 
-        The whole batch, unless the plan has micro-batches and rows see each other.
+        Those of each update (the whole batch, unless the schedule is asynchronous), or the
+        micro-batches where rows see each other.
         """
         count = self.plan.num_microbatches
-        graph = self.program.graph
-        if count == 1 or not graph.accumulation.mixing:
+        if not self.program.graph.accumulation.mixing:
+            count //= self.schedule.per_update
+        if count == 1:
             return (batch,)
+        graph = self.program.graph.with_batch_size(self.plan.model.global_batch // count)
         return tuple(
             {
                 name: microbatch_rows(name, tensor, graph[name].spec, part, count)
                 for name, tensor in batch.items()
             }
             for part in range(count)
+        )
+
+    def update_rule(self) -> UpdateRule | None:
+        """What an asynchronous schedule does to the weights; None for others."""
+        if not self.schedule.is_asynchronous:
+            return None
+        stage_of: dict[str, int] = {}
+        blocks = iter(self.program.blocks.blocks)
+        for index, stage in enumerate(self.plan.stages):
+            for block in itertools.islice(blocks, len(stage.blocks)):
+                stage_of.update(dict.fromkeys(block.parameters, index))
+        return UpdateRule(
+            self.schedule.weights,
+            self.plan.num_microbatches // self.schedule.per_update,
+            len(self.plan.stages),
+            stage_of,
         )
 
     def use_optimizer(self, build: BuildOptimizer) -> None:

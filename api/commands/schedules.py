@@ -77,7 +77,8 @@ def listing(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for each in found:
         runs = "simulate and run" if each["runs"] else "simulate only"
-        lines.append(f"{each['name']:<14}{each['family']}, {runs}")
+        unlike = "" if each["synchronous"] else " (not equal to one device)"
+        lines.append(f"{each['name']:<14}{each['family']}{unlike}, {runs}")
         lines.append(f"  {each['description']}")
         lines.append(f"  bubble {each['bubble']}; memory {each['memory']}")
         lines += [f"  {each['source']}", ""] if each["source"] else [""]

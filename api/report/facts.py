@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autoparallel.planner.asynchronous import num_updates
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.strategy import NodeLayout
 from autoparallel.report.words import held_text
 
 MEMORY_ORDER = (
-    "parameters", "master", "gradients", "optimizer", "gathered", "activations", "recomputation",
-    "transient", "communication", "buffers", "fragmentation", "reserve",
+    "parameters", "master", "versions", "gradients", "optimizer", "gathered", "activations",
+    "recomputation", "transient", "communication", "buffers", "fragmentation", "reserve",
 )  # fmt: skip
 
 
@@ -39,15 +40,15 @@ def stage_seconds(plan: Plan, stage: StagePlan) -> dict[str, float]:
     """Where a rank of ``stage`` spends a step, in seconds; what is left is waiting.
 
     ``prediction.seconds`` counts compute, communication and send per micro-batch, and
-    gradient_sync and optimizer per step.
+    gradient_sync and optimizer per update.
     """
-    seconds = stage.prediction.seconds
+    seconds, updates = stage.prediction.seconds, num_updates(plan)
     parts = {
         "compute": seconds.get("compute", 0.0) * plan.num_microbatches,
         "communication inside the stage": seconds.get("communication", 0.0) * plan.num_microbatches,
         "sending to the next stage": seconds.get("send", 0.0) * plan.num_microbatches,
-        "gradient synchronization": seconds.get("gradient_sync", 0.0),
-        "optimizer": seconds.get("optimizer", 0.0),
+        "gradient synchronization": seconds.get("gradient_sync", 0.0) * updates,
+        "optimizer": seconds.get("optimizer", 0.0) * updates,
     }
     waiting = plan.prediction.step_seconds - sum(parts.values())
     other = "waiting for other stages" if plan.has_pipeline else "other"

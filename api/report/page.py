@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoparallel.planner.asynchronous import described
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
@@ -144,7 +145,8 @@ def headline(plan: Plan) -> RenderableType:
     line = Text("  ").join(
         Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures
     )
-    return Group(Text(""), Text(shape_text(plan), style="bold cyan"), line)
+    meaning = [Text(text, style="yellow")] if (text := described(plan)) else []
+    return Group(Text(""), Text(shape_text(plan), style="bold cyan"), *meaning, line)
 
 
 def shape_text(plan: Plan) -> str:
