@@ -41,7 +41,7 @@ from .slice_costs import SliceShares, even_lengths, shares_by_work
 from .stage_cost import StageCost
 from .stage_model import StageModel
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
-from .step import simulate_stages
+from .step import latency_seconds, simulate_stages
 from .structure import Structure
 from .submesh import mesh_of, restriction
 
@@ -257,6 +257,7 @@ def price(
         gradient_buckets=[max(1, run.num_blocks) for run in runs],
         num_chunks=configuration.num_chunks,
         slices=slices,
+        latency_seconds=latency_seconds(cluster),
     )
     ranks = tuple(
         _rank_bytes(tuple(costs[part] for part in parts), timeline.peak_activation_bytes[rank])

@@ -30,7 +30,7 @@ from .saved import Part, saved_parts, working_bytes
 from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
 from .slice_costs import slice_shares
 from .stage_cost import StageCost
-from .step import send_seconds, simulate_stages
+from .step import latency_seconds, send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
 from .weight_backward import late_parts, late_seconds
@@ -74,6 +74,7 @@ def evaluate(
     timeline = simulate_stages(
         plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks,
         slices=slices,
+        latency_seconds=latency_seconds(cluster),
     )  # fmt: skip
     sends = send_seconds(costs, edges)
     return Evaluation(

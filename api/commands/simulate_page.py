@@ -24,7 +24,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.rules import work
 from autoparallel.planner.stage_runs import even_layers, find_layers
-from autoparallel.planner.step import simulate_stages
+from autoparallel.planner.step import latency_seconds, simulate_stages
 from autoparallel.planner.structure import Structure
 from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import of_text, plain_table, section
@@ -83,6 +83,7 @@ def simulated(
         gradient_buckets=layers,
         num_chunks=configuration.num_chunks,
         slices=priced.slices,
+        latency_seconds=latency_seconds(cluster),
     )
     timeline = replace(timeline, replicas=(per_rank,) * configuration.pp)
     length = seq if seq is not None else captured_seq(program)

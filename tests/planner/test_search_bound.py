@@ -103,7 +103,7 @@ def interrupted(after: int) -> Plan:
         if calls > after:
             raise KeyboardInterrupt
 
-    return plan(graph, blocks, cluster(4), Request(16), observe=observe)
+    return plan(graph, blocks, cluster(3), Request(16), observe=observe)
 
 
 @pytest.mark.parametrize("after", [1, 3, 6])
