@@ -111,12 +111,20 @@ def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
         _follow_attention(found, node, places)
     elif packet in _VIEWS:
         found.places[Ref(node.name)] = _viewed(graph, node, places[0])
+    elif packet == "aten.cat" and _is_alone(graph, node, places):
+        found.places[Ref(node.name)] = next(iter(places.values()))
     elif packet == "aten.slice" and argument(node, 1, "dim", 0) == places[0].dim:
         found.places[Ref(node.name)] = _sliced(graph, node, places[0])
     elif packet in _CLASS_LOSSES and argument(node, 3, "reduction", _MEAN) != _NONE:
         _follow_loss(found, graph, node, places)
     else:
         _follow_strategy(found, graph, node, places)
+
+
+def _is_alone(graph: Graph, node: Node, places: Mapping[int, Place]) -> bool:
+    """Whether a concatenation has one input, and else empty ones: a cache that is not used."""
+    empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
+    return len(places) == 1 and empty == len(node.inputs) - 1
 
 
 def _entry(found: Places, graph: Graph, node: Node, dims: Dims) -> tuple[int, Place] | None:

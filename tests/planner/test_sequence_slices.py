@@ -146,3 +146,16 @@ def test_merged_dimensions_keep_their_positions() -> None:
     places = find_places(captured(loss="mean").graph)
     assert places.length == SEQ
     assert Place(0, outer=ROWS, count=SEQ) in places.cut.values(), "labels of all rows in one"
+
+
+class Unused(nn.Module):
+    """Concatenates to nothing, as an empty cache of keys does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), x], dim=-2)
+
+
+def test_a_concatenation_with_nothing_keeps_positions() -> None:
+    places = find_places(captured(mixer=Unused()).graph)
+    assert places.length == SEQ
+    assert len(places.attention) == 2
