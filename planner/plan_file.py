@@ -68,7 +68,7 @@ def loads(text: str, where: str = "plan") -> Plan:
 
 def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     """A plan of an older schema as one of this: 1 knew no profiles, 2 no bound and no goals."""
-    table = {"goal": None, **table}
+    table = {"goal": None, "slices": [], **table}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
     if schema == SCHEMA or not isinstance(prediction, dict) or not isinstance(solver, dict):
         return table
