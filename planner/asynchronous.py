@@ -182,7 +182,7 @@ def _splits_weights(stage: StagePlan, graph: Graph) -> bool:
         if name not in graph.by_name:
             continue
         found = [layout.outputs[0]] if graph[name].kind == "parameter" else [
-            wanted for ref, wanted in zip(graph[name].inputs, layout.inputs, strict=True)
+            wanted for ref, wanted in zip(graph[name].inputs, layout.inputs, strict=False)
             if graph[ref.name].kind == "parameter"
         ]  # fmt: skip
         if any(placement.is_shard for wanted in found for placement in wanted):
