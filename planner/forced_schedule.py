@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..cost_model.cluster import Cluster
-from . import both_ways, chunks, search
+from . import both_ways, chunks, search, sliced
 from . import rules as default_rules
 from .asynchronous import (
     check_asynchronous,
@@ -23,7 +23,7 @@ from .prices import Rules
 from .request import Request
 from .sources import with_sources
 
-ARRANGED = ("chimera",)
+ARRANGED = ("chimera", "terapipe")
 """Schedules whose plans are made of those of another schedule; they have their own memory."""
 
 
@@ -39,7 +39,8 @@ def plan(
 ) -> Plan:
     """The fastest plan found that fits, of the schedule that is forced if one is.
 
-    Raises as ``search.plan``, ``chunks.plan``, ``both_ways.plan`` and ``plan_asynchronous`` do.
+    Raises as ``search.plan``, ``chunks.plan``, ``both_ways.plan``, ``sliced.plan`` and
+    ``plan_asynchronous`` do.
     """
     is_async = is_asynchronous(request.forced.schedule)
     if request.forced.schedule not in ARRANGED and not is_async:
@@ -59,4 +60,5 @@ def plan(
         check_asynchronous(own, graph, blocks)
         check_memory(own, request)
         return with_sources(own, graph, blocks, basis=basis, rules=rules)
-    return both_ways.plan(graph, blocks, request, found, rules=rules, basis=basis)
+    arranged = sliced.plan if request.forced.schedule == "terapipe" else both_ways.plan
+    return arranged(graph, blocks, request, found, rules=rules, basis=basis)
