@@ -124,7 +124,7 @@ def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
     return (num_versions(plan, stage) - 1) * parameters * rules.gathered_bytes / copies
 
 
-def check_versions_fit(plan: Plan, request: Request) -> None:
+def check_memory(plan: Plan, request: Request) -> None:
     """Raises InfeasibleError AP301 where a stage and its versions of the weights do not fit."""
     excess = excess_bytes(plan, request)
     if excess > 0:
@@ -182,7 +182,7 @@ def _splits_weights(stage: StagePlan, graph: Graph) -> bool:
         if name not in graph.by_name:
             continue
         found = [layout.outputs[0]] if graph[name].kind == "parameter" else [
-            wanted for ref, wanted in zip(graph[name].inputs, layout.inputs, strict=True)
+            wanted for ref, wanted in zip(graph[name].inputs, layout.inputs, strict=False)
             if graph[ref.name].kind == "parameter"
         ]  # fmt: skip
         if any(placement.is_shard for wanted in found for placement in wanted):

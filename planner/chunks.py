@@ -19,12 +19,6 @@ from itertools import pairwise
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from . import search
-from .asynchronous import (
-    check_asynchronous,
-    check_versions_fit,
-    is_asynchronous,
-    plan_asynchronous,
-)
 from .basis import DEFAULT, Basis
 from .choices import input_specs
 from .chunk_bound import chunk_bound
@@ -80,13 +74,6 @@ def plan(
         return priced(looped, graph, blocks, rules=rules, basis=basis)
 
     count = num_chunks(request.forced)
-    if is_asynchronous(request.forced.schedule):
-        own = plan_asynchronous(
-            request, found, lambda each: priced(each, graph, blocks, rules=rules, basis=basis)
-        )
-        check_asynchronous(own, graph, blocks)
-        check_versions_fit(own, request)
-        return with_sources(own, graph, blocks, basis=basis, rules=rules)
     if count == 1:
         best = _best(searched(request), cut, deadline)
         return with_sources(best, graph, blocks, basis=basis, rules=rules)

@@ -10,11 +10,18 @@ from collections.abc import Callable
 from ..cost_model.cluster import Cluster
 from . import both_ways, chunks, search, sliced
 from . import rules as default_rules
+from .asynchronous import (
+    check_asynchronous,
+    check_memory,
+    is_asynchronous,
+    plan_asynchronous,
+)
 from .basis import DEFAULT, Basis
 from .graph import Blocks, Graph
 from .plan import Plan
 from .prices import Rules
 from .request import Request
+from .sources import with_sources
 
 ARRANGED = ("chimera", "terapipe")
 """Schedules whose plans are made of those of another schedule; they have their own memory."""
@@ -32,9 +39,11 @@ def plan(
 ) -> Plan:
     """The fastest plan found that fits, of the schedule that is forced if one is.
 
-    Raises as ``search.plan``, ``chunks.plan``, ``both_ways.plan`` and ``sliced.plan`` do.
+    Raises as ``search.plan``, ``chunks.plan``, ``both_ways.plan``, ``sliced.plan`` and
+    ``plan_asynchronous`` do.
     """
-    if request.forced.schedule not in ARRANGED:
+    is_async = is_asynchronous(request.forced.schedule)
+    if request.forced.schedule not in ARRANGED and not is_async:
         return chunks.plan(
             graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis
         )
@@ -42,5 +51,14 @@ def plan(
     def found(asked: Request) -> Plan:
         return search.plan(graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis)
 
+    if is_async:
+        own = plan_asynchronous(
+            request,
+            found,
+            lambda each: chunks.priced(each, graph, blocks, rules=rules, basis=basis),
+        )
+        check_asynchronous(own, graph, blocks)
+        check_memory(own, request)
+        return with_sources(own, graph, blocks, basis=basis, rules=rules)
     arranged = sliced.plan if request.forced.schedule == "terapipe" else both_ways.plan
     return arranged(graph, blocks, request, found, rules=rules, basis=basis)

@@ -130,9 +130,8 @@ class Trainer:
             lambda each, of: build(each.graph, each.blocks, each.plan, of_slice=of),
         )  # fmt: skip
         whole = self.program
-        programs = self.of_slices[index] or (
-            build(whole.graph, whole.blocks, updating_plan(self.plan, self.schedule)),
-        )
+        plan = updating_plan(self.plan, self.schedule)
+        programs = self.of_slices[index] or (build(whole.graph, whole.blocks, plan),)
         return StageModule(
             programs[0],
             communicator.device_mesh,
