@@ -10,7 +10,7 @@ from ..cost_model.cluster import Cluster
 from .layout import Mesh
 from .strategy import NodeLayout
 
-SCHEMA = 3
+SCHEMA = 4
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -50,7 +50,8 @@ class StagePlan:
     of parameters that are replicated over mesh axis 0, the axis that shards states.
     ``layouts`` maps a node's name, in the first block of its kind in the whole graph, to
     what was chosen; names of inputs, constants and shared parameters stand for themselves.
-    ``forward_seconds``/``backward_seconds`` are per micro-batch.
+    ``forward_seconds``/``backward_seconds`` are per micro-batch. ``shares`` are the rows of a
+    micro-batch that each coordinate of mesh axis 0 takes; () where it is split evenly.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -59,6 +60,7 @@ class StagePlan:
     zero: int
     layouts: Mapping[str, NodeLayout]
     prediction: StagePrediction
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from .search_candidates import candidates, completed, freed
 from .search_exact import exact_candidates
 from .search_job import Job
 from .search_quests import Draft, Quest, drafts
+from .search_shares import shared_candidates
 from .search_space import mixed_tiling, uniform_tiling
 from .sources import with_sources
 
@@ -165,6 +166,7 @@ class _Ranking:
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
         self.bound = 0.0
+        self.shared_bound = float("inf")
 
     def run(self) -> None:
         """Searches until nothing better is left, or the time is up."""
@@ -189,7 +191,9 @@ class _Ranking:
         self._add_branches(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         self._refine()
+        self._share_out(rows)
         self._prove(rows, numbers)
+        self.bound = min(self.bound, self.shared_bound)
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
@@ -307,6 +311,16 @@ class _Ranking:
                 self._offer(each)
         if self.best and job.request.frees_axes and not self._is_late(0.9):
             self._offer(freed(job, self.best[0]))
+
+    def _share_out(self, rows: tuple[int, ...]) -> None:
+        """Plans in which unlike devices take unequal shares of the batch.
+
+        They have every device, so they are the same for every order of the hosts.
+        """
+        for found, bound in shared_candidates(self.job, rows):
+            self.shared_bound = min(self.shared_bound, bound)
+            if found is not None:
+                self._offer(found)
 
     def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Goes through a small space to the end; of a large one says what nothing is below.

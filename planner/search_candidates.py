@@ -132,7 +132,12 @@ def completed(job: Job, best: Candidate) -> Candidate:
 
 
 def freed(job: Job, best: Candidate) -> Candidate:
-    """The winner with the meshes' axes left to the solver, if that is faster by enough."""
+    """The winner with the meshes' axes left to the solver, if that is faster by enough.
+
+    Unequal shares of the batch leave "dp" to the batch.
+    """
+    if any(answer.shares for _, answer in best.answers):
+        return best
     chosen: list[Chosen] = []
     depths = stage_depths(edges(job, best.rows, best.stages), len(best.stages))
     for choice, (model, answer), depth in zip(best.stages, best.answers, depths, strict=True):

@@ -51,10 +51,11 @@ class StageExecutor:
         *,
         num_microbatches: int,
         constants: Mapping[str, Tensor] | None = None,
+        counted: Mapping[str, Tensor] | None = None,
         seed: int = 0,
     ) -> None:
         """``constants`` are the whole values, by name, of the stage's constants and of the
-        leaves of its counting.
+        leaves of its counting; ``counted`` the latter's, where the stage has rows of its own.
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's.
@@ -66,7 +67,7 @@ class StageExecutor:
         self.steps_begun = 0
         self.parameters = stage.by_name
         self._constants = self._local_constants(constants or {})
-        self._whole = constants or {}
+        self._whole = counted or constants or {}
         self._counts: Mapping[str, Tensor] = {}
         self._requires_grad = {
             boundary.key: boundary.spec.requires_grad for boundary in self.program.receives

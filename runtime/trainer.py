@@ -126,10 +126,17 @@ class Trainer:
         )
 
     def _make_executor(self, stage: StageModule, weights: Weights, seed: int) -> StageExecutor:
+        share, device = stage.program.share, str(self.device)
+        counted = constants_of(self.program, stage, weights, device)
+        constants = counted
+        if share is not None:
+            own = self.program.with_batch_size(share.batch_size)
+            constants = constants_of(own, stage, weights, device)
         return StageExecutor(
             stage,
             num_microbatches=self.plan.num_microbatches,
-            constants=constants_of(self.program, stage, weights, str(self.device)),
+            constants=constants,
+            counted=counted,
             seed=seed,
         )
 
