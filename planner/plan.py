@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
@@ -209,3 +210,13 @@ class Plan:
     @property
     def has_pipeline(self) -> bool:
         return len(self.stages) > 1
+
+
+def rows_text(shares: Sequence[int]) -> str:
+    """Unequal shares, neighbours that are equal counted.
+
+    >>> rows_text((3, 3, 5))
+    '2×3:5'
+    """
+    found = [(len(list(group)), rows) for rows, group in groupby(shares)]
+    return ":".join(f"{count}×{rows}" if count > 1 else str(rows) for count, rows in found)

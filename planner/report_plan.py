@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.compute import peak_flops
@@ -29,6 +28,7 @@ from .plan import (
     SolverInfo,
     StagePlan,
     StagePrediction,
+    rows_text,
 )
 from .prices import Prices, boundary_layout
 from .request import Request
@@ -80,7 +80,7 @@ class Candidate:
             )
             text = f"{choice.stop - choice.start} blocks on {sizes}"
             if answer.shares:
-                text += f" rows {shares_text(answer.shares)}"
+                text += f" rows {rows_text(answer.shares)}"
             if answer.setting.zero:
                 text += f" zero={answer.setting.zero}"
             for how, numbers in zip(("recompute", "selective"), answer.setting.rung, strict=True):
@@ -90,16 +90,6 @@ class Candidate:
         stages = " | ".join(_counted(parts))
         schedule = f", {self.schedule}" if len(parts) > 1 else ""
         return f"{stages}; {self.num_microbatches} × {self.rows} rows{schedule}"
-
-
-def shares_text(shares: Sequence[int]) -> str:
-    """Unequal shares, neighbours that are equal counted.
-
-    >>> shares_text((3, 3, 5))
-    '2×3:5'
-    """
-    found = [(len(list(group)), rows) for rows, group in groupby(shares)]
-    return ":".join(f"{count}×{rows}" if count > 1 else str(rows) for count, rows in found)
 
 
 def _counted(parts: Sequence[str]) -> list[str]:

@@ -50,6 +50,9 @@ Observe = Callable[[str, float, float], None]
 SOON = 0.05
 """The share of the time limit after which a first plan is made of what is known."""
 
+MOST_FREED = 24
+"""Candidates that are tried with free axes, in a small graph."""
+
 GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
 
@@ -302,15 +305,36 @@ class _Ranking:
     def _refine(self) -> None:
         """Solves the stages of the fastest again, each gap narrowed."""
         job, top = self.job, self.job.request.top
-        fastest = sorted(self.known, key=lambda each: each.step_seconds)
+        fastest = self._by_speed()
         best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
         for draft in best:
             if self._is_late(0.8):
                 break
             for each in candidates(job, draft, refine=True):
                 self._offer(each)
-        if self.best and job.request.frees_axes and not self._is_late(0.9):
-            self._offer(freed(job, self.best[0]))
+        if not self._is_late(0.9):
+            self._free_axes()
+
+    def _free_axes(self) -> None:
+        """Offers the fastest with their axes left to the solver; of large graphs the winner.
+
+        To be better than the winner as it is by enough, one need not have been the winner.
+        """
+        job = self.job
+        if not self.best or not job.request.frees_axes:
+            return
+        bar = self._step_seconds * (1 - WORTH_IT)
+        distinct: dict[str, Candidate] = {}
+        for each in self._by_speed() if job.is_small else []:
+            distinct.setdefault(each.summary, each)
+        fastest = list(distinct.values())
+        for each in [self.best[0], *fastest[:MOST_FREED]]:
+            found = freed(job, each)
+            if found.step_seconds < bar:
+                self._offer(found)
+
+    def _by_speed(self) -> list[Candidate]:
+        return sorted(self.known, key=lambda each: each.step_seconds)
 
     def _share_out(self, rows: tuple[int, ...]) -> None:
         """Plans in which unlike devices take unequal shares of the batch.
@@ -335,8 +359,8 @@ class _Ranking:
             self.bound = bound
             if found is not None:
                 self._offer(found)
-        if self.best and self._step_seconds < before and job.request.frees_axes:
-            self._offer(freed(job, self.best[0]))
+        if self._step_seconds < before:
+            self._free_axes()
         if not self.bound:
             self.bound_rest()
 
