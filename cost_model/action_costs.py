@@ -7,6 +7,7 @@ kind and stage, of each message by sender and receiver, and the part that a slic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from .actions import (
     BACKWARD,
@@ -15,37 +16,61 @@ from .actions import (
     SEND_FORWARD,
     WEIGHT_BACKWARD,
     Schedule,
+    Wiring,
     chain,
 )
 from .stage_costs import StageCosts
 
 
-def send_seconds(
-    schedule: Schedule, costs: StageCosts
-) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """The seconds of the messages of each direction, by (sending stage, receiving stage)."""
+class MessageCost(NamedTuple):
+    """Seconds of one message: until its first byte is there, of a port, of its two ends' calls."""
+
+    latency: float
+    occupied: float
+    send_call: float
+    receive_call: float
+
+
+MessageCosts = dict[tuple[int, int], MessageCost]
+
+
+def message_costs(schedule: Schedule, costs: StageCosts) -> tuple[MessageCosts, MessageCosts]:
+    """What the messages of each direction cost, by (sending stage, receiving stage)."""
     edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
-    forward = costs.send_seconds
+    none = (0 * costs.forward_seconds[0],) * len(edges)
+    latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none
     backward = costs.send_backward_seconds or forward
-    there = dict(zip(edges, forward, strict=False))
-    back = {(target, source): s for (source, target), s in zip(edges, backward, strict=False)}
+    calls, posts = costs.send_call_seconds or none, costs.receive_call_seconds or none
+    there: MessageCosts = {}
+    back: MessageCosts = {}
+    for at, (source, target) in enumerate(edges):
+        for found, key, whole in (
+            (there, (source, target), forward[at]),
+            (back, (target, source), backward[at]),
+        ):
+            first = min(latency[at], whole)
+            found[key] = MessageCost(first, whole - first, calls[at], posts[at])
     return there, back
 
 
-def num_messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many messages of other ranks each stage's forward and backward wait for."""
+def wiring_of_ranks(schedule: Schedule) -> Wiring:
+    """The schedule's wiring without what a rank makes for itself: one message for each."""
     ranks = schedule.stage_rank
-    forward, backward = (
-        tuple(sum(ranks[other] != ranks[s] for other in needed) for s, needed in enumerate(side))
-        for side in schedule.wiring
+    return Wiring(
+        *(
+            tuple(
+                tuple(other for other in needed if ranks[other] != ranks[stage])
+                for stage, needed in enumerate(side)
+            )
+            for side in schedule.wiring
+        )
     )
-    return forward, backward
 
 
 def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
     """By kind, the part of a micro-batch that each slice is; empty where sequences are whole.
 
-    A slice's message is by its length; a message costs nothing to begin.
+    A slice's message occupies its ports by its length.
     """
     if not schedule.slices:
         return {}

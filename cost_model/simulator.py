@@ -7,10 +7,11 @@ Stages form a chain or, with the schedule's ``edges``, any directed acyclic grap
 waits for the messages of all that it needs, and stages that do not need each other run at the
 same time.
 
-A rank has one compute stream that runs its compute actions in order. Each pair of ranks has
-one channel per direction that carries messages one after the other; a message starts when
-it is sent, its receive is posted and the channel is free. Gradient sums and parameter
-gathers stop a rank, or with an ``Overlap`` run beside its compute (see ``overlap``).
+A rank has one compute stream that runs its compute actions in order, and the calls that send
+a message or post a receive, which take the rank's time if the costs say so. A message is ready
+when its send is called and its receive is posted; a rank's messages share its two ports (see
+``ports``). Gradient sums and parameter gathers stop a rank, or with an ``Overlap`` run beside
+its compute (see ``overlap``).
 
 With no communication, GPipe and 1F1B of D equal stages and N micro-batches have the bubble
 (D-1)/(D-1+N), and interleaved 1F1B of K chunks per rank (D-1)/(D-1+KN) (Narayanan et al.
@@ -26,10 +27,10 @@ from operator import itemgetter
 from .action_costs import (
     action_seconds,
     inside_seconds,
-    num_messages,
+    message_costs,
     part_of,
-    send_seconds,
     slice_shares,
+    wiring_of_ranks,
 )
 from .actions import (
     BACKWARD,
@@ -48,6 +49,7 @@ from .actions import (
     Schedule,
 )
 from .overlap import Collectives
+from .ports import Arrival, Message, Ports
 from .stage_costs import Overlap, StageCosts, of_replicas
 from .timeline import Event, Exposed, Stream, Timeline
 
@@ -117,6 +119,11 @@ class _Rank:
             elif action.kind in (BACKWARD, WEIGHT_BACKWARD):
                 self.last_backwards[action.stage] = action
 
+    def call(self, seconds: float) -> None:
+        """The rank's own time to send a message or to post a receive."""
+        self.clock += seconds
+        self.messages += seconds
+
 
 class _Simulation:
     """The state of one run. A message's number is that of the compute action that needs it."""
@@ -129,8 +136,8 @@ class _Simulation:
         self.shares = slice_shares(schedule, costs)
         self.seconds = action_seconds(costs)
         self.inside = inside_seconds(costs)
-        self.wiring = schedule.wiring
-        self.send = send_seconds(schedule, costs)
+        self.wiring = wiring_of_ranks(schedule)
+        self.messages = message_costs(schedule, costs)
         self.activation = costs.activation_bytes or zeros
         static = [0] * schedule.num_ranks
         for stage, num_bytes in enumerate(costs.static_bytes):
@@ -141,13 +148,13 @@ class _Simulation:
         trains = any(rank.last_backwards for rank in self.ranks)
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
         number = 2 * stages * schedule.num_microbatches * schedule.num_slices
-        self.sent: dict[tuple[int, int], float] = {}
+        self.takes_time = any(map(any, (costs.send_seconds, costs.send_backward_seconds)))
+        self.ports = Ports(schedule.num_ranks, self.zero)
+        self.sent: dict[tuple[int, int], tuple[float, int]] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
-        self.missing = num_messages(schedule)
         self.posted: list[float | None] = [None] * number
         self.begun: list[float] = [self.zero] * number
         self.arrived: list[float | None] = [None] * number
-        self.channel: dict[tuple[int, int], float] = {}
         self.waiting: dict[int, int] = {}
         self.sums = bool(schedule.parts and costs.replica_sum_seconds)
         self.at_sum: dict[int, dict[int, float]] = {}
@@ -156,15 +163,25 @@ class _Simulation:
         for rank in self.ranks:
             self._begin(rank)
         self.ready = list(range(len(self.ranks)))
+        while self._advance_all():
+            pass
+        stuck = [str(rank.row[rank.at]) for rank in self.ranks if rank.at < len(rank.row)]
+        if stuck:
+            raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
+        return self._timeline(replicas or (1,) * len(self.ranks))
+
+    def _advance_all(self) -> bool:
+        """Runs every rank as far as it can, then one message; False if there was none."""
         while self.ready:
             index = self.ready.pop()
             missing = self._advance(self.ranks[index])
             if missing != NOTHING:
                 self.waiting[missing] = index
-        stuck = [str(rank.row[rank.at]) for rank in self.ranks if rank.at < len(rank.row)]
-        if stuck:
-            raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
-        return self._timeline(replicas or (1,) * len(self.ranks))
+        arrival = self.ports.next()
+        if arrival is None:
+            return False
+        self._arrive(arrival)
+        return True
 
     def _begin(self, rank: _Rank) -> None:
         """Gathers parameters: before all else, or beside it."""
@@ -206,6 +223,8 @@ class _Simulation:
             elif kind in RECEIVES:
                 backward = kind == RECV_BACKWARD
                 number += backward
+                for source in self.wiring[backward][stage]:
+                    rank.call(self.messages[backward][source, stage].receive_call)
                 posted[number] = rank.clock
                 for source in self.wiring[backward][stage]:
                     self._transfer(number, source)
@@ -213,8 +232,9 @@ class _Simulation:
                 backward = kind == SEND_BACKWARD
                 for target in self.wiring[not backward][stage]:
                     number = 2 * ((target * num_microbatches + m) * num_slices + part) + backward
-                    self.sent[number, stage] = rank.clock
+                    self.sent[number, stage] = (rank.clock, at)
                     self._transfer(number, stage)
+                    rank.call(self.messages[backward][stage, target].send_call)
             elif kind == WEIGHT_BACKWARD:
                 self._compute(rank, action, None, self.zero)
             elif kind == REDUCE:
@@ -229,34 +249,43 @@ class _Simulation:
         return NOTHING
 
     def _transfer(self, number: int, source: int) -> None:
-        """Puts a message on its channel once both sides are there, and wakes its receiver.
-
-        The compute that needs message ``number`` waits for the last of those it comes from.
-        """
+        """Gives a message to the ports once both sides are there."""
         sent, posted = self.sent.get((number, source)), self.posted[number]
         if sent is None or posted is None:
             return
         unit, part = divmod(number // 2, self.schedule.num_slices)
-        stage, m = divmod(unit, self.schedule.num_microbatches)
-        backward = number & 1
+        stage = unit // self.schedule.num_microbatches
+        cost = self.messages[number & 1][source, stage]
+        occupied = cost.occupied * self.shares[SEND_FORWARD][part] if self.shares else cost.occupied
         ranks = self.schedule.stage_rank
-        pair = (ranks[source], ranks[stage])
-        start = max(sent, posted, self.channel.get(pair, sent))
-        seconds = self.send[backward]
-        end = start
-        if seconds:
-            share = self.shares[SEND_FORWARD][part] if self.shares else 1
-            end += seconds[source, stage] * share
-        self.channel[pair] = end
-        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, source, m, part)
+        message = Message(
+            ranks[source], ranks[stage], number, source, sent[1], cost.latency, occupied
+        )
+        ready = max(sent[0], posted)
+        if self.takes_time:
+            self.ports.add(ready, message)
+        else:
+            self._arrive(Arrival(message, ready, ready, ready))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Books a message and wakes its receiver.
+
+        The compute that needs it waits for the last of those that it comes from.
+        """
+        message, start, left, end = arrival
+        unit, part = divmod(message.number // 2, self.schedule.num_slices)
+        stage, m = divmod(unit, self.schedule.num_microbatches)
+        backward = message.number & 1
+        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, message.source, m, part)
         stream: Stream = "send backward" if backward else "send forward"
-        self.ranks[pair[0]].events.append(Event(action, start, end, stream, stage))
+        self.ranks[message.sender].events.append(Event(action, start, left, stream, stage))
+        number = message.number
         if self._is_last(number, stage, start, end) and number in self.waiting:
             self.ready.append(self.waiting.pop(number))
 
     def _is_last(self, number: int, stage: int, start: float, end: float) -> bool:
         """Whether all that ``number`` is made of has now come; books the one that ends last."""
-        needed = self.missing[number & 1][stage]
+        needed = len(self.wiring[number & 1][stage])
         if needed > 1:
             come, latest, begun = self.partly.get(number, (0, end, start))
             if end < latest:

@@ -13,6 +13,10 @@ over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114
 That average counts whole iterations, so while both really run it is a lower estimate."""
 
 
+OF_EDGES = ("send_", "receive_")
+"""What the names of costs begin with that have one entry per edge."""
+
+
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """Collectives of gradients and parameters run beside compute, which they slow down.
@@ -36,6 +40,10 @@ class StageCosts:
     ``send_seconds[s]``: one micro-batch's message from stage s to s+1, and the same backwards
     unless ``send_backward_seconds[s]`` (from s+1 to s) says otherwise; one entry less than
     there are stages. With ``edges`` between stages they have one entry per edge.
+    ``send_latency_seconds``: of them, those that a message is on its way without keeping its
+    ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``:
+    the time of a rank itself to send such a message and to post its receive; a message is on its
+    way from the beginning of the call. All three are for both directions.
     ``gather_seconds``: gathering sharded parameters, once, before the first forward.
     ``gradient_sync_seconds``: summing gradients, once, after the last backward; with an
     ``Overlap`` both go bucket by bucket beside that forward and that backward, in
@@ -67,6 +75,9 @@ class StageCosts:
     replica_sum_seconds: Sequence[float] = ()
     slice_forward_shares: Sequence[float] = ()
     slice_backward_shares: Sequence[float] = ()
+    send_latency_seconds: Sequence[float] = ()
+    send_call_seconds: Sequence[float] = ()
+    receive_call_seconds: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
@@ -75,7 +86,7 @@ class StageCosts:
             if name == "edges" or name.startswith("slice_"):
                 continue
             found = len(getattr(self, name))
-            length = num_edges if name.startswith("send_") else stages
+            length = num_edges if name.startswith(OF_EDGES) else stages
             if found != length and not (found == 0 and name != "backward_seconds"):
                 raise ValueError(f"{name} has {found} entries for {stages} stages, not {length}")
         if any(buckets < 1 for buckets in self.gradient_buckets):
@@ -93,7 +104,7 @@ def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
         values = getattr(costs, name)
         if name in ("edges", "slice_forward_shares", "slice_backward_shares") or not values:
             continue
-        if name.startswith("send_"):
+        if name.startswith(OF_EDGES):
             assert schedule.edges is not None
             spread[name] = tuple(values[schedule.parts[source]] for source, _ in schedule.edges)
         else:

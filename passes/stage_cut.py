@@ -7,7 +7,7 @@ it as its first op wants it, R and P read as I.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..planner.errors import PlanError
 from ..planner.graph import Blocks, Graph, Ref, TensorSpec
@@ -117,6 +117,19 @@ def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]
     order = {node.name: position for position, node in enumerate(graph)}
     found.sort(key=lambda b: (order[parse_key(b.key).name], b.key, b.target_stage))
     return tuple(found)
+
+
+def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundary, ...]:
+    """The boundaries of a pipeline, and those of its replica, whose stages follow."""
+    again = (
+        replace(
+            each,
+            source_stage=each.source_stage + num_stages,
+            target_stage=each.target_stage + num_stages,
+        )
+        for each in found
+    )
+    return (*found, *again)
 
 
 def uses_by_block(graph: Graph, blocks: Blocks, positions: range) -> dict[Ref, tuple[int, ...]]:

@@ -84,8 +84,10 @@ class StageProgram:
     ``draws`` says what the blocks' random ops draw for; the executor keeps it up to date.
     ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
     as the buffer is held; such buffers are shared. ``counting`` gives what blocks take that
-    depends on all micro-batches. ``share``: this rank's rows of a micro-batch, where the batch
-    is not split evenly; specs and layouts are then of an even split of ``share.batch_size`` rows.
+    depends on all micro-batches. ``kept`` are the keys of what the next slice of the sequences
+    needs, where they are sliced. ``share``: this
+    rank's rows of a micro-batch, where the batch is not split evenly; specs and layouts are
+    then of an even split of ``share.batch_size`` rows.
     """
 
     index: int
@@ -104,6 +106,18 @@ class StageProgram:
     updates: Mapping[str, str] = field(default_factory=dict)
     counting: Counting | None = None
     share: RowShare | None = None
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OfSlice:
+    """That a program is of one slice of the sequences: ``whole`` is the graph of whole ones.
+
+    ``kept`` are the keys of what the next slice needs.
+    """
+
+    whole: Graph
+    kept: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,7 @@ class _Stage:
     leaves: Mapping[str, Held | ParameterProgram]
     received: Mapping[str, Layout]
     sent: frozenset[str]
+    counts: bool
 
     @cached_property
     def updated(self) -> dict[Ref, str]:
@@ -134,11 +149,13 @@ def build_stage(
     stage_index: int,
     coordinates: tuple[int, ...],
     communicator: Communicator,
+    of_slice: OfSlice | None = None,
 ) -> StageProgram:
     """The program of the rank at ``coordinates`` of a stage's mesh.
 
-    ``graph`` is at the size of one micro-batch over the whole mesh. Raises ``PlanError``
-    where the plan does not fit the graph.
+    ``graph`` is at the size of one micro-batch over the whole mesh, or of a slice of it; what is
+    counted is always counted over whole sequences. Raises ``PlanError`` where the plan does not
+    fit the graph.
     """
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
     whole, share = graph, _share(graph, blocks, plan, coordinates)
@@ -149,10 +166,12 @@ def build_stage(
     leaves = _leaves(graph, blocks, plan, stage_index=stage_index, uses=uses)
     receives = tuple(b for b in crossing if b.target_stage == stage_index)
     sends = tuple(b for b in crossing if b.source_stage == stage_index)
+    kept = of_slice.kept if of_slice is not None else ()
     stage = _Stage(
         graph, blocks, own, Rank(own.mesh, coordinates, communicator, share=share),
         plan.num_microbatches, uses, leaves,
-        {b.key: b.target_layout for b in receives}, frozenset(b.key for b in sends),
+        {b.key: b.target_layout for b in receives}, frozenset((*kept, *(b.key for b in sends))),
+        counts=plan.num_microbatches > 1 or of_slice is not None,
     )  # fmt: skip
     made: dict[str, Layout] = {}
     programs = []
@@ -171,10 +190,10 @@ def build_stage(
                    if isinstance(h, Held) and of_kind[n] == "constant"},
         receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
         draws=stage.rank.draws,
-        counting=build_counting(whole, _counts(graph, blocks, plan, positions),
-                                plan.num_microbatches),
+        counting=build_counting(whole if of_slice is None else of_slice.whole,
+                                _counts(stage, positions), plan.num_microbatches),
         updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
-        share=share,
+        kept=kept, share=share,
     )  # fmt: skip
 
 
@@ -207,11 +226,12 @@ def _share(
     return share_of(stage.shares, coordinates[0])
 
 
-def _counts(graph: Graph, blocks: Blocks, plan: Plan, positions: range) -> tuple[str, ...]:
+def _counts(stage: _Stage, positions: range) -> tuple[str, ...]:
     """The keys of what a stage's blocks take that depends on all micro-batches."""
-    if plan.num_microbatches == 1:
+    if not stage.counts:
         return ()
-    return counts_used(graph, (n for at in positions for n in blocks.blocks[at].nodes))
+    blocks = stage.blocks.blocks
+    return counts_used(stage.graph, (n for at in positions for n in blocks[at].nodes))
 
 
 def _leaves(
@@ -272,7 +292,7 @@ def _build_block(
         key: _output_layout(stage, key, layouts[parse_key(key).name].outputs[parse_key(key).index])
         for key in _outputs(stage, block, position)
     }
-    counts = counts_used(stage.graph, block.nodes) if stage.num_microbatches > 1 else ()
+    counts = counts_used(stage.graph, block.nodes) if stage.counts else ()
     module = localize_block(
         stage.graph, BlockInterface(block.nodes, inputs, held, outputs, counts),
         layouts=layouts, rank=stage.rank, num_microbatches=stage.num_microbatches,

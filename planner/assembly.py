@@ -36,7 +36,9 @@ class Setting:
     """How a run is trained: ZeRO stage, micro-batches per step and in flight, blocks recomputed.
 
     ``rung`` says how many blocks of each of the run's classes are recomputed. ``limit_bytes``
-    limits its memory; ``memory_weight`` is a price in seconds per byte.
+    limits its memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
+    schedule that splits backwards, how many micro-batches at once wait for their backward, and
+    how many for their weights' gradients only (``schedules_held``).
     """
 
     num_microbatches: int = 1
@@ -45,6 +47,7 @@ class Setting:
     in_flight: int = 1
     limit_bytes: float | None = None
     memory_weight: float = 0.0
+    halves: tuple[tuple[int, int], ...] = ()
 
 
 class Assembly:

@@ -11,6 +11,7 @@ again with the degrees of the largest stage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,11 +21,13 @@ from . import rules as default_rules
 from . import search
 from .basis import DEFAULT, Basis
 from .choices import input_specs
+from .chunk_bound import chunk_bound
+from .chunk_search import MOST_CHUNKS, Cut, cut_again
 from .errors import InfeasibleError, UsageError
 from .evaluate import evaluate
 from .graph import Blocks, Graph
 from .layout import Layout
-from .plan import BlockPlan, Plan, StagePlan, StagePrediction
+from .plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
 from .prices import Rules, boundary_layout
 from .report_plan import leaf_layout
 from .request import Forced, Request, divisors
@@ -51,25 +54,85 @@ def plan(
     Raises as ``search.plan`` does; UsageError AP546 where chunks cannot be as they are forced.
     """
 
+    deadline = time.perf_counter() + request.time_limit_seconds
+    every: list[search.Searched] = []
+
+    def searched(asked: Request) -> search.Searched:
+        every.append(
+            search.searched(
+                graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis
+            )
+        )
+        return every[-1]
+
     def found(asked: Request) -> Plan:
-        return search.plan(graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis)
+        own = searched(asked)
+        return own.plan(own.ranking[0])
+
+    def cut(base: Plan, schedule: str, count: int) -> Plan:
+        looped = chunked(base, graph, blocks, schedule, count, rules=rules)
+        return priced(looped, graph, blocks, rules=rules, basis=basis)
 
     count = num_chunks(request.forced)
     if count == 1:
-        return found(request)
+        best = _best(searched(request), cut, deadline)
+        return with_sources(best, graph, blocks, basis=basis, rules=rules)
     ranks = _num_ranks(request.forced, count, len(blocks.blocks))
     plain = replace(request, forced=replace(request.forced, schedule=None, chunks=None))
-    base = _of_one_mesh(found(plain), found, plain)
+    base = of_one_mesh(found(plain), found, plain)
     num_microbatches = _microbatches(request, base.num_microbatches, ranks, count)
     if num_microbatches != base.num_microbatches:
         forced = replace(plain.forced, num_microbatches=num_microbatches)
         plain = replace(plain, forced=forced)
-        base = _of_one_mesh(found(plain), found, plain)
+        base = of_one_mesh(found(plain), found, plain)
     assert request.forced.schedule is not None
-    looped = chunked(base, graph, blocks, request.forced.schedule, count, rules=rules)
-    priced = _priced(looped, graph, blocks, rules=rules, basis=basis)
-    _check_memory(priced, request)
-    return with_sources(priced, graph, blocks, basis=basis, rules=rules)
+    best = _bounded(cut(base, request.forced.schedule, count), every[0], (ranks,), count)
+    check_memory(best, request, "the chunks of a rank")
+    return with_sources(best, graph, blocks, basis=basis, rules=rules)
+
+
+def _best(found: search.Searched, cut: Cut, deadline: float) -> Plan:
+    """The fastest of what was found and of what it is cut again into.
+
+    Pipelines across unlike hosts, and with stages or layouts that are asked for, are not cut.
+    """
+    request, winner = found.request, found.ranking[0]
+    plain, lost = found.plan(winner), list[Alternative]()
+    looped: Plan | None = None
+    hosts = found.cluster.hosts
+    is_uniform = all(host == hosts[0] for host in hosts)
+    if is_uniform and not request.pins and not request.stage_at and request.chunked_schedules:
+        looped, lost = cut_again(found, cut, deadline)
+    if looped is None and len(winner.stages) > 1 and not request.allows_one_stage:
+        raise _refused(
+            "no pipeline that was found can be cut for the schedules that are allowed",
+            "one of the schedules of one stage per rank",
+        )
+    others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
+    if looped is None:
+        return replace(plain, alternatives=tuple(others))
+    if request.allows_one_stage:
+        seconds, peak = winner.step_seconds, int(winner.peak_bytes)
+        more = seconds - looped.prediction.step_seconds
+        reason = f"one stage per rank: +{more / looped.prediction.step_seconds:.1%}"
+        others.insert(0, Alternative(winner.summary, seconds, peak, reason))
+    slower = [o for o in others if o.step_seconds >= looped.prediction.step_seconds]
+    looped = _bounded(looped, found, found.job.stage_numbers, MOST_CHUNKS)
+    if request.allows_one_stage and found.bound_seconds < looped.solver.bound_seconds:
+        solver = search.solver_info(
+            looped.prediction.step_seconds, found.bound_seconds, found.spent
+        )
+        looped = replace(looped, solver=solver)
+    return replace(looped, alternatives=tuple(slower))
+
+
+def _bounded(
+    looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
+) -> Plan:
+    """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
+    least = 0.0 if found.job.stopped else chunk_bound(found.job, numbers, most_chunks)
+    step = looped.prediction.step_seconds
+    return replace(looped, solver=search.solver_info(step, least, found.spent))
 
 
 def num_chunks(forced: Forced) -> int:
@@ -100,7 +163,7 @@ def _refused(what: str, fix: str) -> UsageError:
     return UsageError("AP546", what, where="--parallel", fix=fix)
 
 
-def _of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
+def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
     """``base``, or what is found with the degrees of its largest stage, if its meshes differ."""
     if len({stage.mesh for stage in base.stages}) == 1:
         return base
@@ -227,7 +290,7 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     return best[-1][count][2]
 
 
-def _priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
+def priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
     """The plan with its predictions under the schedule."""
     found = evaluate(graph, blocks, looped, looped.cluster, rules=rules, basis=basis)
     before = looped.prediction
@@ -249,15 +312,19 @@ def _priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: 
     )
 
 
-def _check_memory(found: Plan, request: Request) -> None:
-    """Raises InfeasibleError AP301 where the chunks of a rank do not fit it together."""
+def usable_bytes(found: Plan, request: Request) -> int:
+    """What a plan may take of each device."""
     ranks = [rank for stage in found.stages for rank in stage.devices]
     limit = min(found.cluster.device(rank).usable_memory_bytes for rank in ranks)
-    limit = request.memory_limit_bytes or limit
-    excess = found.prediction.peak_memory_bytes - limit
+    return request.memory_limit_bytes or limit
+
+
+def check_memory(found: Plan, request: Request, what: str) -> None:
+    """Raises InfeasibleError AP301 where ``what``, together, do not fit a rank."""
+    excess = found.prediction.peak_memory_bytes - usable_bytes(found, request)
     if excess > 0:
         raise InfeasibleError(
             "AP301",
-            f"the chunks of a rank do not fit: they lack {excess / 1e9:.2f} GB",
+            f"{what} do not fit: they lack {excess / 1e9:.2f} GB",
             fix="fewer chunks, recompute=full, or zero=1 or more",
         )

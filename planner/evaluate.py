@@ -24,15 +24,16 @@ from .plan import Plan, Recompute, StagePlan, StagePrediction
 from .precision import with_precision
 from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .recompute import is_kept, kept_parts
+from .replicas import with_replica_sums
 from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
-from .schedule_check import peak_in_flight
-from .schedules import build_schedule, in_flight
+from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
 from .shares import coordinate_ranks, slowest
 from .stage_cost import StageCost
 from .step import send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
+from .weight_backward import late_parts, late_seconds
 
 BRIEF = ("transient", "reserve")
 """Memory that the stages of a rank take in turn, or once."""
@@ -80,6 +81,7 @@ def evaluate(
         starts = stop
     if starts != len(blocks.blocks):
         raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
+    costs = list(with_replica_sums(costs, plan.schedule, cluster, len(plan.stages)))
     timeline = simulate_stages(
         plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks
     )
@@ -87,17 +89,23 @@ def evaluate(
     return Evaluation(
         timeline.step_seconds,
         timeline.bubble_fraction,
-        round(max(_rank_bytes(plan, costs))),
+        round(max(_rank_bytes(plan, costs, timeline.peak_activation_bytes))),
         tuple(prediction_of(cost, send) for cost, send in zip(costs, sends, strict=True)),
         tuple(cost.objective(plan.num_microbatches) for cost in costs),
     )
 
 
-def _rank_bytes(plan: Plan, costs: Sequence[StageCost]) -> Iterable[float]:
+def _rank_bytes(
+    plan: Plan, costs: Sequence[StageCost], activation_bytes: Sequence[int]
+) -> Iterable[float]:
     """The bytes on the devices of each rank of the pipeline: of all its stages together.
 
-    What is transient counts once, as one stage computes at a time.
+    What is transient counts once, as one stage computes at a time. Of a rank with replicas of
+    stages the activations are ``activation_bytes``, those that it holds at once.
     """
+    if plan.schedule == "chimera":
+        totals_of = zip(costs, reversed(costs), activation_bytes, strict=True)
+        return [_of_both(one, other, held) for one, other, held in totals_of]
     totals: dict[frozenset[int], float] = {}
     transient: dict[frozenset[int], float] = {}
     for stage, cost in zip(plan.stages, costs, strict=True):
@@ -105,6 +113,15 @@ def _rank_bytes(plan: Plan, costs: Sequence[StageCost]) -> Iterable[float]:
         totals[rank] = totals.get(rank, 0.0) + cost.total_bytes - brief
         transient[rank] = max(transient.get(rank, 0.0), brief)
     return [total + transient[rank] for rank, total in totals.items()]
+
+
+def _of_both(one: StageCost, other: StageCost, activation_bytes: int) -> float:
+    lasting = [
+        sum(size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations"))
+        for cost in (one, other)
+    ]
+    brief = max(sum(cost.memory_bytes[name] for name in BRIEF) for cost in (one, other))
+    return sum(lasting) + brief + activation_bytes
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -151,6 +168,8 @@ class _Walk:
     seconds: Seconds = field(default_factory=Seconds)
     receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kept_bytes: float = 0.0
+    late_seconds: float = 0.0
+    late_bytes: float = 0.0
     working_bytes: float = 0.0
 
     @property
@@ -186,6 +205,7 @@ class _Walk:
             (self.receive[0], self.receive[1]),
             self._memory(gathered),
             self.kept_bytes,
+            self.late_seconds if splits(self.plan.schedule) else None,
         )
 
     def _owned(self, name: str) -> bool:
@@ -205,6 +225,7 @@ class _Walk:
         wanted: dict[tuple[Ref, Layout], None] = {}
         parts: dict[Part, None] = {}
         selected: dict[Part, None] = {}
+        late: dict[Part, None] = {}
         outside: dict[Ref, None] = {}
         before = self.seconds
         for name in block.nodes:
@@ -222,8 +243,11 @@ class _Walk:
             parts.update(dict.fromkeys(saved_parts(node, layout, self.graph, self.prices)))
             if mode == "selective":
                 selected.update(dict.fromkeys(kept_parts(node, layout, self.graph, self.prices)))
+            late.update(dict.fromkeys(late_parts(node, layout, self.graph, self.prices)))
+            self.late_seconds += late_seconds(node, layout, self.graph, self.prices)
             size = working_bytes(node, layout, self.graph, self.prices)
             self.working_bytes = max(self.working_bytes, size)
+        self.late_bytes += _total(late)
         self._meet(before)
         for ref, target in wanted:
             self._convert(ref, target, again=mode != "none")
@@ -308,7 +332,6 @@ class _Walk:
 
     def _memory(self, gathered: float) -> Mapping[str, float]:
         states = [self._states(name)[1] for name in self.parameters]
-        held = self._in_flight()
         leaves = {
             ref.name
             for block in self.blocks.blocks[self.start : self.stop]
@@ -321,7 +344,7 @@ class _Walk:
             "parameters": sum(each.parameters for each in states),
             "gradients": sum(each.gradients for each in states),
             "optimizer": sum(each.optimizer for each in states),
-            "activations": self.kept_bytes * held,
+            "activations": held_bytes(self._held(), self.kept_bytes, self.late_bytes),
             "transient": gathered + self.working_bytes,
             "buffers": float(
                 sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
@@ -329,15 +352,13 @@ class _Walk:
             "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
         }
 
-    def _in_flight(self) -> int:
-        """The most micro-batches that the stage holds at once."""
+    def _held(self) -> Halves:
+        """The micro-batches that the stage holds at once, by what of their backward is left."""
         plan, number = self.plan, len(self.plan.stages)
         if plan.num_chunks > 1:
-            schedule = build_schedule(
-                plan.schedule, number, plan.num_microbatches, num_chunks=plan.num_chunks
-            )
-            return peak_in_flight(schedule)[self.index]
-        return in_flight(plan.schedule, self.depth, number, plan.num_microbatches)
+            found = stage_halves(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
+            return found[self.index]
+        return halves(plan.schedule, self.depth, number, plan.num_microbatches)
 
 
 def _total(parts: Iterable[Part]) -> float:

@@ -170,6 +170,8 @@ class Sweep:
                 if after is None:
                     continue
                 both = self.band(left, move.place, position == 0, self.bound)
+                if not both[0].size:
+                    continue
                 once, slowest = (own[block][: self.num_blocks - block] for own in both)
                 total = self.combine(once, slowest, after[block + 1 : block + 1 + len(once)])
                 at = int(total.argmin()) if total.size else 0

@@ -45,6 +45,9 @@ PRICES = (0.03, 0.3, 3.0, 100.0)
 MOST_PROGRAMS, MOST_SMALL_PROGRAMS = 2, 8
 """Integer programs that are solved to narrow a stage's gap; the second in a small graph."""
 
+PROGRAM_SECONDS = 1.0
+"""What such a program may take, but in a small graph; its bound then is what was proven."""
+
 SMALL = 60
 """In a small graph, programs of up to so many binaries are solved to the end for every run."""
 
@@ -89,6 +92,7 @@ class IntraOp:
     _families: dict[int, Family | None] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
+    _refined: set[object] = field(default_factory=set, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
 
     @property
@@ -154,6 +158,12 @@ class IntraOp:
                 self._families[run.family] = None
             self.effort.table_seconds += time.perf_counter() - began
         return self._families[run.family]
+
+    def is_quick(self, run: Run, num_microbatches: int) -> bool:
+        """Whether a run is solved by tables, or its graph is so small that programs are quick."""
+        if self._is_small_graph:
+            return True
+        return self._solve((run,), Rates(num_microbatches, self.zeros, self.modes[0])) is not None
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
         """Runs of one family from the tables of their kinds; None where these are too wide."""
@@ -314,8 +324,10 @@ class IntraOp:
     def refine(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
         """``best`` with its gap proven, and narrowed to ``limits.gap`` if time allows."""
         found = self.best(run, num_microbatches, in_flight)
-        if found is None or found.gap <= SAME - 1:
+        key = (run.key, num_microbatches, in_flight)
+        if found is None or found.gap <= SAME - 1 or key in self._refined:
             return found
+        self._refined.add(key)
         bound = self.memory_bound_seconds(run, num_microbatches, in_flight)
         best = self._pool(run).cheapest(run, num_microbatches, in_flight, self.limits.memory_bytes)
         better = self._stage_answer(run, num_microbatches, best)
@@ -324,7 +336,7 @@ class IntraOp:
         if found.gap > self.limits.gap:
             most = MOST_SMALL_PROGRAMS if self._is_small_graph else MOST_PROGRAMS
             found = self._closed(found, bound, self.limits.gap, most)
-        self.answers[run.key, num_microbatches, in_flight] = found
+        self.answers[key] = found
         return found
 
     def _closed(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
@@ -376,6 +388,8 @@ class IntraOp:
         self.effort.table_seconds += time.perf_counter() - began
         try:
             left = self.effort.left_seconds
+            if np.isfinite(cutoff) and not self._is_small_graph:
+                left = min(left, PROGRAM_SECONDS)
             answer = ilp.optimize(problem, time_limit_seconds=left, gap=gap, cutoff=cutoff)
         except TimeLimitError:
             return None

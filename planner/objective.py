@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cost_model.cluster import Cluster
-from .chunks import plan
 from .errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
+from .forced_schedule import plan
 from .graph import Blocks, Graph
 from .nearest_change import with_nearest_change
 from .pins import check_kept

@@ -180,6 +180,7 @@ class Plan:
     ``replicated_ops`` have no rule; ``replicated_seconds`` are those of a step that every
     rank spends on the whole of each. ``undivided`` says which ops run whole because an axis
     does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
+    ``slices`` are the lengths of the slices that sequences are cut into, where they are.
     """
 
     model: ModelInfo
@@ -196,6 +197,7 @@ class Plan:
     version: str = ""
     torch_version: str = ""
     goal: GoalReport | None = None
+    slices: tuple[int, ...] = ()
     schema: int = SCHEMA
 
     @property

@@ -1,7 +1,8 @@
-"""What schedules with replicas of stages cost beyond the stages themselves.
+"""Schedules with replicas of stages: where they are, and what they cost beyond the stages.
 
-In: the costs of the parts of the model. Out: the same with the sum of each part's gradients
-over the pipeline ranks that hold it, once per step, in ``gradient_sync``.
+In: a plan of the parts of the model. Out: its stages with their replicas. In: the costs of the
+parts. Out: the same with the sum of each part's gradients over the pipeline ranks that hold it,
+once per step, in ``gradient_sync``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,35 @@ from dataclasses import replace
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.collectives import collective_seconds, group_of
+from .errors import PlanError
+from .graph import Graph
+from .plan import Plan, StagePlan
 from .schedules import parts_of_ranks
 from .stage_cost import StageCost
+
+
+def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
+    """The plan's stages as its schedule numbers them, replicas included.
+
+    Chimera's stage D + s computes what stage s of D does, on the devices of stage D - 1 - s.
+    """
+    if plan.schedule != "chimera" or len(plan.stages) == 1:
+        return plan.stages
+    up = zip(plan.stages, reversed(plan.stages), strict=True)
+    return (*plan.stages, *(replace(part, devices=place.devices) for part, place in up))
+
+
+def check_replicas(graph: Graph) -> None:
+    """Raises PlanError AP547 where replicas of a stage would change buffers, each its own way."""
+    changed = sorted(graph.updates)
+    if changed:
+        raise PlanError(
+            "AP547",
+            f"training changes buffers, {changed[0]} among others, that two replicas would hold",
+            why="each replica of a stage sees some of the micro-batches only",
+            where="schedule",
+            fix="a schedule without replicas of stages, such as 1f1b",
+        )
 
 
 def with_replica_sums(

@@ -12,11 +12,14 @@ from .goal import Goal
 from .pins import Pin
 from .plan import Precision, Recompute
 
-SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
-"""What the search chooses among."""
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
+"""What the search chooses among: one stage per rank."""
+
+CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
+"""What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
 
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved", "interleaved-1f1b", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev",
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, "chimera",
 )  # fmt: skip
 """What can be forced."""
 
@@ -113,7 +116,21 @@ class Request:
         """The schedules that a plan may have."""
         if self.forced.schedule is not None:
             return (self.forced.schedule,)
-        return tuple(name for name in SCHEDULES if self.features.allows(name))
+        allowed = tuple(name for name in SCHEDULES if self.features.allows(name))
+        return allowed or SCHEDULES
+
+    @property
+    def allows_one_stage(self) -> bool:
+        """Whether a rank of a pipeline may have one stage; if not, pipelines are only searched
+        so to be cut again."""
+        return self.forced.schedule is not None or any(map(self.features.allows, SCHEDULES))
+
+    @property
+    def chunked_schedules(self) -> tuple[str, ...]:
+        """The schedules of several stages per rank that a plan may have, where none is forced."""
+        if self.forced.schedule is not None:
+            return ()
+        return tuple(name for name in CHUNKED_SCHEDULES if self.features.allows(name))
 
     @property
     def frees_axes(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
@@ -53,8 +53,40 @@ SOON = 0.05
 MOST_FREED = 24
 """Candidates that are tried with free axes, in a small graph."""
 
+LONG_SECONDS = 10.0
+"""Of a search that takes no longer, no part is cut short."""
+
 GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What a search found: the candidates, the winner first, on the hosts in an order.
+
+    ``blocks`` are those that pins tell apart; no plan of ``request`` takes less than the bound.
+    """
+
+    graph: Graph
+    blocks: Blocks
+    cluster: Cluster
+    request: Request
+    order: HostOrder
+    job: Job
+    ranking: list[Candidate]
+    bound_seconds: float
+    spent: tuple[int, Mapping[str, float]]
+
+    def plan(self, best: Candidate) -> Plan:
+        """The plan of a candidate, its ranks and kinds as they were given."""
+        others = [each for each in self.ranking if each is not best]
+        order, request = self.order, self.request
+        found = make_plan(self.job.structure, order.cluster, request, best, others, self.spent)
+        solver = solver_info(best.step_seconds, self.bound_seconds, self.spent)
+        found = in_given_ranks(replace(found, solver=solver), order, self.cluster)
+        blocks = pinned_blocks(self.graph, self.blocks, request.pins)
+        found = check_kept(found, self.graph, blocks, request.pins)
+        return in_given_kinds(found, blocks, self.blocks)
 
 
 def plan(
@@ -67,12 +99,28 @@ def plan(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Plan:
-    """The fastest plan found that fits.
+    """The fastest plan found that fits, of one stage per rank.
 
     Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
     and are not), ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError``
     (AP701) if nothing was found in time.
     """
+    found = searched(graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis)
+    best = found.plan(found.ranking[0])
+    return with_sources(best, graph, blocks, basis=basis, rules=rules)
+
+
+def searched(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Observe | None = None,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+) -> Searched:
+    """All that was found. Raises as ``plan``."""
     given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
@@ -104,11 +152,7 @@ def plan(
         check_measured(basis, request)
     bound = min(each.bound_seconds for each in known) if not stopped or len(known) == 1 else 0.0
     spent = known[0].spent()
-    found = make_plan(job.structure, order.cluster, request, ranking[0], ranking[1:], spent)
-    found = replace(found, solver=solver_info(ranking[0].step_seconds, bound, spent))
-    found = in_given_ranks(found, order, cluster)
-    found = in_given_kinds(check_kept(found, graph, blocks, request.pins), blocks, given)
-    return with_sources(found, graph, given, basis=basis, rules=rules)
+    return Searched(graph, given, cluster, request, order, job, ranking, bound, spent)
 
 
 def solver_info(
@@ -189,8 +233,9 @@ class _Ranking:
             if not self.drafts:
                 self._follow(quests, until_first=True)
         self._follow(quests)
+        began = time.perf_counter()
         mixed = self._looked(self._mixed(rows, numbers))
-        self._follow(mixed)
+        self._follow(mixed, began=began)
         self._add_branches(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         self._refine()
@@ -200,6 +245,11 @@ class _Ranking:
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
+
+    def _is_long(self, began: float) -> bool:
+        """Whether what was begun has taken a third as long as all before it, and seconds."""
+        spent = time.perf_counter() - began
+        return spent > max(0.5 * LONG_SECONDS, (began - self.job.began) / 3)
 
     def _uniform(self, rows: int, numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of one size."""
@@ -214,8 +264,9 @@ class _Ranking:
         order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
         allowed = self.job.request.features.allows("mixed-stages")
         several = tuple(number for number in numbers if number > 1 and allowed)
+        began = time.perf_counter()
         for each in order:
-            if several and not (self.drafts and self._is_late(0.6)):
+            if several and not (self.drafts and (self._is_late(0.6) or self._is_long(began))):
                 costs = self.job.costs(each)
                 tiling = mixed_tiling(self.job.cluster, several[-1], costs.place)
                 yield Quest(each, costs, tiling, several)
@@ -247,18 +298,22 @@ class _Ranking:
             return float("inf")
         return self.best[0].step_seconds if self.best else float("inf")
 
-    def _follow(self, quests: list[Quest], *, until_first: bool = False) -> None:
+    def _follow(
+        self, quests: list[Quest], *, until_first: bool = False, began: float | None = None
+    ) -> None:
+        """Makes the quests' pipelines, the most promising first; ``began`` limits the time."""
+
         def enough(estimate: float, found: list[Draft]) -> bool:
             if estimate == float("inf") or (found and until_first):
                 return True
-            if self.drafts and self._is_late(0.7):
+            if self.drafts and (self._is_late(0.7) or (began and self._is_long(began))):
                 return True
             return estimate >= self._cutoff or self.job.effort.left_seconds <= 0
 
-        began, solved = time.perf_counter(), self.job.solver_seconds
+        start, solved = time.perf_counter(), self.job.solver_seconds
         for draft in drafts(quests, enough):
             self._keep(draft)
-        spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
+        spent = time.perf_counter() - start - (self.job.solver_seconds - solved)
         self.job.took("dp", spent)
 
     def _keep(self, draft: Draft) -> None:
@@ -266,7 +321,7 @@ class _Ranking:
         if draft.seconds == float("inf") or draft in self.drafts:
             return
         self.drafts.append(draft)
-        for found in candidates(self.job, draft, refine=False):
+        for found in candidates(self.job, draft, refine=False, below=self._step_seconds):
             self.drawn[id(found)] = draft
             self._offer(found)
 
@@ -307,10 +362,15 @@ class _Ranking:
         job, top = self.job, self.job.request.top
         fastest = self._by_speed()
         best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
+        began = time.perf_counter()
+        if began - job.began > LONG_SECONDS:
+            best = best[:1]
         for draft in best:
             if self._is_late(0.8):
                 break
-            for each in candidates(job, draft, refine=True):
+            if not self._may_win(draft):
+                continue
+            for each in candidates(job, draft, refine=True, below=self._step_seconds):
                 self._offer(each)
         if not self._is_late(0.9):
             self._free_axes()
@@ -345,6 +405,15 @@ class _Ranking:
             self.shared_bound = min(self.shared_bound, bound)
             if found is not None:
                 self._offer(found)
+
+    def _may_win(self, draft: Draft) -> bool:
+        """Whether its stages' gaps, if they were closed, could make a draft the best."""
+        least = min(
+            found.step_seconds * (1 - max(answer.gap for _, answer in found.answers))
+            for found in self.known
+            if self.drawn.get(id(found)) == draft
+        )
+        return least < self._step_seconds * (1 - self.job.request.gap)
 
     def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Goes through a small space to the end; of a large one says what nothing is below.

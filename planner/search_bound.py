@@ -18,6 +18,10 @@ its stages have no better bound. The best-first order makes that the bound of th
 
 Where blocks that follow each other do not need each other, stages may be a graph and not a
 chain: then only the second form holds.
+
+Where a schedule may put the gradients of weights off, the way to a stage and back is shorter by
+theirs, and they need not come between its first and its last micro-batch: in the first form all
+Q but the first stage's count without the most that these can take.
 """
 
 from __future__ import annotations
@@ -33,10 +37,15 @@ import numpy as np
 
 from .branches import block_edges
 from .inter_op_sweep import Move, Sweep, Tiling, larger, turning
+from .schedules_held import splits
 from .search_costs import MANY, Costs, MeshCosts
 from .search_job import Job
 from .search_runs import Floats, Ints, Series, at_least
 from .search_space import tilings
+
+BOUND_SHARE = 0.1
+LEAST_SECONDS = 1.5
+"""Of the time that the search took, and at least: what narrowing the bound may take besides."""
 
 MOST_RAISED = 8
 """Bounds of stages that are found again with the memory limit."""
@@ -48,7 +57,8 @@ Stages = Sequence[tuple[int, int, Move]]
 class StageBounds:
     """Bounds of every class of runs on one place in one role, ``held`` micro-batches in flight.
 
-    By mesh: ``micro`` are Q, ``share`` W, ``alone`` E, ``received`` R.
+    By mesh: ``micro`` are Q, ``share`` W, ``alone`` E, ``received`` R; ``splits``: gradients of
+    weights may be put off.
     """
 
     meshes: Sequence[MeshCosts]
@@ -57,6 +67,7 @@ class StageBounds:
     count: int
     first: bool
     held: int
+    splits: bool = False
     _raised: set[tuple[str, int, int]] = field(default_factory=set)
 
     @cached_property
@@ -66,6 +77,24 @@ class StageBounds:
     @cached_property
     def micro(self) -> list[Floats]:
         return [mesh.least(self.series, MANY) for mesh in self.meshes]
+
+    @cached_property
+    def sooner(self) -> list[Floats]:
+        """Q without gradients of weights: by the most seconds and the largest share they have."""
+        if not self.splits or self.first:
+            return self.micro
+        found = []
+        for mesh, micro in zip(self.meshes, self.micro, strict=True):
+            least = micro.copy()
+            for number in self.numbers.tolist():
+                counts = mesh.runs.run(number).counts
+                most = {kind: mesh.solver.model.most_late(kind) for kind in counts}
+                share = max(share for share, _ in most.values())
+                seconds = sum(count * most[kind][1] for kind, count in counts.items())
+                own = micro[number]
+                least[number] = max(own * (1 - share), own - seconds, 0.0)
+            found.append(least)
+        return found
 
     @cached_property
     def alone(self) -> list[Floats]:
@@ -80,10 +109,10 @@ class StageBounds:
     def turning(self) -> tuple[Floats, Floats]:
         """By class what a stage takes once, and more for all other micro-batches."""
         more = self.count - 1
-        once = [np.maximum(a, q) for a, q in zip(self.alone, self.micro, strict=True)]
-        rest = [
-            more * np.maximum(q - r, 0.0) for q, r in zip(self.micro, self.received, strict=True)
-        ]
+        micro = self.sooner
+        alone = self.alone if self.first else micro
+        once = [np.maximum(a, q) for a, q in zip(alone, micro, strict=True)]
+        rest = [more * np.maximum(q - r, 0.0) for q, r in zip(micro, self.received, strict=True)]
         if self.first:
             whole = [self.count * each for each in self.share]
             rest = [
@@ -137,12 +166,13 @@ class StageBounds:
 
 
 @dataclass
-class _Space:
+class Space:
     """The pipelines of a tiling at one micro-batch size."""
 
     costs: Costs
     tiling: Tiling
     is_chain: bool
+    splits: bool
     _bounds: dict[tuple[int, bool, bool, int], StageBounds] = field(default_factory=dict)
 
     def stage(self, left: int, place: int, first: bool) -> StageBounds | None:
@@ -155,7 +185,9 @@ class _Space:
             numbers = runs.role(first, left == 1)
             series = {runs.series_of[number][0] for number in numbers.tolist()}
             ordered = tuple(sorted(series, key=lambda each: each.classes))
-            self._bounds[key] = StageBounds(own.meshes, ordered, numbers, runs.count, first, held)
+            self._bounds[key] = StageBounds(
+                own.meshes, ordered, numbers, runs.count, first, held, self.splits
+            )
         return self._bounds.get(key)
 
     def band(
@@ -166,7 +198,8 @@ class _Space:
         rows = slice(0, 1) if first else slice(None)
         own = self.stage(left, place, first)
         if own is None:
-            return np.zeros((0, 0)), np.zeros((0, 0))
+            nothing = np.full((1 if first else len(runs.band), 0), np.inf)
+            return nothing, nothing
         once, slowest = own.turning() if turns else own.largest()
         band = runs.band[rows]
         return np.append(once, np.inf)[band], np.append(slowest, np.inf)[band]
@@ -201,7 +234,7 @@ class _Part:
 
     least: float
     order: int
-    space: _Space = field(compare=False)
+    space: Space = field(compare=False)
     number: int = field(compare=False)
     turned: bool = field(default=False, compare=False)
     stages: Stages = field(default=(), compare=False)
@@ -226,9 +259,12 @@ def step_bound(
     """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough."""
     began = time.perf_counter()
     order = counting()
-    heap = [_Part(0.0, next(order), *each) for each in _spaces(job, rows, numbers)]
+    heap = [_Part(0.0, next(order), *each) for each in spaces(job, rows, numbers)]
     left = MOST_RAISED
+    until = began + max(LEAST_SECONDS, BOUND_SHARE * (began - job.began))
     while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:
+        if time.perf_counter() > until:
+            break
         raised = heap[0].narrow(left)
         if raised is None:
             break
@@ -238,14 +274,20 @@ def step_bound(
     return min(heap[0].least, step)
 
 
-def _spaces(
+def space_of(costs: Costs, tiling: Tiling) -> Space:
+    """The stages of a tiling in any order of actions."""
+    return Space(costs, tiling, is_chain=False, splits=False)
+
+
+def spaces(
     job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
-) -> Iterator[tuple[_Space, int]]:
+) -> Iterator[tuple[Space, int]]:
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
     is_chain = all((at, at + 1) in edges for at in range(num_blocks - 1))
+    has_split = any(splits(name) for name in job.request.schedules)
     mixed = job.request.features.allows("mixed-stages")
     for each in rows:
         costs = job.costs(each)
         for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            yield _Space(costs, tiling, is_chain), number
+            yield Space(costs, tiling, is_chain, has_split), number

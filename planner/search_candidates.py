@@ -12,10 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from .assembly import Setting
 from .branches import Places, WeightedEdges, stage_depths, stage_edges
 from .inter_op import StageChoice
 from .intra_op import IntraOp, StageAnswer
+from .pipeline_bound import least_seconds
 from .report_plan import Candidate
+from .schedules_held import Halves, is_split, most_held, splits
 from .search_job import Job
 from .search_quests import Draft
 from .stage_cost import StageCost
@@ -30,12 +33,43 @@ WORTH_IT = 0.005
 """The least gain for which a plan may use the axis "dp" for more than the batch."""
 
 
-def stage(job: Job, rows: int, choice: StageChoice, in_flight: int) -> Chosen | None:
-    """The best mesh of a stage of a pipeline, and its answer; None where it does not fit."""
+MORE_HELD = 2
+"""Where what waits for gradients of weights does not fit, the stage is solved as if it held
+more micro-batches whole: so many more at most."""
+
+
+def stage(
+    job: Job, rows: int, choice: StageChoice, held: Halves, *, refine: bool = False
+) -> Chosen | None:
+    """The best mesh of a stage of a pipeline, and its answer; None where it does not fit.
+
+    ``refine``: with its gap narrowed.
+    """
+    for more in range(1 + (MORE_HELD if is_split(held) else 0)):
+        number = most_held(held) + more
+        found = _stage(job, rows, choice, number)
+        if found is not None and refine:
+            found[0].refine(found[1].run, job.num_microbatches(rows), number)
+            found = _stage(job, rows, choice, number)
+        if found is None or not is_split(held):
+            return found
+        found = _splitting(*found, held)
+        if found[1].cost.total_bytes <= found[0].limits.memory_bytes:
+            return found
+    return None
+
+
+def _stage(job: Job, rows: int, choice: StageChoice, in_flight: int) -> Chosen | None:
     costs = job.costs(rows)
     place = costs.places[costs.place(choice.first_device, choice.num_devices)]
     number = int(costs.runs.classes.numbers[choice.start, choice.stop])
     return place.answer(number, in_flight)
+
+
+def _splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
+    """The answer with its backward in two halves."""
+    setting: Setting = replace(answer.setting, halves=held)
+    return solver, replace(answer, setting=setting)
 
 
 def edges(job: Job, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
@@ -44,9 +78,12 @@ def edges(job: Job, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges |
     return stage_edges(job.at(rows), [s.start for s in stages], Places(job.cluster, ends))
 
 
-def schedules(job: Job, num_stages: int) -> tuple[str, ...]:
-    """The schedules to simulate."""
-    return job.request.schedules if num_stages > 1 else job.request.schedules[:1]
+def schedules(job: Job, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
+    """The schedules to simulate. Those that split backwards run chains of stages only."""
+    allowed = job.request.schedules
+    if num_stages == 1:
+        return allowed[:1]
+    return tuple(name for name in allowed if is_chain or not splits(name))
 
 
 def candidate(
@@ -61,23 +98,44 @@ def candidate(
     depths = stage_depths(edges(job, rows, stages), len(stages))
     chosen: list[Chosen] = []
     for choice, depth in zip(stages, depths, strict=True):
-        held = job.in_flight(schedule, len(stages), rows, depth)
-        found = stage(job, rows, choice, held)
-        if found is not None and refine:
-            found[0].refine(found[1].run, job.num_microbatches(rows), held)
-            found = stage(job, rows, choice, held)
+        held = job.held(schedule, len(stages), rows, depth)
+        found = stage(job, rows, choice, held, refine=refine)
         if found is None:
             return None
         chosen.append(found)
     return simulated(job, rows, schedule, stages, chosen)
 
 
-def candidates(job: Job, draft: Draft, *, refine: bool) -> Iterator[Candidate]:
-    """The draft under every schedule that is allowed and fits."""
-    for schedule in schedules(job, len(draft.pipeline.stages)):
+def candidates(
+    job: Job, draft: Draft, *, refine: bool, below: float = float("inf")
+) -> Iterator[Candidate]:
+    """The draft under every schedule that is allowed and fits.
+
+    A schedule that splits backwards only where it can take less than the first of the others
+    that fits, and than ``below``: the stages' own work takes as long in any order, and with more
+    micro-batches in flight not less.
+    """
+    stages = draft.pipeline.stages
+    needs = edges(job, draft.rows, stages)
+    work = 0.0
+    for schedule in schedules(job, len(stages), is_chain=needs is None):
+        if splits(schedule) and work >= below:
+            continue
         found = candidate(job, draft, schedule, refine=refine)
         if found is not None:
             yield found
+            below = min(below, found.step_seconds)
+            work = work or _work_seconds(found, needs)
+
+
+def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
+    """What these stages take in any order, whatever part of their backwards may wait."""
+    costs = [answer.cost for _, answer in found.answers]
+    figures = [
+        (c.forward_seconds, 0.0, *c.receive_seconds, c.step_seconds, c.backward_seconds)
+        for c in costs
+    ]
+    return float(least_seconds(figures, found.num_microbatches, needs))
 
 
 def simulated(
@@ -111,7 +169,8 @@ def _step(
     whole: bool,
 ) -> tuple[float, float]:
     """Seconds of a step, and the share of them that devices wait."""
-    few, more = 2 * len(costs), 2 * len(costs) + len(costs) // 2
+    few = (4 if splits(schedule) else 2) * len(costs)
+    more = few + max(len(costs) // 2, 1)
     if whole or len(costs) * count <= MOST_STEPS or count <= 2 * more:
         timeline = simulate_stages(schedule, count, costs, edges=needs)
         return timeline.step_seconds, timeline.bubble_fraction
@@ -134,6 +193,7 @@ def completed(job: Job, best: Candidate) -> Candidate:
 def freed(job: Job, best: Candidate) -> Candidate:
     """The winner with the meshes' axes left to the solver, if that is faster by enough.
 
+    Of a large graph only where tables can solve it: integer programs that wide take long.
     Unequal shares of the batch leave "dp" to the batch.
     """
     if any(answer.shares for _, answer in best.answers):
@@ -143,8 +203,14 @@ def freed(job: Job, best: Candidate) -> Candidate:
     for choice, (model, answer), depth in zip(best.stages, best.answers, depths, strict=True):
         mesh = model.prices.mesh
         solver = job.solver(best.rows, mesh, choice.first_device, free=True)
-        held = job.in_flight(best.schedule, len(best.stages), best.rows, depth)
-        free = solver.best(answer.run, best.num_microbatches, held)
+        held = job.held(best.schedule, len(best.stages), best.rows, depth)
+        free = None
+        if solver.is_quick(answer.run, best.num_microbatches):
+            free = solver.best(answer.run, best.num_microbatches, most_held(held))
+        if free is not None and is_split(held):
+            free = _splitting(solver, free, held)[1]
+            fits = free.cost.total_bytes <= solver.limits.memory_bytes
+            free = free if fits else None
         if free is None or free.objective >= answer.objective * (1 - 1e-9):
             found = job.solver(best.rows, mesh, choice.first_device, free=False)
             chosen.append((found, answer))

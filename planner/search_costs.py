@@ -367,7 +367,7 @@ class Costs:
     """All places at one micro-batch size, numbered as they are asked for.
 
     ``key`` is equal for submeshes that cost the same; ``solvers`` makes those of one;
-    ``held`` says how many micro-batches a stage holds by the number of stages to come.
+    ``held`` says how many micro-batches a stage holds, at least, by the number of stages to come.
     """
 
     runs: Runs

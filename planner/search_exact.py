@@ -14,6 +14,7 @@ these bounds is what the answer's gap is taken from.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from math import comb
 
 import numpy as np
 
+from . import schedules_held
 from .branches import WeightedEdges, stage_depths
 from .decisions import Floats
 from .inter_op import StageChoice
@@ -28,6 +30,7 @@ from .inter_op_sweep import Tiling
 from .intra_op import IntraOp
 from .pipeline_bound import least_seconds
 from .report_plan import Candidate
+from .schedules_held import Halves
 from .search_candidates import edges, schedules, simulated
 from .search_job import Job
 from .search_runs import NO_RUN
@@ -36,7 +39,7 @@ from .step import simulate_figures
 from .ways import MeshWays, Points, joined
 from .ways_kind import TooManyError
 
-MOST_PIPELINES = 3_000
+MOST_PIPELINES = 5_000
 """Pipelines of all micro-batch sizes and schedules: with more a space is not small."""
 
 MOST_COMBINATIONS = 1_000_000
@@ -54,7 +57,7 @@ class Whole:
     rows: int
     schedule: str
     stages: tuple[StageChoice, ...]
-    held: tuple[int, ...]
+    held: tuple[Halves, ...]
     needs: WeightedEdges | None
 
 
@@ -65,24 +68,61 @@ class ExactSearch:
     job: Job
     bar: float
     bound: float = 0.0
-    _ways: dict[tuple[int, int, int], Ways] = field(default_factory=dict)
+    _ways: dict[tuple[int, int, Halves], Ways] = field(default_factory=dict)
     _meshes: dict[int, MeshWays] = field(default_factory=dict)
 
     def run(self, wholes: list[Whole]) -> Iterator[Candidate]:
         """Better and better candidates. Raises ``TooManyError`` if stages have too many ways."""
-        tries = sorted((self._least(each), number) for number, each in enumerate(wholes))
-        undone = float("inf")
-        for least, number in tries:
-            self.bound = min(least, self.bar, undone)
+        heap = []
+        for number, each in enumerate(wholes):
+            is_split = any(map(schedules_held.is_split, each.held))
+            least = self._least_unsplit(each) if is_split else self._least(each)
+            heap.append((least, number, not is_split))
+        heapq.heapify(heap)
+        undone = unsplit = float("inf")
+        while heap:
+            least, number, is_exact = heap[0]
+            self.bound = min(least, self.bar, undone, unsplit)
             if least * SAME >= min(self.bar, undone):
                 break
             if self.job.effort.left_seconds <= 0:
                 return
+            if not is_exact:
+                unsplit = min(unsplit, self._narrow(heap, wholes[number]))
+                continue
+            heapq.heappop(heap)
             found, left = self._best(wholes[number], least)
             undone = min(undone, left)
             if found is not None:
                 yield found
-        self.bound = min(self.bar, undone)
+        self.bound = min(self.bar, undone, unsplit)
+
+    def _narrow(self, heap: list[tuple[float, int, bool]], whole: Whole) -> float:
+        """Finds the bound of the first of the heap by its split ways, and puts it back.
+
+        Where these are too many it is left undone: its bound, else infinite.
+        """
+        least, number, _ = heapq.heappop(heap)
+        try:
+            found = self._least(whole)
+        except TooManyError:
+            return least
+        if found < float("inf"):
+            heapq.heappush(heap, (max(least, found), number, True))
+        return float("inf")
+
+    def _least_unsplit(self, whole: Whole) -> float:
+        """A bound of split backwards from whole ones: as if all of them were gradients of weights,
+        and only what waits for both halves took memory. Its ways are those of other schedules."""
+        held = tuple(((own[0][0], 0),) for own in whole.held)
+        figures = []
+        for stage, own in zip(whole.stages, held, strict=True):
+            ways, _ = self._ways_of(whole.rows, stage, own)
+            if not len(ways):
+                return float("inf")
+            forward, backward, *rest = ways.min(axis=0)
+            figures.append((forward, 0.0, *rest, backward))
+        return float(least_seconds(figures, self._count(whole), whole.needs))
 
     def _count(self, whole: Whole) -> int:
         return self.job.num_microbatches(whole.rows)
@@ -97,7 +137,7 @@ class ExactSearch:
             figures.append(tuple(own.min(axis=0)))
         return float(least_seconds(figures, self._count(whole), whole.needs))
 
-    def _ways_of(self, rows: int, stage: StageChoice, held: int) -> Ways:
+    def _ways_of(self, rows: int, stage: StageChoice, held: Halves) -> Ways:
         """A stage's ways on all meshes of its submesh."""
         costs = self.job.costs(rows)
         place = costs.place(stage.first_device, stage.num_devices)
@@ -210,8 +250,8 @@ def all_pipelines(job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]) -> 
 def _scheduled(job: Job, rows: int, stages: tuple[StageChoice, ...]) -> Iterator[Whole]:
     needs = edges(job, rows, stages)
     depths = stage_depths(needs, len(stages))
-    for schedule in schedules(job, len(stages)):
-        held = tuple(job.in_flight(schedule, len(stages), rows, depth) for depth in depths)
+    for schedule in schedules(job, len(stages), is_chain=needs is None):
+        held = tuple(job.held(schedule, len(stages), rows, depth) for depth in depths)
         yield Whole(rows, schedule, stages, held, needs)
 
 

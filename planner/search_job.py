@@ -32,7 +32,7 @@ from .precision import with_precision
 from .prices import Prices, Rules
 from .refusals import does_not_fit
 from .request import Request
-from .schedules import in_flight
+from .schedules_held import Halves, halves
 from .search_costs import Costs, Runs
 from .search_runs import RunClasses, run_classes
 from .search_space import place_key
@@ -151,12 +151,12 @@ class Job:
 
     @property
     def in_flight_schedule(self) -> str:
-        """The schedule whose memory the dynamic program counts with: the thriftiest allowed."""
+        """The schedule of a draft where nothing is said: the thriftiest, if it is allowed."""
         return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
-    def in_flight(self, schedule: str, num_stages: int, rows: int, depth: int) -> int:
+    def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> Halves:
         """Micro-batches that a stage holds; ``depth`` counts the stages to come, itself too."""
-        return in_flight(schedule, depth, num_stages, self.num_microbatches(rows))
+        return halves(schedule, depth, num_stages, self.num_microbatches(rows))
 
     def costs(self, rows: int) -> Costs:
         """The costs of stages at one micro-batch size."""
@@ -173,9 +173,13 @@ class Job:
                 Runs(self.at(rows), self.classes, count),
                 place,
                 lambda first, size: self.solvers_on(rows, first, size),
-                lambda left: in_flight(self.in_flight_schedule, left, 2, count),
+                lambda left: self._least_held(left, count),
             )
         return self._costs[rows]
+
+    def _least_held(self, left: int, count: int) -> int:
+        """Whole micro-batches that a stage holds under the thriftiest schedule, at least."""
+        return min(halves(name, left, 2, count)[0][0] for name in self.request.schedules)
 
     def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
         """A solver for each mesh on the submesh."""
@@ -183,7 +187,8 @@ class Job:
         for mesh in meshes(size, inner_size(self.cluster, first, size), self.request.forced):
             if not self.request.features.allows_mesh(mesh, self.request.max_tp):
                 continue
-            if mesh.axes[0] == "dp" and rows > 1 and rows % mesh.shape[0]:
+            has_rows = rows > 1 or bool(self.structure.graph.batch_dims)
+            if mesh.axes[0] == "dp" and has_rows and rows % mesh.shape[0]:
                 continue
             found.append(self.solver(rows, mesh, first, free=False))
         return found

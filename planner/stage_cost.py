@@ -23,6 +23,7 @@ from .decisions import ZEROS, Floats
 from .ladder import NOTHING, Ladder, Rungs, only, rungs
 from .plan import Recompute
 from .prices import Seconds
+from .schedules_held import held_bytes
 from .stage_model import StageModel
 from .structure import Edge, Run, Use, Weights
 
@@ -35,13 +36,15 @@ class StageCost:
     """A stage's seconds and bytes. ``seconds`` per micro-batch and, the last two, per step.
 
     ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
-    micro-batch. ``memory_bytes`` by category, see ``StagePrediction``.
+    micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
+    backward are the gradients of weights, where they are put off; None where that is not known.
     """
 
     seconds: Seconds
     receive_seconds: tuple[float, float]
     memory_bytes: Mapping[str, float]
     activation_bytes: float
+    late_seconds: float | None = None
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
@@ -103,6 +106,7 @@ class Figures:
         self.choices = choices
         self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
         self._ladders: dict[object, Ladder] = {}
+        self._late: dict[str, tuple[float, float]] = {}
         self._per_byte: dict[tuple[Recompute, ...], tuple[float, float]] = {}
         self.edges: dict[Edge, tuple[float, float, float]] = {}
         self._shared = [
@@ -270,10 +274,28 @@ class Figures:
         kept += float(ladder.kept_bytes[0])
         memory = dict(zip(STATES, self._states(run)[setting.zero].tolist(), strict=False))
         memory["activations"] = kept * setting.in_flight
+        late = None
+        if setting.halves:
+            late, late_bytes = self.late(run)
+            memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
         memory["transient"] = float(ladder.transient_bytes[setting.zero][0])
         memory["buffers"] = float(constant_bytes(self.model, run))
         memory["reserve"] = float(reserve(self.model))
-        return StageCost(Seconds(*seconds.tolist()), self._receive(run), memory, kept)
+        return StageCost(Seconds(*seconds.tolist()), self._receive(run), memory, kept, late)
+
+    def late(self, run: Run) -> tuple[float, float]:
+        """Seconds of the gradients of a run's weights, and bytes kept for them."""
+        own = [(count, *self._late_of(kind)) for kind, count in run.counts.items()]
+        return sum(n * seconds for n, seconds, _ in own), sum(n * size for n, _, size in own)
+
+    def _late_of(self, kind: str) -> tuple[float, float]:
+        if kind not in self._late:
+            start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
+            choices = enumerate(self.choices[start : start + number])
+            found = [self.model.late(kind, at, choice) for at, choice in choices]
+            parts = {part for _, own in found for part in own}
+            self._late[kind] = sum(own for own, _ in found), float(sum(n for _, n in parts))
+        return self._late[kind]
 
     def _seconds(self, run: Run, weight: Weights, zero: int) -> Floats:
         seconds: Floats = self._own_seconds(run)[zero] + self._edge_seconds(run, weight)

@@ -27,6 +27,7 @@ from .recompute import kept_parts
 from .saved import Part, saved_parts, working_bytes
 from .strategy import NodeLayout
 from .structure import Edge, Structure, Use
+from .weight_backward import late_parts, late_seconds, late_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,10 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 
 Held = tuple[tuple[Part, ...], int, tuple[Part, ...]]
 """Of a choice: what autograd keeps, the most that a member works on, what is selected."""
+
+
+Late = tuple[float, tuple[Part, ...]]
+"""Of a choice: seconds of the gradients of weights, and what is kept for them."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,8 @@ class StageModel:
     _conversions: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
     _boundaries: dict[object, Floats] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
+    _late: dict[object, Late] = field(default_factory=dict, repr=False)
+    _most_late: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def kind(self, kind: str) -> KindModel:
         found = self._kinds.get(kind)
@@ -137,6 +144,34 @@ class StageModel:
             found = self._make_kind(kind)
             self._kinds[kind] = found
         return found
+
+    def late(self, kind: str, number: int, choice: int) -> Late:
+        """The weights' half of the backward of one choice of a kind's decision."""
+        key = (kind, number, choice)
+        if key not in self._late:
+            decision = self.kind(kind).decisions[number]
+            layouts, graph = decision.choices[choice].layouts, self.structure.graph
+            nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
+            asked = [(node, layouts[node.name], graph, self.prices) for node in nodes]
+            parts = [part for each in asked for part in late_parts(*each)]
+            self._late[key] = sum(late_seconds(*each) for each in asked), tuple(parts)
+        return self._late[key]
+
+    def most_late(self, kind: str) -> tuple[float, float]:
+        """The largest share that gradients of weights have of any op's passes in a kind, and
+        the most seconds that they take of a block."""
+        if kind not in self._most_late:
+            graph, most, seconds = self.structure.graph, 0.0, 0.0
+            for decision in self.kind(kind).decisions:
+                nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
+                share = max((late_share(node, graph, self.prices) for node in nodes), default=0.0)
+                if share:
+                    forward, backward = decision.seconds[0][:, [0, 2]].T
+                    both = np.maximum(forward + backward, np.finfo(float).tiny)
+                    most = max(most, share * float((backward / both).max()))
+                    seconds += share * float(backward.max())
+            self._most_late[kind] = most, seconds
+        return self._most_late[kind]
 
     def shared(self, parameter: str) -> Decision:
         """The decision of a parameter of several blocks."""

@@ -52,8 +52,12 @@ def simulate_figures(
     edges: Sequence[tuple[int, int, float]] | None = None,
 ) -> float:
     """The step's seconds from the five figures of each stage: forward, backward, receive
-    forward, receive backward, end of the step. The same as ``simulate_stages``, for many."""
-    forward, backward, receive, receive_backward, end = zip(*figures, strict=True)
+    forward, receive backward, end of the step; of a split backward the first half, and the
+    weights' half as a sixth. The same as ``simulate_stages``, for many."""
+    forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
+    weights = late[0] if late else ()
+    if late:
+        backward = tuple(i + w for i, w in zip(backward, weights, strict=True))
     if len(figures) == 1:
         return float(num_microbatches * (forward[0] + backward[0]) + end[0])
     pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
@@ -68,6 +72,7 @@ def simulate_figures(
         send_seconds=[share * receive[target] for target, share in received],
         send_backward_seconds=[share * receive_backward[target] for target, share in received],
         step_seconds=end,
+        weight_backward_seconds=weights,
         edges=pairs,
     )
     return float(
@@ -108,6 +113,7 @@ def stage_costs(
         for target, share in received
     ]
     own = [cost.seconds for cost in costs]
+    late = [cost.late_seconds for cost in costs if cost.late_seconds is not None]
     return StageCosts(
         forward_seconds=[cost.forward_seconds for cost in costs],
         backward_seconds=[cost.backward_seconds for cost in costs],
@@ -119,5 +125,6 @@ def stage_costs(
         activation_bytes=[int(cost.activation_bytes) for cost in costs],
         forward_communication_seconds=[e.forward_communication + e.forward_states for e in own],
         backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],
+        weight_backward_seconds=late if len(late) == len(costs) else (),
         edges=None if edges is None else tuple((source, target) for source, target, _ in edges),
     )

@@ -3,7 +3,8 @@
 In: a stage's run of blocks, its mesh's tables, ZeRO stages and recompute modes to choose from,
 micro-batches in flight, a memory limit. Out: of all layouts, ZeRO stages and rungs that fit,
 those of which no other is at most equal in every figure that the simulator sees: forward,
-backward, receive forward, receive backward, end of the step.
+backward, receive forward, receive backward, end of the step; for a schedule that splits
+backwards the first half in place of the whole, and the gradients of weights as a sixth.
 
 Made of the kinds' ways (``ways_kind``) as ``stage_cost`` makes a stage's price of a solution,
 for all solutions at once; a test holds the two together.
@@ -12,7 +13,7 @@ for all solutions at once; a test holds the two together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -23,6 +24,7 @@ from .closing import allowed_rungs
 from .decisions import Floats
 from .intra_op import IntraOp, StageAnswer
 from .ladder import Ints, Rungs
+from .schedules_held import Halves, is_split, most_held
 from .stage_cost import Figures
 from .stage_model import StageModel
 from .structure import Edge, Run
@@ -42,12 +44,22 @@ MOST_WAYS = 200_000
 MOST_CELLS = 4_000_000
 """Ways times rungs that are priced at once."""
 
-FORWARD, BACKWARD, RECEIVE, RECEIVE_BACKWARD, END = range(5)
+
+def setting_of(base: Setting, held: Halves) -> Setting:
+    """A setting in which a stage holds so much."""
+    return replace(base, in_flight=most_held(held), halves=held if is_split(held) else ())
+
+
+def held_of(held: Halves, kept_bytes: Floats, late_bytes: Floats) -> Floats:
+    """``schedules_held.held_bytes`` of many."""
+    every = [waiting * kept_bytes + late * late_bytes for waiting, late in held]
+    found: Floats = np.maximum.reduce(every)
+    return found
 
 
 @dataclass(frozen=True)
 class Points:
-    """Ways of one mesh, run and ZeRO stage: ``seconds[way]`` are the five figures.
+    """Ways of one mesh, run and ZeRO stage: ``seconds[way]`` are the figures.
 
     ``choices[way, decision]`` in the order of ``Assembly``; ``rungs[way]`` numbers ``on``.
     """
@@ -60,13 +72,13 @@ class Points:
     choices: Ints
     rungs: Ints
 
-    def answer(self, way: int, num_microbatches: int, in_flight: int) -> StageAnswer:
+    def answer(self, way: int, num_microbatches: int, held: Halves) -> StageAnswer:
         """A way as the stage solver would give it."""
         assembly = Assembly(self.solver.model, self.run)
         choices = tuple(self.choices[way].tolist())
         figures = Figures(assembly, choices)
         rung = self.on[int(self.rungs[way])]
-        setting = Setting(num_microbatches, self.zero, rung, in_flight)
+        setting = setting_of(Setting(num_microbatches, self.zero, rung), held)
         cost = figures.price(self.run, setting)
         return StageAnswer(
             self.run, figures, assembly.solution(choices), setting,
@@ -80,7 +92,7 @@ class MeshWays:
 
     solver: IntraOp
     _kinds: dict[str, KindWays] = field(default_factory=dict)
-    _pruned: dict[tuple[str, int, bool], KindWays] = field(default_factory=dict)
+    _pruned: dict[tuple[str, int, bool, bool], KindWays] = field(default_factory=dict)
 
     @property
     def model(self) -> StageModel:
@@ -91,35 +103,37 @@ class MeshWays:
             self._kinds[kind] = kind_ways(self.model, kind)
         return self._kinds[kind]
 
-    def kind(self, kind: str, zero: int, *, time_only: bool) -> KindWays:
-        key = (kind, zero, time_only)
+    def kind(self, kind: str, zero: int, *, time_only: bool, splits: bool) -> KindWays:
+        key = (kind, zero, time_only, splits)
         if key not in self._pruned:
             self._pruned[key] = undominated(
-                self.all(kind), outside(self.model, kind), zero, time_only=time_only
-            )
+                self.all(kind), outside(self.model, kind), zero,
+                time_only=time_only, splits=splits,
+            )  # fmt: skip
         return self._pruned[key]
 
-    def points(self, run: Run, in_flight: int, limit_bytes: float) -> list[Points]:
+    def points(self, run: Run, held: Halves, limit_bytes: float) -> list[Points]:
         """Per ZeRO stage the ways that fit and can be of use. Raises ``TooManyError``."""
         found = []
         on = allowed_rungs(run, self.solver.limits.recompute, self.solver.limits.modes)
         is_free = not on.full[0].any() and not on.selective[0].any()
         for zero in self.solver.zeros:
-            if is_free and self._most_bytes(run, zero, in_flight) <= limit_bytes:
-                found.append(_Space(self, run, zero, time_only=True).unlimited(on))
+            if is_free and self._most_bytes(run, zero, held) <= limit_bytes:
+                found.append(_Space(self, run, zero, held, time_only=True).unlimited(on))
             else:
-                space = _Space(self, run, zero, time_only=False)
-                found.append(space.within(on, in_flight, limit_bytes))
+                space = _Space(self, run, zero, held, time_only=False)
+                found.append(space.within(on, limit_bytes))
         return [each for each in found if len(each.seconds)]
 
-    def _most_bytes(self, run: Run, zero: int, in_flight: int) -> float:
+    def _most_bytes(self, run: Run, zero: int, held: Halves) -> float:
         """What no way holds more than, nothing recomputed."""
         kinds = {kind: self.all(kind) for kind in run.counts}
         total = float(constant_bytes(self.model, run) + reserve(self.model))
         for kind, count in run.counts.items():
             own = kinds[kind]
             states = own.states[:, zero, :3].sum(axis=1)
-            total += count * float((states + own.saved * in_flight).max())
+            kept = held_of(held, own.saved, own.late[:, 1])
+            total += count * float((states + kept).max())
         for name in run.shared:
             total += float(self.model.shared(name).states[zero, :, :3].sum(axis=1).max())
         working = max(float(own.working.max()) for own in kinds.values())
@@ -130,10 +144,16 @@ class MeshWays:
 class _Space:
     """All combinations of the kinds' ways of a run at one ZeRO stage, priced."""
 
-    def __init__(self, mesh: MeshWays, run: Run, zero: int, *, time_only: bool) -> None:
-        self.mesh, self.run, self.zero = mesh, run, zero
+    def __init__(
+        self, mesh: MeshWays, run: Run, zero: int, held: Halves, *, time_only: bool
+    ) -> None:
+        self.mesh, self.run, self.zero, self.held = mesh, run, zero, held
+        self.splits = is_split(held)
         self.model = mesh.model
-        self.kinds = {kind: mesh.kind(kind, zero, time_only=time_only) for kind in run.counts}
+        self.kinds = {
+            kind: mesh.kind(kind, zero, time_only=time_only, splits=self.splits)
+            for kind in run.counts
+        }
         sizes = [len(ways) for ways in self.kinds.values()]
         sizes += [len(self.model.shared(name).choices) for name in run.shared]
         if prod(sizes) > MOST_WAYS:
@@ -262,7 +282,7 @@ class _Space:
 
     def figures(self, on: Rungs, some: Ints) -> Floats:
         """``[rung, way, figure]``."""
-        kinds = self.kinds
+        kinds, late = self.kinds, self.late[0][some]
         own, zero = self.own[:, some], self.zero
         field = [
             self._per_class({k: w.seconds[:, zero, at] for k, w in kinds.items()})[:, some]
@@ -283,8 +303,19 @@ class _Space:
         forward = np.maximum(own[0], self._counts @ np.maximum(field[0], field[8]))
         forward = forward + own[1] + own[4]
         rest = [forward, *self.received[:, some], own[6] + own[7]]
+        if self.splits:
+            rest.append(late)
+            backward = backward - late
         same = [np.broadcast_to(each, backward.shape) for each in rest]
         return np.stack([same[0], backward, *same[1:]], axis=2)
+
+    @cached_property
+    def late(self) -> Floats:
+        """Seconds of the gradients of weights and bytes kept for them, by way."""
+        total = np.zeros((2, self.num))
+        for kind, count in self.run.counts.items():
+            total += count * self._of(kind, self.kinds[kind].late).T
+        return total
 
     def unlimited(self, on: Rungs) -> Points:
         """Where memory does not bind: the rung that recomputes least."""
@@ -294,7 +325,7 @@ class _Space:
         kept = front(seconds)
         return self._points(first, seconds[kept], every[kept], np.zeros(len(kept), dtype=np.int64))
 
-    def within(self, on: Rungs, in_flight: int, limit_bytes: float) -> Points:
+    def within(self, on: Rungs, limit_bytes: float) -> Points:
         """The ways that fit."""
         seconds: list[Floats] = []
         ways: list[Ints] = []
@@ -303,14 +334,14 @@ class _Space:
         left = np.arange(self.num)
         if not on.full[0].any() and not on.selective[0].any():
             first = Rungs(on.full[:1], on.selective[:1])
-            fits = self._fits(first, left, in_flight, limit_bytes)[0]
+            fits = self._fits(first, left, limit_bytes)[0]
             seconds.append(self.figures(first, left[fits])[0])
             ways.append(left[fits])
             rungs.append(np.zeros(int(fits.sum()), dtype=np.int64))
             left = left[~fits]
         for begin in range(0, len(left), at_once):
             some = left[begin : begin + at_once]
-            rung, way = np.nonzero(self._fits(on, some, in_flight, limit_bytes))
+            rung, way = np.nonzero(self._fits(on, some, limit_bytes))
             own = self.figures(on, some)[rung, way]
             kept = front(own)
             seconds.append(own[kept])
@@ -322,8 +353,8 @@ class _Space:
             on, every[kept], np.concatenate(ways)[kept], np.concatenate(rungs)[kept]
         )
 
-    def _fits(self, on: Rungs, some: Ints, in_flight: int, limit_bytes: float) -> np.ndarray:
-        kept = self.kept_bytes(on, some) * in_flight
+    def _fits(self, on: Rungs, some: Ints, limit_bytes: float) -> np.ndarray:
+        kept = held_of(self.held, self.kept_bytes(on, some), self.late[1][some])
         found: np.ndarray = self.states[some] + kept + self.transient_bytes(on, some) <= limit_bytes
         return found
 
@@ -339,7 +370,7 @@ class _Space:
 def joined(found: Sequence[Points]) -> tuple[Floats, list[tuple[Points, int]]]:
     """The ways of all meshes and ZeRO stages without those worse in everything."""
     if not found:
-        return np.zeros((0, 5)), []
+        return np.zeros((0, 6)), []
     every = np.concatenate([points.seconds for points in found])
     where = [(points, way) for points in found for way in range(len(points.seconds))]
     kept = front(every)

@@ -38,6 +38,8 @@ class KindWays:
     ``StateBytes``, conversions inside the block included; ``kept_seconds`` are those of
     ``Choice``. ``saved``, ``selected`` and ``both`` are bytes kept by a block that is not, and
     that is selectively recomputed, and of what is in both; ``working`` of the largest op.
+    ``late[way]``: seconds of the gradients of weights and bytes kept for them, where they may be
+    put off.
     """
 
     choices: Ints
@@ -48,6 +50,7 @@ class KindWays:
     selected: Floats
     both: Floats
     working: Floats
+    late: Floats
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -57,10 +60,19 @@ class KindWays:
         return KindWays(
             self.choices[rows], self.seconds[rows], self.states[rows], self.kept_seconds[rows],
             self.saved[rows], self.selected[rows], self.both[rows], self.working[rows],
+            self.late[rows],
         )  # fmt: skip
 
-    def columns(self, zero: int, *, time_only: bool) -> Floats:
+    def columns(self, zero: int, *, time_only: bool, splits: bool = False) -> Floats:
         """What the price of a stage at a ZeRO stage is made of, all of it to be small."""
+        found = self._columns(zero, time_only=time_only)
+        if not splits:
+            return found
+        late = self.late[:, :1]
+        sooner = self.seconds[:, zero][:, [2, 9]] - late
+        return np.hstack([found, sooner, self.late[:, : 1 if time_only else 2]])
+
+    def _columns(self, zero: int, *, time_only: bool) -> Floats:
         own, kept = self.seconds[:, zero], self.kept_seconds
         seconds = [
             own[:, 0], own[:, 1], own[:, 4], own[:, 8], own[:, 2], own[:, 9],
@@ -111,6 +123,7 @@ def kind_ways(model: StageModel, kind: str) -> KindWays:
         _bytes([(own_kept, size) for _, own_kept, size in held], len(choices)),
         _bytes([(one & other, size) for one, other, size in held], len(choices)),
         working,
+        _late(model, own, choices),
     )  # fmt: skip
 
 
@@ -121,6 +134,20 @@ def _held(kept: Kept, choices: Ints) -> dict[tuple[str, int], np.ndarray]:
         for part in dict.fromkeys(each for own in parts for each in own):
             holds = np.array([part in own for own in parts])[chosen]
             found[part] = holds | found.get(part, False)
+    return found
+
+
+def _late(model: StageModel, own: KindModel, choices: Ints) -> Floats:
+    """Seconds of the gradients of weights and bytes kept for them, by way."""
+    every = [
+        [model.late(own.kind, number, choice) for choice in range(len(decision.choices))]
+        for number, decision in enumerate(own.decisions)
+    ]
+    found = np.zeros((len(choices), 2))
+    for chosen, choice_late in zip(choices.T, every, strict=True):
+        found[:, 0] += np.array([seconds for seconds, _ in choice_late])[chosen]
+    held = _held(tuple(tuple(parts for _, parts in each) for each in every), choices)
+    found[:, 1] = _bytes([(holds, size) for (_, size), holds in held.items()], len(choices))
     return found
 
 
@@ -164,7 +191,9 @@ def outside(model: StageModel, kind: str) -> tuple[End, ...]:
     return KindTables(model, kind).ends
 
 
-def undominated(ways: KindWays, ends: tuple[End, ...], zero: int, *, time_only: bool) -> KindWays:
+def undominated(
+    ways: KindWays, ends: tuple[End, ...], zero: int, *, time_only: bool, splits: bool = False
+) -> KindWays:
     """The ways of which no other that looks alike from outside is as good in everything."""
     looks = np.column_stack(
         [
@@ -172,7 +201,7 @@ def undominated(ways: KindWays, ends: tuple[End, ...], zero: int, *, time_only: 
             *(e.classes[ways.choices[:, e.decision]] for e in ends),
         ]
     )
-    columns = ways.columns(zero, time_only=time_only)
+    columns = ways.columns(zero, time_only=time_only, splits=splits)
     _, groups = np.unique(looks, axis=0, return_inverse=True)
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order])) + 1

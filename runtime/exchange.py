@@ -106,17 +106,23 @@ class Exchange:
         dtypes: Mapping[str, torch.dtype] | None = None,
         pair_groups: bool | None = None,
         progress: Progress | None = None,
+        of_slices: Sequence[Sequence[Boundary]] = (),
     ) -> None:
         """``boundaries`` are at least those of the rank's own stage.
 
         ``dtypes`` overrides, by key, the dtype that a value has at run time. ``pair_groups``:
         one group per ordered pair of ranks; by default on devices other than the CPU.
+        ``of_slices``: the boundaries of each slice of the sequences, where these are sliced; a
+        message is then of a slice, slice ``j`` of micro-batch ``m`` counts as micro-batch
+        ``m * num_slices + j``.
         """
         self._progress = progress
         self._rank = rank
         self._device = device
         self._stages = stages
-        self._sends, self._receives = _make_ports(boundaries, stages, rank, dtypes or {})
+        self._ports = [
+            _make_ports(each, stages, rank, dtypes or {}) for each in of_slices or (boundaries,)
+        ]
         self._posted: dict[tuple[Direction, int, int], list[_Posted]] = {}
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._outbox = Outbox(polls=device.type != "cpu")
@@ -126,7 +132,8 @@ class Exchange:
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Post the receives of what ``stage`` needs from other stages."""
         key = (direction, stage, microbatch)
-        ports = self._receives.get((direction, stage), ())
+        receives = self._ports[microbatch % len(self._ports)][1]
+        ports = receives.get((direction, stage), ())
         self._posted[key] = [self._post_one(port, microbatch) for port in ports]
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
@@ -138,7 +145,8 @@ class Exchange:
         for posted in self._posted.pop((direction, stage, microbatch), ()):
             for each in posted.started:
                 if self._progress is not None:
-                    what = _waiting(direction, stage, microbatch, sender=posted.port.sender)
+                    unit = _unit(microbatch, len(self._ports))
+                    what = _waiting(direction, stage, unit, sender=posted.port.sender)
                     self._progress(f"{what} of rank {each.peer}", (each.peer,))
                 each.work.wait()
             for slices, piece in posted.copies:
@@ -157,8 +165,10 @@ class Exchange:
         zero. They must not be written to afterwards.
         """
         messages: list[_Message] = []
-        what = f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{microbatch}"
-        for port in self._sends.get((direction, stage), ()):
+        unit = _unit(microbatch, len(self._ports))
+        what = f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{unit}"
+        sends = self._ports[microbatch % len(self._ports)][0]
+        for port in sends.get((direction, stage), ()):
             value = values.get(port.key)
             if value is None and direction == "backward":
                 value = torch.zeros(port.shape, dtype=port.dtype, device=self._device)
@@ -181,18 +191,26 @@ class Exchange:
             self._progress(f"waiting for rank {names} to receive, first {first}", peers)
         self._outbox.finish()
 
-    def share_loss(self, loss: Tensor | None) -> Tensor:
-        """The loss of the last stage on every rank of the world, as a float64 scalar."""
-        source = self._stages[-1].devices
-        if loss is not None and (not dist.is_initialized() or dist.get_world_size() == len(source)):
+    def share_loss(self, loss: Tensor | None, stages: Sequence[int] = (-1,)) -> Tensor:
+        """The sum of the parts of the loss on every rank of the world, as a float64 scalar.
+
+        ``loss`` is the part that this rank's stages make, None where they make none; ``stages``
+        are those that make it.
+        """
+        places = [self._stages[index].devices for index in stages]
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if loss is not None and world == len(places[0]):
             return loss.detach().to(torch.float64)
-        shared = torch.zeros((), dtype=torch.float64, device=self._device)
-        if loss is not None:
-            shared.copy_(loss.detach())
-        if self._progress is not None and self._rank != source[0]:
-            self._progress(f"waiting for the loss of rank {source[0]}", (source[0],))
-        dist.broadcast(shared, src=source[0])
-        return shared
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for devices in places:
+            shared = torch.zeros_like(total)
+            if loss is not None and self._rank in devices:
+                shared.copy_(loss.detach())
+            if self._progress is not None and self._rank != devices[0]:
+                self._progress(f"waiting for the loss of rank {devices[0]}", (devices[0],))
+            dist.broadcast(shared, src=devices[0])
+            total += shared
+        return total
 
     def _post_one(self, port: _Port, microbatch: int) -> _Posted:
         whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)
@@ -229,7 +247,7 @@ class Exchange:
         """Makes the groups of all ordered pairs and tries each, in one order for all ranks."""
         mine = [
             (self._rank, piece.peer)
-            for ports in self._sends.values() for port in ports for piece in port.pieces
+            for ports in self._ports[0][0].values() for port in ports for piece in port.pieces
         ]  # fmt: skip
         gathered: list[list[tuple[int, int]] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
@@ -324,10 +342,20 @@ def _port(
     )
 
 
-def _waiting(direction: Direction, stage: int, microbatch: int, *, sender: int) -> str:
+def _unit(microbatch: int, num_slices: int) -> str:
+    """A micro-batch, or its slice, as actions print it.
+
+    >>> _unit(3, 1), _unit(4, 3), _unit(3, 3)
+    ('3', '1.1', '1')
+    """
+    microbatch, part = divmod(microbatch, num_slices)
+    return f"{microbatch}.{part}" if part else str(microbatch)
+
+
+def _waiting(direction: Direction, stage: int, microbatch: str, *, sender: int) -> str:
     """A wait in words: the receive that was posted, and the send that it waits for.
 
-    >>> _waiting("forward", 2, 3, sender=1)
+    >>> _waiting("forward", 2, "3", sender=1)
     '2RECV_F3: stage 2 waits in micro-batch 3 for 1SEND_F3'
     """
     letter = "F" if direction == "forward" else "B"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from .data import local_inputs, local_part, microbatch_rows
 from .gradients import GradientReducer
 from .stage import StageModule
 from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
+
+if TYPE_CHECKING:
+    from ..passes.stage_program import StageProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +134,22 @@ class StageExecutor:
             self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
         )
         outputs = self.stage({**self._constants, **self._counts, **inputs, **leaves})
+        return self._finished(microbatch, leaves, outputs, self.program)
+
+    def _finished(
+        self,
+        microbatch: int,
+        leaves: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        program: StageProgram,
+    ) -> dict[str, Tensor]:
+        """Keeps what the backward needs; returns what is sent."""
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = self._kept(leaves, outputs)
-        loss = self.program.loss
+        loss = program.loss
         if loss is not None:
             self._losses[microbatch] = outputs[loss].detach()
-        return {boundary.key: outputs[boundary.key].detach() for boundary in self.program.sends}
+        return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
 
     def _kept(self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> _InFlight:
         edges = {key: get_gradient_edge(o) for key, o in outputs.items() if o.requires_grad}

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..planner.layout import Mesh
 from ..planner.plan import Plan, StagePlan
+from ..planner.replicas import placed_stages
 
 DATA_AXIS = "dp"
 
@@ -24,7 +25,7 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
     """
     known: dict[tuple[tuple[int, ...], Mesh], DeviceMesh] = {}
     found: dict[int, DeviceMesh] = {}
-    for index, stage in enumerate(plan.stages):
+    for index, stage in enumerate(placed_stages(plan)):
         key = (stage.devices, stage.mesh)
         if key not in known:
             known[key] = _mesh(stage, device_type)
@@ -39,4 +40,5 @@ def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
 
 def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
     """The indices of the stages that ``rank`` works for; none if the plan leaves it idle."""
-    return tuple(index for index, stage in enumerate(plan.stages) if rank in stage.devices)
+    stages = enumerate(placed_stages(plan))
+    return tuple(index for index, stage in stages if rank in stage.devices)

@@ -40,9 +40,11 @@ Values = Mapping[str, Tensor]
 class Executor(Protocol):
     """One rank's part of a stage, as ``runtime.executor.StageExecutor`` is.
 
-    ``backward`` scales the loss by one over the number of micro-batches; ``gradients`` are
-    those of the values sent. ``backward_inputs`` and ``backward_weights`` are its halves.
-    ``last`` marks the last action of the step that gives the stage's weights gradients.
+    Where sequences are sliced, slice ``j`` of micro-batch ``m`` is ``m * num_slices + j``, but in
+    ``loss``. ``backward`` scales the loss by one over the number of micro-batches;
+    ``gradients`` are those of the values sent. ``backward_inputs`` and ``backward_weights`` are
+    its halves. ``last`` marks the last action of the step that gives the stage's weights
+    gradients.
     """
 
     def begin_step(self, batch: Values) -> None: ...
@@ -135,14 +137,15 @@ class PipelineRunner:
         self._exchange.finish()
         self.timings = tuple(timings)
         self._tell("waiting for the loss of the last stage")
-        loss = self._exchange.share_loss(self._mean_loss())
+        stages = self.schedule.replicas(self.schedule.num_parts - 1)
+        loss = self._exchange.share_loss(self._mean_loss(), stages)
         self._tell("between steps")
         return loss
 
     def _perform(self, action: Action, began: float) -> float:
         """Does one action; when its messages were there."""
         ready = 0.0
-        stage, m = action.stage, action.microbatch
+        stage, m = action.stage, self._unit(action)
         if action.kind == WEIGHT_BACKWARD:
             self._tell(f"{action}: computing (stage {stage}, micro-batch {m})")
             self._executors[stage].backward_weights(m, last=action in self._lasts)
@@ -150,7 +153,7 @@ class PipelineRunner:
             direction: Direction = "forward" if action.kind == FORWARD else "backward"
             received = self._received(action, direction)
             ready = self._clock() - began if self._clock else 0.0
-            self._tell(f"{action}: computing (stage {stage}, micro-batch {m})")
+            self._tell(f"{action}: computing (stage {stage}, micro-batch {action.microbatch})")
             self._keep(action, direction, self._computed(action, received))
         elif action.kind in RECEIVES:
             direction = "forward" if action.kind == RECV_FORWARD else "backward"
@@ -158,7 +161,7 @@ class PipelineRunner:
             self._posted.add((direction, stage, m))
         elif action.kind in SENDS:
             direction = "forward" if action.kind == SEND_FORWARD else "backward"
-            self._tell(f"{action}: sending (stage {stage}, micro-batch {m})")
+            self._tell(f"{action}: sending (stage {stage}, micro-batch {action.microbatch})")
             self._exchange.send(direction, stage, m, self._outputs.pop(action))
         elif action.kind == REDUCE:
             self._tell(f"{action}: completing the gradients of stage {stage}")
@@ -170,8 +173,12 @@ class PipelineRunner:
             self._update()
         return ready
 
+    def _unit(self, action: Action) -> int:
+        """What is computed and sent at once: a micro-batch, or a slice of one."""
+        return action.microbatch * self.schedule.num_slices + action.slice
+
     def _computed(self, action: Action, received: Values) -> Values:
-        executor, m = self._executors[action.stage], action.microbatch
+        executor, m = self._executors[action.stage], self._unit(action)
         if action.kind == FORWARD:
             return executor.forward(m, received)
         if action.kind == INPUT_BACKWARD:
@@ -181,10 +188,10 @@ class PipelineRunner:
     def _keep(self, action: Action, direction: Direction, values: Values) -> None:
         """Hands what was computed to this rank's stages, and keeps it until it is sent."""
         kind = SEND_FORWARD if direction == "forward" else SEND_BACKWARD
-        stage, m = action.stage, action.microbatch
+        stage, m = action.stage, self._unit(action)
         if self._handover is not None:
             self._handover.give(direction, stage, m, values)
-        send = Action(kind, stage, m)
+        send = action._replace(kind=kind)
         if send in self._sends:
             self._outputs[send] = values
 
@@ -193,7 +200,7 @@ class PipelineRunner:
 
         Gradients of a value that went to several stages are summed.
         """
-        stage, m = action.stage, action.microbatch
+        stage, m = action.stage, self._unit(action)
         received: dict[str, Tensor] = {}
         if self._handover is not None:
             received.update(self._handover.take(direction, stage, m))
@@ -202,7 +209,8 @@ class PipelineRunner:
         what = "activations" if direction == "forward" else "gradients"
         side = "earlier" if direction == "forward" else "later"
         self._tell(
-            f"{action}: waiting for {what} from {side} stages (stage {stage}, micro-batch {m})"
+            f"{action}: waiting for {what} from {side} stages "
+            f"(stage {stage}, micro-batch {action.microbatch})"
         )
         self._posted.discard((direction, stage, m))
         for key, value in self._exchange.receive(direction, stage, m).items():
@@ -210,14 +218,14 @@ class PipelineRunner:
         return received
 
     def _mean_loss(self) -> Tensor | None:
-        """The mean over the micro-batches, on ranks of the stage that computes the loss."""
+        """This rank's part of the mean over all micro-batches; None where it makes no loss."""
         found = [
             loss.detach().to(torch.float64)
             for executor in self._executors.values()
             for m in range(self.schedule.num_microbatches)
             if (loss := executor.loss(m)) is not None
         ]
-        return torch.stack(found).mean() if found else None
+        return torch.stack(found).sum() / self.schedule.num_microbatches if found else None
 
     def _tell(self, what: str) -> None:
         if self._progress is not None:

@@ -36,6 +36,7 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
         plan.num_microbatches,
         num_chunks=plan.num_chunks,
         edges=reduced(set(crossing), num_stages),
+        slices=plan.slices,
     )
     if _carries(schedule, crossing):
         return schedule

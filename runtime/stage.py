@@ -8,7 +8,7 @@ that leave the stage, and the loss. Its parameters go by the model's own names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,8 @@ class StageBlock(nn.Module):
         self.recompute: Recompute = program.recompute
         self.graph = program.module
         self.draws = draws
+        self.of_slices: tuple[fx.GraphModule, ...] = ()
+        self.slice = 0
         self.is_random = _is_random(program.module)
         self.deferred: frozenset[str] = frozenset()
         if deferring is not None:
@@ -84,14 +86,22 @@ class StageBlock(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The block's outputs, in the order of ``outputs``."""
+        graph = self.of_slices[self.slice - 1] if self.slice else self.graph
         if not torch.is_grad_enabled():
-            return tuple(self.graph(*inputs))
-        outputs = self.graph(*inputs) if self.recompute == "none" else self._recomputed(*inputs)
+            return tuple(graph(*inputs))
+        outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
         # fully_shard hooks a block's outputs and warns of views, which may be written to.
         return tuple(_own(o) if o._base is not None and o.requires_grad else o
                      for o in outputs)  # fmt: skip
 
-    def _recomputed(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def run_slices(self, graphs: Iterable[fx.GraphModule]) -> None:
+        """Have a graph for every slice of the sequences, all with this block's parameters."""
+        self.of_slices = tuple(graphs)
+        for graph in self.of_slices:
+            for held in ("_parameters", "_buffers", "_modules"):
+                graph.__dict__[held] = self.graph.__dict__[held]
+
+    def _recomputed(self, graph: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
         contexts: dict[str, Any] = {}
         if self.recompute == "selective":
             contexts["context_fn"] = _selective_contexts
@@ -99,7 +109,7 @@ class StageBlock(nn.Module):
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             with self.draws.repeated(key, microbatch):
-                return tuple(self.graph(*inputs))
+                return tuple(graph(*inputs))
 
         outputs: tuple[Tensor, ...] = checkpoint(
             run,
@@ -173,6 +183,7 @@ class StageModule(nn.Module):
         """``splits_backward``: its backward computes gradients of weights apart, later."""
         super().__init__()
         self.program = program
+        self._programs: tuple[StageProgram, ...] = (program,)
         self.device_mesh = device_mesh
         self.zero = zero
         self.device = device if device is not None else torch.device(device_mesh.device_type)
@@ -193,7 +204,7 @@ class StageModule(nn.Module):
         self.is_fully_sharded = apply_zero(self, precision)
         self._leaving = tuple(
             dict.fromkeys(
-                [boundary.key for boundary in program.sends]
+                [*program.kept, *(boundary.key for boundary in program.sends)]
                 + ([program.loss] if program.loss is not None else [])
             )
         )
@@ -286,15 +297,26 @@ class StageModule(nn.Module):
             return self, self._shared[name]
         return get_by_path(self.program.blocks[parameter.block].module, name)
 
-    def forward(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values that leave the stage, by key; buffers get their new values."""
-        known = dict(values)
+    def run_slices(self, programs: Sequence[StageProgram]) -> None:
+        """Have a program for every slice of the sequences; the first is the stage's own."""
+        self._programs = tuple(programs)
+        for position, block in enumerate(self.blocks):
+            assert isinstance(block, StageBlock)
+            block.run_slices(each.blocks[position].module for each in programs[1:])
+
+    def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
+        """The values that leave the stage, by key; buffers get their new values.
+
+        ``part`` is the slice of the sequences that is run.
+        """
+        known, programs = dict(values), self._programs[part].blocks
         for name, attribute in self._shared.items():
             known[name] = _local(getattr(self, attribute))
         known.update(self._changed)
         for position, block in enumerate(self.blocks):
-            outputs = block(*(known[key] for key in self.program.blocks[position].inputs))
-            known.update(zip(self.program.blocks[position].outputs, outputs, strict=True))
+            block.slice = part  # type: ignore[assignment]
+            outputs = block(*(known[key] for key in programs[position].inputs))
+            known.update(zip(programs[position].outputs, outputs, strict=True))
             for key in self._last_use.get(position, ()):
                 known.pop(key, None)
         for name, key in self.program.updates.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,10 +20,11 @@ from torch.optim import Optimizer
 from ..passes import deferred_init
 from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
-from ..passes.stage_cut import boundaries
-from ..passes.stage_program import build_stage
+from ..passes.stage_cut import boundaries, with_replicas
+from ..passes.stage_program import StageProgram, build_stage
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
+from ..planner.replicas import check_replicas, placed_stages
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
 from .data import check_batch, microbatch_rows
@@ -35,6 +37,7 @@ from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_n
 from .parameters import StageParameter
 from .pipeline import PipelineRunner
 from .plan_schedule import schedule_of, splits_backward
+from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
 from .stage import StageModule
 from .tied import find_tied
 
@@ -90,7 +93,12 @@ class Trainer:
         self.crossing = boundaries(self.program.graph, self.program.blocks, plan)
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
+        self.slices = slices_of(self.program, plan)
+        if self.schedule.parts:
+            self.crossing = with_replicas(self.crossing, len(plan.stages))
+            check_replicas(self.program.graph)
         self.stages: dict[int, StageModule] = {}
+        self.of_slices: dict[int, tuple[StageProgram, ...]] = {}
         for index in stages_of_rank(plan, self.rank):
             self.stages[index] = self._make_stage(index, ProcessCommunicator(meshes[index]))
             fill_stage(self.stages[index], weights, self.program)
@@ -98,26 +106,28 @@ class Trainer:
         for parameter in self.all_parameters():
             self.parameters.setdefault(parameter.name, parameter)
         self.tied = find_tied({index: stage.by_name for index, stage in self.stages.items()})
-        self.executors = {
-            index: self._make_executor(stage, weights, seed) for index, stage in self.stages.items()
-        }
+        self.executors = {index: self._make_executor(index, weights, seed) for index in self.stages}
         self.optimizer: Optimizer = build_optimizer(
             self.all_parameters(), build, name=plan.model.optimizer
         )
         self.runner = self._make_runner(progress)
 
     def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
-        own = self.plan.stages[index]
-        stage_program = build_stage(
-            self.program.graph,
-            self.program.blocks,
-            self.plan,
-            stage_index=index,
+        own = placed_stages(self.plan)[index]
+        build = partial(
+            build_stage,
+            stage_index=self.schedule.part(index),
             coordinates=own.mesh.coordinates(own.devices.index(self.rank)),
             communicator=communicator,
         )
+        self.of_slices[index] = slice_programs(
+            self.slices, self.program.graph, index,
+            lambda each, of: build(each.graph, each.blocks, each.plan, of_slice=of),
+        )  # fmt: skip
+        whole = self.program
+        programs = self.of_slices[index] or (build(whole.graph, whole.blocks, self.plan),)
         return StageModule(
-            stage_program,
+            programs[0],
             communicator.device_mesh,
             zero=own.zero,
             precision=self.plan.model.precision,
@@ -125,31 +135,37 @@ class Trainer:
             splits_backward=splits_backward(self.schedule, index),
         )
 
-    def _make_executor(self, stage: StageModule, weights: Weights, seed: int) -> StageExecutor:
+    def _make_executor(self, index: int, weights: Weights, seed: int) -> StageExecutor:
+        stage, count = self.stages[index], self.plan.num_microbatches
         share, device = stage.program.share, str(self.device)
-        counted = constants_of(self.program, stage, weights, device)
-        constants = counted
+        constants = counted = constants_of(self.program, stage, weights, device)
         if share is not None:
             own = self.program.with_batch_size(share.batch_size)
             constants = constants_of(own, stage, weights, device)
-        return StageExecutor(
-            stage,
-            num_microbatches=self.plan.num_microbatches,
-            constants=constants,
-            counted=counted,
-            seed=seed,
-        )
+        if not self.slices:
+            return StageExecutor(
+                stage, num_microbatches=count, constants=constants, counted=counted, seed=seed
+            )
+        return SlicedExecutor(
+            stage, self.of_slices[index], self.slices[-1].carried[index],
+            num_microbatches=count, constants=constants, seed=seed,
+        )  # fmt: skip
 
     def _make_runner(self, progress: Callable[..., None] | None) -> PipelineRunner:
-        plan = self.plan
-        sent, handed = split_boundaries(self.crossing, plan.stages)
+        stages = placed_stages(self.plan)
+        sent, handed = split_boundaries(self.crossing, stages)
         return PipelineRunner(
             self.schedule,
             self.executors,
             Exchange(
-                sent, stages=plan.stages, rank=self.rank, device=self.device, progress=progress
+                sent,
+                stages=stages,
+                rank=self.rank,
+                device=self.device,
+                progress=progress,
+                of_slices=boundaries_of(self.slices),
             ),
-            handover=Handover(handed, stages=plan.stages, rank=self.rank, device=self.device),
+            handover=Handover(handed, stages=stages, rank=self.rank, device=self.device),
             complete=self._sum_tied,
             progress=progress,
         )

@@ -15,10 +15,10 @@ that fits, over
 - every block of a stage as it is, selectively or fully recomputed,
 - every schedule of ``request.SCHEDULES``.
 
-Ways of a stage that are no better in any of the five figures the simulator sees (forward,
-backward, receive forward and backward, end of step) are left out, which is exact as the
-simulated step never gets shorter when a figure grows; and a pipeline is not simulated when a
-bound on its step from below already exceeds the best known.
+Ways of a stage that are no better in any of the figures the simulator sees (forward,
+backward, receive forward and backward, end of step; of a split backward either half) are left
+out, which is exact as the simulated step never gets shorter when a figure grows; and a pipeline
+is not simulated when a bound on its step from below already exceeds the best known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from itertools import permutations, product
 from typing import Any
 
 import numpy as np
-from brute_force_stage import Floats, Modes, Stage
+from brute_force_stage import Floats, Held, Modes, Stage
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.simulator import simulate
@@ -58,6 +58,23 @@ IN_FLIGHT = {
     "1f1b": lambda stages, count, stage: min(count, stages - stage),
     "eager-1f1b": lambda stages, count, stage: min(count, 2 * (stages - stage) - 1),
 }
+
+
+def held(schedule: str, stages: int, count: int, stage: int) -> Held:
+    """What a stage holds at some time: (micro-batches whose backward is to come, those of which
+    only the gradients of weights are), every such pair there is."""
+    if stages == 1:
+        return ((1, 0),)
+    if schedule in IN_FLIGHT:
+        return ((IN_FLIGHT[schedule](stages, count, stage), 0),)
+    row = build_schedule(schedule, stages, count).table[stage]
+    pairs = {(0, 0)}
+    done = dict.fromkeys("FIW", 0)
+    for action in row:
+        if action.kind in done:
+            done[action.kind] += 1
+            pairs.add((done["F"] - done["I"], done["I"] - done["W"]))
+    return tuple(sorted(pairs))
 
 
 @dataclass(frozen=True)
@@ -195,8 +212,7 @@ class BruteForce:
         count = self.request.global_batch // rows
         sets = []
         for index, stage in enumerate(stages):
-            held = IN_FLIGHT[schedule](len(stages), count, index) if len(stages) > 1 else 1
-            own = self._ways(rows, stage, held)
+            own = self._ways(rows, stage, held(schedule, len(stages), count, index))
             own = [way for way in own if bound([way.figures], count) < bar]
             if not own:
                 return None
@@ -224,14 +240,15 @@ class BruteForce:
         key = ("table", schedule, len(figures), count)
         if key not in self.cache:
             self.cache[key] = build_schedule(schedule, len(figures), count)
-        forward, backward, receive, receive_backward, end = zip(*figures, strict=True)
+        forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
         costs = StageCosts(
             forward, backward, send_seconds=receive[1:],
             send_backward_seconds=receive_backward[1:], step_seconds=end,
+            weight_backward_seconds=late[0] if late else (),
         )  # fmt: skip
         return simulate(self.cache[key], costs).step_seconds
 
-    def _ways(self, rows: int, stage: tuple[int, int, int, int], in_flight: int) -> list[Way]:
+    def _ways(self, rows: int, stage: tuple[int, int, int, int], in_flight: Held) -> list[Way]:
         """The ways of a stage that fit, on every mesh, without those worse in everything."""
         start, stop, first, size = stage
         ranks = tuple(range(first, first + size))
@@ -246,11 +263,11 @@ class BruteForce:
                     continue
                 space = self.stage(rows, mesh, ranks, (start, stop))
                 for points in space.points(in_flight, limit):
-                    for row in front(points.seconds):
+                    for row in front(_halved(points.seconds)):
                         figures = tuple(points.seconds[row].tolist())
                         which = int(points.which[row])
                         found.append(Way(figures, space, ranks, points.zero, points.modes, which))
-            kept = front(np.array([way.figures for way in found])) if found else []
+            kept = front(_halved(np.array([way.figures for way in found]))) if found else []
             self.ways[key] = [found[row] for row in kept]
         return self.ways[key]
 
@@ -326,7 +343,11 @@ def bound(figures: Sequence[tuple[float, ...]], count: int) -> float:
     """
     least = there = back = 0.0
     first_end = figures[0][4]
-    for index, (forward, backward, receive, receive_backward, end) in enumerate(figures):
+    for index, (forward, backward, receive, receive_backward, end, *late) in enumerate(figures):
+        if late:
+            least = max(least, there + receive + count * (forward + backward) + end)
+            there += receive + forward
+            continue
         if index:
             there += receive
             back += receive_backward
@@ -335,6 +356,15 @@ def bound(figures: Sequence[tuple[float, ...]], count: int) -> float:
         there += forward
         back += backward
     return least
+
+
+def _halved(figures: Floats) -> Floats:
+    """Figures that are all to be small: of a split backward both halves, not the whole."""
+    if figures.shape[1] == 5:
+        return figures
+    found = figures.copy()
+    found[:, 1] -= found[:, 5]
+    return found
 
 
 def front(points: Floats) -> list[int]:

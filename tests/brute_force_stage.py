@@ -38,6 +38,10 @@ PASSES = (
 """What a pass takes: compute while the host issues it, then communication."""
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+Held = tuple[tuple[int, int], ...]
+"""(Micro-batches kept whole, those of which only the gradients of weights are to come), as many
+as are held at the same time; none of the latter where no schedule splits backwards."""
+
 Modes = tuple[Recompute, ...]
 """How each block of a stage is recomputed."""
 
@@ -77,6 +81,8 @@ class Stage(Choices):
         self.passes: list[Floats] = []
         self.kept: list[Floats] = []
         self.bytes: list[dict[Recompute, Floats]] = []
+        self.late = np.zeros(num)
+        self.late_bytes = np.zeros(num)
         self.made_again: list[dict[Recompute, Floats]] = []
         self.receive = np.zeros((2, num))
         self.ends = np.zeros((2, num))
@@ -95,6 +101,7 @@ class Stage(Choices):
             node = self.graph[name]
             own = self._op(name)
             seconds += own
+            self.late += self._late(name) * own[1]
             if is_kept(node):
                 kept[[0, 4]] += own[[0, 4]]
             for position, ref in enumerate(node.inputs):
@@ -112,11 +119,35 @@ class Stage(Choices):
         self.kept.append(kept)
         self._hold(block, read)
 
+    def _late(self, name: str) -> float:
+        """The share of an op's backward that is its weight's gradient: of ``linear`` half, and
+        all where its data is a batch input; of ``embedding`` all."""
+        node = self.graph[self.key(name)]
+        if node.op == "aten.linear.default":
+            return 0.5 if self.graph.spec(node.inputs[0]).requires_grad else 1.0
+        return float(node.op == "aten.embedding.default")
+
+    def _late_parts(
+        self, node: Node, layout: NodeLayout, graph: Graph, prices: Prices
+    ) -> set[Part]:
+        """The data and the gradient of the result of such an op."""
+        if not self._late(node.name):
+            return set()
+        data = node.inputs[node.op == "aten.embedding.default"]
+        result = prices.local_bytes(node.spec, layout.outputs[0])
+        parts = {(f"gradient of {node.name}", result)}
+        for root, size in saved_parts(node, layout, graph, prices):
+            spec = prices.local_bytes(graph.spec(data), layout.inputs[node.inputs.index(data)])
+            if size == spec and graph[root.split(":")[0]].kind in ("op", "input"):
+                parts.add((root, size))
+        return parts
+
     def _hold(self, block: Block, read: Floats) -> None:
         """Bytes that a block keeps, and makes again in its backward, in each mode."""
         saved, selected, either = (
             self._sum_of_parts(block, of) for of in (saved_parts, kept_parts, _either)
         )
+        self.late_bytes += self._sum_of_parts(block, self._late_parts)
         self.bytes.append({"none": saved, "selective": read + selected, "full": read})
         none = np.zeros(self.num_assignments)
         self.made_again.append({"none": none, "selective": either - selected, "full": saved})
@@ -300,7 +331,7 @@ class Stage(Choices):
             found.append(by_mode)
         return found
 
-    def num_bytes(self, zero: int, modes: Modes, in_flight: int) -> Floats:
+    def num_bytes(self, zero: int, modes: Modes, in_flight: Held) -> Floats:
         """On the fullest rank, per assignment."""
         kept = np.zeros(self.num_assignments)
         most = np.zeros(self.num_assignments)
@@ -308,7 +339,7 @@ class Stage(Choices):
             kept += self.bytes[block][mode]
             made = self.made_again[block][mode]
             np.maximum(most, 2 * self.gathered[zero, block] + made, out=most)
-        kept *= in_flight
+        kept = np.max([whole * kept + late * self.late_bytes for whole, late in in_flight], axis=0)
         kept += most
         kept += self.state_bytes[zero]
         kept += self.working
@@ -329,14 +360,17 @@ class Stage(Choices):
         groups = sum(size > 1 for size in self.prices.mesh.shape)
         return float(fixed + reserve_bytes(self.prices.device.kind, groups))
 
-    def points(self, in_flight: int, limit_bytes: float) -> Iterator[Points]:
+    def points(self, in_flight: Held, limit_bytes: float) -> Iterator[Points]:
         """Of every ZeRO stage and recomputation, what fits; none again where all fits without."""
         for zero in self.zeros:
             for number, modes in enumerate(self.recomputations):
                 num_bytes = self.num_bytes(zero, modes, in_flight)
                 fits = np.flatnonzero(num_bytes <= limit_bytes)
                 if len(fits):
-                    yield Points(zero, modes, self.seconds(zero, modes)[fits], fits)
+                    seconds = self.seconds(zero, modes)[fits]
+                    if any(late for _, late in in_flight):
+                        seconds = np.column_stack([seconds, self.late[fits]])
+                    yield Points(zero, modes, seconds, fits)
                 if number == 0 and len(fits) == self.num_assignments:
                     break
 

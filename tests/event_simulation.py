@@ -1,8 +1,9 @@
 """A second simulator, slow and plain, that knows every device: what the fast one must equal.
 
 Time goes from one completion to the next; at each, everything that can start starts. Every
-device of every replica runs its own program; a collective of a pipeline rank starts once all
-of its replicas are ready. Nothing is shared with ``cost_model.simulator`` but its arguments.
+device of every replica runs its own program and has a port to send by and one to receive by;
+a collective of a pipeline rank starts once all of its replicas are ready. Nothing is shared with
+``cost_model.simulator`` but its arguments.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class _Engine:
     def __init__(self, schedule, costs, replicas, slowdown):
         self.schedule, self.costs, self.replicas = schedule, costs, replicas
         self.slowdown = slowdown
+        self.places, self.met = {}, defaultdict(int)
+        self.ready, self.arrived, self.calling = {}, set(), {}
+        self.flows, self.left_over, self.rates = defaultdict(list), {}, {}
+        self.flying, self.inflow, self.marks = [], {}, {}
+        self.entered, self.served = defaultdict(Fraction), defaultdict(Fraction)
         self.devices = [(p, r) for p in range(schedule.num_ranks) for r in range(replicas)]
         self.queues: dict[object, _Queue] = defaultdict(_Queue)
         self.programs = {device: self._program(*device) for device in self.devices}
@@ -97,12 +103,14 @@ class _Engine:
         keys = [(("sync", rank), (stage, part)) for part in range(parts)]
         if kind in ("RECV_F", "RECV_B"):
             source = stage - 1 if kind == "RECV_F" else stage + 1
-            return [("there", self._message(kind[-1], source, stage, m, replica), None)]
+            key = (kind[-1], source, m)
+            call = self._of_message("receive_call_seconds", *key)
+            return [("call", None, call), ("both", (key, replica), None)]
         if kind in ("SEND_F", "SEND_B"):
-            target = stage + 1 if kind == "SEND_F" else stage - 1
-            key = self._message(kind[-1], stage, target, m, replica)
-            self._enqueue(key, self._message_seconds(kind, stage))
-            return [("there", key, None)]
+            key = (kind[-1], stage, m)
+            self.places[key, replica] = self.schedule.table[rank].index(action)
+            call = self._of_message("send_call_seconds", *key)
+            return [("both", (key, replica), None), ("call", None, call)]
         if kind == "REDUCE":
             if overlap or not sync:
                 return []
@@ -112,9 +120,9 @@ class _Engine:
         seconds = self._cost(work[kind], stage)
         steps = []
         if kind == "F" and stage and ranks[stage - 1] != rank:
-            steps.append(("wait", self._message("F", stage - 1, stage, m, replica), None))
+            steps.append(("arrived", (("F", stage - 1, m), replica), None))
         if kind == "B" and stage + 1 < len(ranks) and ranks[stage + 1] != rank:
-            steps.append(("wait", self._message("B", stage + 1, stage, m, replica), None))
+            steps.append(("arrived", (("B", stage + 1, m), replica), None))
         if overlap and kind == "F" and first[stage] == action and stage in gathers:
             for key in gathers[stage]:
                 steps += [("wait", key, None), ("work", None, seconds / parts)]
@@ -128,17 +136,82 @@ class _Engine:
             steps.append(("work", None, seconds))
         return [*steps, ("end", str(action), None)]
 
-    def _message(self, direction, source, target, m, replica):
-        ranks = self.schedule.stage_rank
-        return ("channel", ranks[source], ranks[target], replica), (direction, source, m)
+    def _of_message(self, name, direction, source, m):
+        """A cost of a message: both directions have one entry per pair of stages."""
+        values = getattr(self.costs, name)
+        if name == "send_seconds" and direction == "B":
+            values = self.costs.send_backward_seconds or values
+        return Fraction(values[source if direction == "F" else source - 1]) if values else 0
 
-    def _message_seconds(self, kind, stage):
-        back = self.costs.send_backward_seconds or self.costs.send_seconds
-        values = self.costs.send_seconds if kind == "SEND_F" else back
-        return Fraction(values[stage if kind == "SEND_F" else stage - 1]) if values else Fraction(0)
+    def _ends(self, message):
+        """The devices that send and receive a message."""
+        (direction, source, _), replica = message
+        target = source + 1 if direction == "F" else source - 1
+        ranks = self.schedule.stage_rank
+        return (ranks[source], replica), (ranks[target], replica)
+
+    def _latency(self, message):
+        key, _ = message
+        return min(
+            self._of_message("send_latency_seconds", *key), self._of_message("send_seconds", *key)
+        )
+
+    def _occupies(self, message):
+        return self._of_message("send_seconds", *message[0]) - self._latency(message)
+
+    def _move_messages(self):
+        """Everything of messages that happens now, but what only time moves; if anything did."""
+        changed = False
+        for queue in self.flows.values():
+            if queue and self.left_over[queue[0]] == 0:
+                message = queue.pop(0)
+                self.flying.append((self.now + self._latency(message), message, None))
+                self.rates.pop(message, None)
+                changed = True
+        for message in sorted(self.ready, key=lambda m: (self.ready[m], self.places[m])):
+            del self.ready[message]
+            self.flows[self._ends(message)].append(message)
+            self.left_over[message] = self._occupies(message)
+            changed = True
+        if changed:
+            return True
+        heads = [queue[0] for queue in self.flows.values() if queue]
+        for head in heads:
+            rate = Fraction(1, sum(self._ends(m)[0] == self._ends(head)[0] for m in heads))
+            if self.rates.get(head) != rate:
+                self.rates[head] = rate
+                self.flying.append((self.now + self._latency(head), head, rate))
+        for change in [each for each in self.flying if each[0] == self.now]:
+            self.flying.remove(change)
+            _, message, rate = change
+            self.inflow.pop(message, None)
+            if rate is not None:
+                self.inflow[message] = rate
+            else:
+                self.marks[message] = self.entered[self._ends(message)[1]]
+            changed = True
+        return self._pour() or changed
+
+    def _pour(self):
+        """Takes out of its port's queue what has passed it; whether anything has."""
+        passed = [m for m, mark in self.marks.items() if self.served[self._ends(m)[1]] >= mark]
+        for message in passed:
+            del self.marks[message]
+            self.arrived.add(message)
+        return bool(passed)
+
+    def _rates(self):
+        """Of each device's receiving port: seconds of messages that enter and that pass, in one."""
+        entering = dict.fromkeys(self.devices, Fraction(0))
+        for message, rate in self.inflow.items():
+            entering[self._ends(message)[1]] += rate
+        return {
+            device: (rate, 1 if self.entered[device] > self.served[device] else min(rate, 1))
+            for device, rate in entering.items()
+        }
 
     def _needed(self, name):
-        return 2 if name[0] == "channel" else self.replicas
+        return self.replicas
 
     def run(self):
         while True:
@@ -146,13 +219,29 @@ class _Engine:
                 pass
             rates = {d: self._rate(d) for d in self.devices if self.left[d] is not None}
             waits = [self.left[d] / rate for d, rate in rates.items()]
+            waits += [self.left_over[m] / rate for m, rate in self.rates.items()]
+            for device, (entering, passing) in self._rates().items():
+                queued = self.entered[device] - self.served[device]
+                waits += [queued / (passing - entering)] if queued and passing > entering else []
+            for message, mark in self.marks.items():
+                waits.append(mark - self.served[self._ends(message)[1]])
+            waits += [end - self.now for end in self.calling.values()]
+            waits += [came - self.now for came, _, _ in self.flying]
             waits += [q.left[q.running] for q in self.queues.values() if q.running is not None]
             if not waits:
                 break
+            self._flow(min(waits))
             self._pass(min(waits), rates)
         stuck = [d for d in self.devices if self.at[d] < len(self.programs[d])]
         assert not stuck, f"deadlock at {stuck}"
         return Expanded(self.now, self.ends)
+
+    def _flow(self, seconds):
+        for device, (entering, passing) in self._rates().items():
+            self.entered[device] += entering * seconds
+            self.served[device] += passing * seconds
+        for message, rate in self.rates.items():
+            self.left_over[message] -= rate * seconds
 
     def _pass(self, seconds, rates):
         self.now += seconds
@@ -181,10 +270,10 @@ class _Engine:
                     queue.running, changed = head, True
         for device in self.devices:
             changed |= self._advance(device)
-        return changed
+        return changed or self._move_messages()
 
     def _head(self, name, queue):
-        """Messages go in the order they are sent; collectives in the order all are ready."""
+        """Collectives go in the order in which all are ready."""
         ready = [key for key in queue.there if key in queue.order]
         return next((key for key in ready if queue.there[key] == self._needed(name)), None)
 
@@ -199,6 +288,18 @@ class _Engine:
                 if self.left[device] > 0:
                     return moved
                 self.left[device] = None
+            elif what == "call":
+                moved |= device not in self.calling
+                if self.calling.setdefault(device, self.now + seconds) > self.now:
+                    return moved
+                del self.calling[device]
+            elif what == "arrived":
+                if key not in self.arrived:
+                    return moved
+            elif what == "both":
+                self.met[key] += 1
+                if self.met[key] == 2:
+                    self.ready[key] = self.now
             elif what == "wait" and key[1] not in self.queues[key[0]].done:
                 return moved
             elif what == "there":

@@ -95,7 +95,7 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
         f" message {inputs['message_seconds'] / forward:.3f}"
         f" (of it occupying the link {inputs['occupied_seconds'] / forward:.3f}),"
         f" call of a send {inputs['send_call_seconds'] / forward:.3f}"
-        f" and of a receive {inputs['post_call_seconds'] / forward:.3f}"
+        f" and of a receive {inputs['receive_call_seconds'] / forward:.3f}"
     )
     head = ("over ideal", "measured/simulated", "bubble", "simulated")
     yield f"{'schedule':18s} {head[0]:>10s} {head[1]:>19s} {head[2]:>8s} {head[3]:>9s}"

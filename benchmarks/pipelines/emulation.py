@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoparallel.cost_model.actions import COMPUTE, Schedule
+from autoparallel.cost_model.actions import COMPUTE, RECEIVES, SENDS, Schedule
 from autoparallel.cost_model.simulator import StageCosts, simulate
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.passes.stage_cut import Boundary
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
-from autoparallel.planner.schedules import LOOPED, build_schedule
+from autoparallel.planner.schedules import build_schedule, find_schedule
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.handover import Handover, split_boundaries
 from autoparallel.runtime.pipeline import ActionTiming, PipelineRunner
@@ -106,7 +106,7 @@ class SleepingStage:
 class _Silent(Exchange):
     """An exchange that shares no loss: each rank runs alone."""
 
-    def share_loss(self, loss: Tensor | None) -> Tensor:
+    def share_loss(self, loss: Tensor | None, stages: Sequence[int] = ()) -> Tensor:
         return torch.zeros(())
 
 
@@ -118,11 +118,7 @@ def run_rank(job: Job) -> None:
     rows: dict[str, Any] = {}
     for name in job.schedules:
         try:
-            chunks = NUM_CHUNKS if name in LOOPED else 1
-            ranks = dist.get_world_size()
-            schedule = build_schedule(
-                name, ranks * chunks, job.num_microbatches, num_chunks=chunks
-            )  # fmt: skip
+            schedule = schedule_of(name, dist.get_world_size(), job.num_microbatches)
             rows[name] = measure_schedule(job, schedule, inputs)
         except AutoparallelError as error:
             rows[name] = {"error": error.what}
@@ -132,8 +128,18 @@ def run_rank(job: Job) -> None:
     dist.destroy_process_group()
 
 
+def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule on so many ranks, with two stages on each where it can have several."""
+    chunks = min(NUM_CHUNKS, find_schedule(name).chunks[1])
+    return build_schedule(name, num_ranks * chunks, num_microbatches, num_chunks=chunks)
+
+
 def measure_inputs(job: Job) -> dict[str, float]:
-    """Compute of a stage alone, and a message alone and in a row of four; on all ranks."""
+    """Compute of a stage alone, a message alone and in a row of four, and the calls; on all ranks.
+
+    What a send or a posting takes of its rank is measured beside compute, between two stages:
+    the first calls after a pause take twice as long.
+    """
     timings = alone(job)
     found = {
         f"{name}_seconds": shared(
@@ -144,11 +150,13 @@ def measure_inputs(job: Job) -> dict[str, float]:
         for name, kind in (("forward", "F"), ("backward", "B"))
     }
     one, four = ([messages(job, count) for _ in range(9)] for count in (1, 4))
-    message, send, post = (statistics.median(column) for column in zip(*one, strict=True))
-    last = statistics.median(came for came, _, _ in four)
+    message = statistics.median(one)
+    occupied = (statistics.median(four) - message) / 3
+    send, post = calls(job)
     return {
-        **found, "message_seconds": message, "occupied_seconds": (last - message) / 3,
-        "send_call_seconds": send, "post_call_seconds": post,
+        **found, "message_seconds": message, "occupied_seconds": occupied,
+        "send_call_seconds": send, "receive_call_seconds": post,
+        "send_latency_seconds": max(0.0, message - occupied),
     }  # fmt: skip
 
 
@@ -165,33 +173,39 @@ def alone(job: Job) -> Sequence[ActionTiming]:
     return runner.timings
 
 
-def messages(job: Job, count: int) -> tuple[float, float, float]:
-    """``count`` messages from rank 0 to 1: (first send to last arrival, a send, a posting).
-
-    The last two are what the call itself takes of its rank's time.
-    """
+def messages(job: Job, count: int) -> float:
+    """``count`` messages from rank 0 to 1: from the first send to the last arrival."""
     places = tuple(Place((rank,)) for rank in range(2))
     rank = dist.get_rank()
-    came = sent = posted = 0.0
+    came = 0.0
     exchange = Exchange(chain_boundaries(2, job), stages=places, rank=rank, device=CPU)
     value = torch.ones(job.num_bytes // 4)
     if rank == 1:
-        began = time.monotonic()
         for m in range(count):
             exchange.post("forward", 1, m)
-        posted = (time.monotonic() - began) / count
     start = start_together()
     if rank == 0:
-        began = time.monotonic()
         for m in range(count):
             exchange.send("forward", 0, m, {"h0": value})
-        sent = (time.monotonic() - began) / count
         exchange.finish()
     if rank == 1:
         for m in range(count):
             exchange.receive("forward", 1, m)
         came = time.monotonic() - start
-    return shared(came), shared(sent), shared(posted)
+    return shared(came)
+
+
+def calls(job: Job) -> tuple[float, float]:
+    """Seconds of the call that sends a message and of the one that posts a receive, on average."""
+    schedule = build_schedule("1f1b", 2, job.num_microbatches)
+    found = []
+    for kinds in (SENDS, RECEIVES):
+        timings = [t for _ in range(3) for t in run_once(job, schedule, 1.0)[1]]
+        own = [t.end_seconds - t.start_seconds for t in timings if t.action.kind in kinds]
+        total = torch.tensor([sum(own), len(own)], dtype=torch.float64)
+        dist.all_reduce(total)
+        found.append(float(total[0] / total[1]))
+    return found[0], found[1]
 
 
 def measure_schedule(job: Job, schedule: Schedule, inputs: Mapping[str, float]) -> dict[str, Any]:
@@ -213,26 +227,33 @@ def measure_schedule(job: Job, schedule: Schedule, inputs: Mapping[str, float]) 
 def simulated(
     schedule: Schedule, inputs: Mapping[str, float], share: float, messages: int = 1
 ) -> Timeline:
-    """The step from the measured inputs; with ``messages`` 0 as if they took no time.
-
-    A stage's forward takes, beside its compute, the calls that post what it receives and send
-    what it makes; so does its backward. The first and the last stage have one neighbour. A
-    message is on its way from the beginning of the call that sends it, which the simulator
-    counts to the compute before it.
-    """
-    last = schedule.num_stages - 1
-    post, send = inputs["post_call_seconds"] * messages, inputs["send_call_seconds"] * messages
-    forward, backward = inputs["forward_seconds"] * share, inputs["backward_seconds"] * share
+    """The step from the measured inputs; with ``messages`` 0 as if they took no time."""
+    edges = schedule.num_stages - 1
+    one = {
+        name: (inputs[name] * messages,) * edges
+        for name in ("send_latency_seconds", "send_call_seconds", "receive_call_seconds")
+    }
     costs = StageCosts(
-        [forward + post * (stage > 0) + send * (stage < last) for stage in range(last + 1)],
-        [backward + post * (stage < last) + send * (stage > 0) for stage in range(last + 1)],
-        (inputs["message_seconds"] * messages - send,) * last,
+        (inputs["forward_seconds"] * share,) * schedule.num_stages,
+        (inputs["backward_seconds"] * share,) * schedule.num_stages,
+        (inputs["message_seconds"] * messages,) * edges,
+        **one,
     )
     return simulate(schedule, costs)
 
 
 def run_step(job: Job, schedule: Schedule, share: float) -> tuple[float, float]:
     """One step of all ranks from a common start: its seconds, and the share not computed in."""
+    late, timings = run_once(job, schedule, share)
+    computes = [t for t in timings if t.action.kind in COMPUTE]
+    step = shared(late + max(t.end_seconds for t in computes))
+    busy = torch.tensor(sum(t.end_seconds - t.ready_seconds for t in computes))
+    dist.all_reduce(busy)
+    return step, 1 - float(busy) / (step * dist.get_world_size())
+
+
+def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequence[ActionTiming]]:
+    """A step of the first ranks from a common start: how late this rank began, what it did."""
     rank, stages = dist.get_rank(), schedule.num_stages
     places = tuple(Place((owner,)) for owner in schedule.stage_rank)
     sent, handed = split_boundaries(chain_boundaries(stages, job), places)
@@ -252,11 +273,7 @@ def run_step(job: Job, schedule: Schedule, share: float) -> tuple[float, float]:
     start = start_together()
     late = time.monotonic() - start
     runner.step({})
-    computes = [t for t in runner.timings if t.action.kind in COMPUTE]
-    step = shared(late + max(t.end_seconds for t in computes))
-    busy = torch.tensor(sum(t.end_seconds - t.ready_seconds for t in computes))
-    dist.all_reduce(busy)
-    return step, 1 - float(busy) / (step * dist.get_world_size())
+    return late, runner.timings
 
 
 def chain_boundaries(stages: int, job: Job) -> list[Boundary]:

@@ -1,4 +1,4 @@
-"""Ranks on links of a given rate: network namespaces on one bridge, shaped where they send.
+"""Ranks on links of a given rate: network namespaces on one bridge, shaped in both directions.
 
 Needs root and ``iproute2``. In: how many ranks and a rate; out: for each rank the command
 that runs a process in its place, its address and its interface. Without a rate all places are
@@ -51,7 +51,7 @@ def network(num_ranks: int, mbit: int) -> Iterator[list[Place]]:
 
 
 def _join(space: str, switch: str, rank: int, mbit: int) -> None:
-    """One namespace on the bridge, sending at ``mbit``."""
+    """One namespace on the bridge, sending and receiving at ``mbit``."""
     _ip("netns", "add", space)
     _ip("-n", space, "link", "set", "lo", "up")
     _ip(
@@ -67,14 +67,28 @@ def _join(space: str, switch: str, rank: int, mbit: int) -> None:
         "-n", space, "route", "replace", "10.78.0.0/24", "dev", "e0",
         "initcwnd", "1500", "initrwnd", "1500",
     )  # fmt: skip
+    _shape(space, "e0", mbit)
+    _shape(switch, f"r{rank}", mbit)
+
+
+def _shape(space: str, interface: str, mbit: int) -> None:
+    """Lets an interface send at ``mbit``; what waits does so in one queue.
+
+    What only acknowledges (less than 64 bytes) overtakes data: behind the data of the other
+    direction it would hold up the sender, and no model of a message knows of that.
+    """
     rate = f"{mbit}mbit"
     burst = str(max(BURST_BYTES, mbit * 12))
-    _tc(space, "qdisc", "add", "dev", "e0", "root", "handle", "1:", "htb", "default", "20")
-    _tc(
-        space, "class", "add", "dev", "e0", "parent", "1:", "classid", "1:20", "htb",
-        "rate", rate, "ceil", rate, "burst", burst, "cburst", burst,
-    )  # fmt: skip
-    _tc(space, "qdisc", "add", "dev", "e0", "parent", "1:20", "bfifo", "limit", "100000000")
+    device = ("dev", interface, "parent")
+    _tc(space, "qdisc", "add", "dev", interface, "root", "handle", "1:", "htb", "default", "20")
+    for name in ("1:10", "1:20"):
+        _tc(
+            space, "class", "add", *device, "1:", "classid", name, "htb",
+            "rate", rate, "ceil", rate, "burst", burst, "cburst", burst,
+        )  # fmt: skip
+        _tc(space, "qdisc", "add", *device, name, "bfifo", "limit", "100000000")
+    short = ("match", "u16", "0x0000", "0xffc0", "at", "2")
+    _tc(space, "filter", "add", *device, "1:", "protocol", "ip", "u32", *short, "flowid", "1:10")
 
 
 def _address(rank: int) -> str:

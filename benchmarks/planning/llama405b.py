@@ -6,7 +6,8 @@
 of Models", arXiv:2407.21783, section 3.3 and table 4). The paper says that the first and the last
 stage have a layer less, that optimizer states and gradients are sharded and parameters are not
 gathered again for the backward, and that nothing is recomputed; it does not say how many chunks
-its interleaved schedule had, so several are priced. ``--priced`` leaves the planner's own out.
+its interleaved schedule had, so several are priced (what the paper says besides the degrees and
+the MFU is recalled here, not copied from it). ``--priced`` leaves the planner's own out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Predicted against measured step time, of real processes on this machine.
 
 ``python benchmarks/steps/run.py [--budget SECONDS] [--rounds N] [--json FILE] [NAME ...]``.
-Every case is a model and a plan. In each round each case is profiled anew (``autoparallel
-profile``, into an empty database), planned from what was measured, and at once trained by that
-plan, so that what else the machine does falls on both. A case's seconds are the medians over
+Every case is a model and a plan. In each round, which begins with an empty database, each
+case is profiled (``autoparallel profile``), planned from what was measured, and at once trained by
+that plan, so that what else the machine does falls on both. A case's seconds are the medians over
 the rounds, and its error is that of the median of the rounds' ratios. Printed: the error of
 each case, the mean, what share of the time was measured, and Kendall's τ between the predicted
 and the measured order.
@@ -105,7 +105,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 def planned(case: Case, budget: float, folder: Path) -> Any:
     """The case's plan from what is measured now alone, in ``folder``/its name.json."""
     target = str(EXAMPLES / f"{case.model}.py")
-    database = folder / f"{len(list(folder.iterdir()))}.sqlite"
+    database = folder / "profile.sqlite"
     options: dict[str, Any] = {
         "global_batch": case.global_batch, "seq": None, "parallel": case.parallel,
         "micro_batch": None, "precision": "fp32", "optimizer": "adamw",
@@ -130,13 +130,21 @@ def measured(case: Case, folder: Path) -> float:
     return float(outcome["step_seconds"])
 
 
-def _round(case: Case, budget: float, folder: Path) -> tuple[float, float, Mapping[str, float]]:
-    """Predicted and measured seconds of a step, and the prediction's shares by source."""
-    plan = planned(case, budget, folder)
-    seconds = measured(case, folder)
-    predicted = plan.prediction.step_seconds
-    print(f"{case.name}: {predicted:.4f} s, {seconds:.4f} s measured", file=sys.stderr, flush=True)
-    return predicted, seconds, dict(plan.prediction.sources)
+def _round(cases: Sequence[Case], budget: float) -> list[tuple[float, float, Mapping[str, float]]]:
+    """Of each case predicted and measured seconds of a step, the prediction's shares by source."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for case in cases:
+            plan = planned(case, budget, folder)
+            seconds = measured(case, folder)
+            predicted = plan.prediction.step_seconds
+            print(
+                f"{case.name}: {predicted:.4f} s, {seconds:.4f} s measured",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            found.append((predicted, seconds, dict(plan.prediction.sources)))
+    return found
 
 
 def _file(case: Case, folder: Path) -> Path:
@@ -177,11 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         case for case in CASES
         if not options.names or any(name in case.name for name in options.names)
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        rounds = [
-            [_round(case, options.budget, folder) for case in cases] for _ in range(options.rounds)
-        ]
+    rounds = [_round(cases, options.budget) for _ in range(options.rounds)]
     rows = [
         Row(
             case.name,

@@ -142,6 +142,39 @@ def test_a_channel_carries_one_message_at_a_time():
     assert timeline.exposed_seconds == (0.0, 28.0)
 
 
+def test_a_ranks_messages_to_all_others_share_its_port():
+    """Stage 0 sends 3 s to both others at 1: both are there at 7."""
+    table = parse_table("0F0 0SEND_F0\n1RECV_F0 1F0\n2RECV_F0 2F0")
+    costs = StageCosts(
+        [1.0] * 3, [1.0] * 3, send_seconds=[3.0, 3.0], edges=((0, 1), (0, 2))
+    )  # fmt: skip
+    timeline = simulate(Schedule("fan", 1, (0, 1, 2), table, edges=((0, 1), (0, 2))), costs)
+    assert [row[-1].end_seconds for row in timeline.events[1:]] == [1 + 6 + 1] * 2
+
+
+def test_latency_keeps_no_message_from_leaving():
+    """Of 10 s 8 are latency: messages leave at 1, 3, 5 and the last is there at 15, not at 31."""
+    costs = StageCosts([1.0] * 2, [1.0] * 2, send_seconds=[10.0], send_latency_seconds=[8.0])
+    timeline = simulate(build_schedule("inference", 2, 3), costs)
+    assert timeline.step_seconds == 1 + 2 + 2 + 10 + 1
+    one = simulate(build_schedule("inference", 2, 1), costs)
+    assert one.step_seconds == 1 + 10 + 1
+
+
+def test_calls_take_their_ranks_time_and_the_message_leaves_at_once():
+    """Sends at 1 and 2.5, posts before each forward; 2 s on the way: 1 + 2, then 2.5 + 2."""
+    table = parse_table("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1")
+    costs = StageCosts(
+        [1.0] * 2, [1.0] * 2, send_seconds=[2.0], send_latency_seconds=[2.0],
+        send_call_seconds=[0.5], receive_call_seconds=[0.25],
+    )  # fmt: skip
+    timeline = simulate(Schedule("calls", 2, (0, 1), table), costs)
+    starts = [[e.start_seconds for e in row if e.stream == "compute"] for row in timeline.events]
+    assert starts == [[0.0, 1.5], [3.0, 4.5]]
+    assert timeline.exposed[0].messages == 1.0
+    assert timeline.exposed[1].messages == 0.5 + (3 - 1) + (4.5 - 4)
+
+
 def test_the_way_back_may_cost_something_else():
     costs = StageCosts([1.0] * 2, [1.0] * 2, send_seconds=[1.0], send_backward_seconds=[4.0])
     assert simulate(build_schedule("gpipe", 2, 1), costs).step_seconds == 1 + 1 + 1 + 1 + 4 + 1
@@ -246,18 +279,18 @@ def test_towers_run_at_the_same_time():
     assert simulate(build_schedule("1f1b", 3, 1), chained).step_seconds == 15
 
 
-def test_a_stage_waits_for_the_last_of_its_messages():
-    """0.5 s and 3 s to the head: it starts at 2 + 3; its gradients come back at 8.5 and 11."""
+def test_a_stage_waits_for_the_last_of_its_messages_which_share_its_port():
+    """0.5 s and 3 s to the head: it starts at 2 + 3.5; back they come at 8.5 + 1 and + 3.5."""
     costs = StageCosts((2.0, 2.0, 1.0), (4.0, 4.0, 2.0), send_seconds=(0.5, 3.0), edges=FORK)
     timeline = simulate(build_schedule("1f1b", 3, 1, edges=FORK), costs)
     begins = {
         str(e.action): e.start_seconds for row in timeline.events for e in row
         if e.stream == "compute"
     }  # fmt: skip
-    assert begins["2F0"] == 5
-    assert (begins["0B0"], begins["1B0"]) == (8.5, 11)
-    assert timeline.step_seconds == 15
-    assert timeline.exposed[2].messages == 3.0
+    assert begins["2F0"] == 5.5
+    assert (begins["0B0"], begins["1B0"]) == (9.5, 12)
+    assert timeline.step_seconds == 16
+    assert timeline.exposed[2].messages == 3.5
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("1f1b", 25), ("gpipe", 27)])

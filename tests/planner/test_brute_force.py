@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from brute_force import IN_FLIGHT, Best, BruteForce, Way, bound, front
+from brute_force import IN_FLIGHT, Best, BruteForce, Way, bound, front, held
 from brute_force_stage import Stage
 from random_cases import random_case
 from small_graphs import cluster, mlp
@@ -36,8 +36,11 @@ def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
     for index, stage in enumerate(pipeline):
         way, own = _random_way(force, rows, stage, rng)
         ways.append(way)
-        held = IN_FLIGHT[schedule](len(pipeline), count, index) if len(pipeline) > 1 else 1
-        num_bytes.append(own.num_bytes(way.zero, way.modes, held)[way.which])
+        kept = held(schedule, len(pipeline), count, index)
+        if schedule not in IN_FLIGHT and len(pipeline) > 1:
+            late = float(own.late[way.which])
+            ways[-1] = replace(way, figures=(*way.figures, late))
+        num_bytes.append(own.num_bytes(way.zero, way.modes, kept)[way.which])
     seconds = force.simulate(schedule, count, [way.figures for way in ways])
     found = Best(seconds, rows, count, schedule, tuple(ways))
     priced = evaluate(case.graph, case.blocks, found.plan(on, case.request), on)
@@ -71,7 +74,7 @@ def test_leaving_out_worse_holdings_of_parameters_loses_nothing(seed: int) -> No
     for reduce in (True, False):
         space = Stage(case.graph, case.blocks, prices, span, reduce=reduce)
         figures = [
-            np.column_stack([space.seconds(0, modes), space.num_bytes(0, modes, 2)])
+            np.column_stack([space.seconds(0, modes), space.num_bytes(0, modes, ((2, 0),))])
             for modes in space.recomputations
         ]
         points = np.concatenate(figures)

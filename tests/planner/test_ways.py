@@ -34,17 +34,17 @@ def stages(seed: int) -> list[tuple[IntraOp, Run]]:
 
 
 def points(solver: IntraOp, run: Run, limit: float, held: int = 2) -> list[Points]:
-    return MeshWays(solver).points(run, held, limit)
+    return MeshWays(solver).points(run, ((held, 0),), limit)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_way_costs_what_the_stage_solver_prices_it_at(seed: int) -> None:
     for solver, run in stages(seed):
         free = points(solver, run, float("inf"))
-        limit = max(own.answer(0, COUNT, 2).cost.total_bytes for own in free) * 0.7
+        limit = max(own.answer(0, COUNT, ((2, 0),)).cost.total_bytes for own in free) * 0.7
         for own in [*free, *points(solver, run, limit)]:
             for way in range(0, len(own.seconds), 1 + len(own.seconds) // 5):
-                cost = own.answer(way, COUNT, 2).cost
+                cost = own.answer(way, COUNT, ((2, 0),)).cost
                 expected = (
                     cost.forward_seconds, cost.backward_seconds, *cost.receive_seconds,
                     cost.step_seconds,
@@ -57,12 +57,12 @@ def test_with_a_limit_every_way_fits_and_a_way_on_the_limit_does(seed: int) -> N
     for solver, run in stages(seed):
         free = points(solver, run, float("inf"))
         least = min(
-            own.answer(way, COUNT, 2).cost.total_bytes
+            own.answer(way, COUNT, ((2, 0),)).cost.total_bytes
             for own in free for way in range(len(own.seconds))
         )  # fmt: skip
         found = points(solver, run, least)
         held = [
-            own.answer(way, COUNT, 2).cost.total_bytes
+            own.answer(way, COUNT, ((2, 0),)).cost.total_bytes
             for own in found for way in range(len(own.seconds))
         ]  # fmt: skip
         assert held

@@ -1,0 +1,166 @@
+"""Messages on their way: each pipeline rank has one port to send by and one to receive by.
+
+In: messages, when each is ready (sent, and its receive posted). Out: when each arrives.
+
+A message of ``latency`` α takes its sender's port o seconds (its bytes over the link's rate)
+and flows into its receiver's port α later, as fast as it leaves. Messages to one rank leave one
+after the other, in the order in which they are ready, at one moment in that of the rank's row.
+Messages to several ranks share the port evenly, as connections do. A port that more flows into
+than it lets through, one second of messages per second, keeps the rest waiting in the network:
+
+    arrive = end of sending + α + what waits at the receiver's port then
+    d waiting / dt = sum of the rates that flow in - 1, as long as any waits
+
+Alone a message takes α + o (Hockney, The communication challenge for MPP, Parallel Computing
+20, 1994). Two that come together are there together, after α + 2o: their packets take turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+LEAVES, LEFT, FLOWS, PASSES = 0, 1, 2, 3
+
+
+class Message(NamedTuple):
+    """One message. ``number`` and ``source`` are its names, the rest is as above.
+
+    ``place`` is that of its send in the sender's row.
+    """
+
+    sender: int
+    receiver: int
+    number: int
+    source: int
+    place: int
+    latency: float
+    occupied: float
+
+
+class Arrival(NamedTuple):
+    """A message that has come, when it left, and when the last of it had left."""
+
+    message: Message
+    start_seconds: float
+    left_seconds: float
+    end_seconds: float
+
+
+class _Sending:
+    """The messages that a rank sends, by receiver in order, and what is left of each first one."""
+
+    def __init__(self, zero: float) -> None:
+        self.queues: dict[int, deque[Message]] = {}
+        self.left: dict[int, float] = {}
+        self.seen = zero
+        self.version = 0
+
+    def run(self, now: float) -> None:
+        """Sends until now."""
+        if self.left:
+            done = (now - self.seen) / len(self.left)
+            for receiver in self.left:
+                self.left[receiver] -= done
+        self.seen = now
+
+
+class _Receiving:
+    """What flows into a rank, at which rates, and what waits there."""
+
+    def __init__(self, zero: float) -> None:
+        self.rates: dict[tuple[int, int], float] = {}
+        self.waiting = self.seen = self.zero = zero
+
+    def run(self, now: float) -> float:
+        """Lets messages through until now; what waits then, in seconds."""
+        more = (now - self.seen) * (sum(self.rates.values()) - 1)
+        self.waiting, self.seen = max(self.waiting + more, self.zero), now
+        return self.waiting
+
+
+class Ports:
+    """The ports of all ranks, and the messages that are on their way.
+
+    Messages may be given in any order, as long as none is ready before the last that was
+    returned had left its sender: so it is if every rank goes on as far as it can each time.
+
+    >>> ports = Ports(3, 0.0)
+    >>> for receiver in (1, 2):
+    ...     ports.add(0.0, Message(0, receiver, 0, 0, receiver, latency=0.5, occupied=2.0))
+    >>> ports.next().end_seconds, ports.next().end_seconds, ports.next()
+    (4.5, 4.5, None)
+    """
+
+    def __init__(self, num_ranks: int, zero: float) -> None:
+        self._sending = [_Sending(zero) for _ in range(num_ranks)]
+        self._receiving = [_Receiving(zero) for _ in range(num_ranks)]
+        self._one = zero + 1
+        self._began: dict[tuple[int, int], float] = {}
+        self._order = count()
+        self._coming: list[tuple[float, int, int, int, Message, float]] = []
+
+    def add(self, ready_seconds: float, message: Message) -> None:
+        """A message that is ready then."""
+        self._push(ready_seconds, LEAVES, message, 0)
+
+    def next(self) -> Arrival | None:
+        """The next message that is whole at its receiver's port; None if all have been."""
+        while self._coming:
+            now, what, _, _, message, value = heappop(self._coming)
+            if what == LEAVES:
+                self._leaves(now, message)
+            elif what == LEFT:
+                if value == self._sending[message.sender].version:
+                    self._left(now, message)
+            else:
+                port, key = self._receiving[message.receiver], message[2:4]
+                waiting = port.run(now)
+                if what == PASSES:
+                    port.rates.pop(key, None)
+                    return Arrival(message, self._began.pop(key), value, now + waiting)
+                port.rates[key] = value
+        return None
+
+    def _push(self, when: float, what: int, message: Message, value: float) -> None:
+        heappush(self._coming, (when, what, message.place, next(self._order), message, value))
+
+    def _leaves(self, now: float, message: Message) -> None:
+        port = self._sending[message.sender]
+        queue = port.queues.setdefault(message.receiver, deque())
+        queue.append(message)
+        if len(queue) == 1:
+            port.run(now)
+            self._first(now, message)
+            self._share(now, port)
+
+    def _first(self, now: float, message: Message) -> None:
+        """The message is the first of those to its receiver from now on."""
+        self._sending[message.sender].left[message.receiver] = message.occupied
+        self._began[message[2:4]] = now
+
+    def _left(self, now: float, message: Message) -> None:
+        port, receiver = self._sending[message.sender], message.receiver
+        port.run(now)
+        queue = port.queues[receiver]
+        queue.popleft()
+        del port.left[receiver]
+        self._push(now + message.latency, PASSES, message, now)
+        if queue:
+            self._first(now, queue[0])
+        self._share(now, port)
+
+    def _share(self, now: float, port: _Sending) -> None:
+        """Tells the receivers how fast they are sent to now, and when the next message ends."""
+        port.version += 1
+        if not port.left:
+            return
+        number = len(port.left)
+        for receiver in port.left:
+            head = port.queues[receiver][0]
+            self._push(now + head.latency, FLOWS, head, self._one / number)
+        receiver = min(port.left, key=lambda each: port.left[each])
+        end = now + max(port.left[receiver], 0 * now) * number
+        self._push(end, LEFT, port.queues[receiver][0], port.version)

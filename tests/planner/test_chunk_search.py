@@ -1,0 +1,78 @@
+"""Pipelines cut again into several stages per rank: priced as evaluate has it, where faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_graphs import cluster, mlp
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner.chunks import plan
+from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.features import features_of
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+
+SAME = 1e-9
+ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
+SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
+"""Compute and wires so slow that weights are better not copied: pipelines win."""
+
+PIPELINE = Request(8, forced=Forced(pp=4))
+
+
+def deep() -> tuple[Graph, Blocks]:
+    return mlp(8, rows=8)
+
+
+def found(*allow: str, on: Cluster = SLOW, request: Request = PIPELINE) -> Plan:
+    return plan(*deep(), on, replace(request, features=features_of(allow, (), ALL)))
+
+
+@pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
+def test_a_pipeline_of_equal_ranks_is_faster_cut_again(schedule: str) -> None:
+    """Eight micro-batches on four ranks: 1F1B idles 3 of 11 parts of its step, chunks less."""
+    own, plain = found(schedule, "1f1b"), found("1f1b")
+    assert (own.schedule, plain.schedule) == (schedule, "1f1b")
+    assert own.num_chunks >= 2
+    assert own.prediction.step_seconds < plain.prediction.step_seconds
+    assert any("1f1b" in other.summary for other in own.alternatives)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_what_is_chosen_costs_what_evaluate_says_and_keeps_its_bound(schedule: str) -> None:
+    own = found(schedule)
+    assert own.schedule == schedule
+    priced = evaluate(*deep(), own, SLOW)
+    assert priced.step_seconds == pytest.approx(own.prediction.step_seconds, rel=SAME)
+    assert priced.peak_memory_bytes == own.prediction.peak_memory_bytes
+    assert 0 < own.solver.bound_seconds <= own.prediction.step_seconds * (1 + SAME)
+
+
+def test_more_schedules_are_never_slower() -> None:
+    steps = [found(*ALL[:number]).prediction.step_seconds for number in (1, 3, 5, 6, len(ALL))]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < steps[0]
+
+
+def test_no_schedule_of_several_stages_is_below_the_bound_of_any() -> None:
+    """The bound of one search holds for the forced plans of all schedules and chunks."""
+    bound = found(*CHUNKED_SCHEDULES).solver.bound_seconds
+    for schedule in CHUNKED_SCHEDULES:
+        for chunks in (2,) if schedule in ("zbv", "dualpipev") else (2, 3):
+            if 4 * chunks > len(deep()[1].blocks):
+                continue
+            forced = Forced(pp=4, schedule=schedule, chunks=chunks, num_microbatches=8)
+            own = plan(*deep(), SLOW, Request(8, forced=forced))
+            assert own.prediction.step_seconds >= bound * (1 - SAME)
+
+
+def test_what_does_not_fit_is_not_cut() -> None:
+    """Chunks hold more activations: with less memory than they take, one stage per rank wins."""
+    free, plain = found("1f1b", "interleaved"), found("1f1b")
+    assert plain.prediction.peak_memory_bytes < free.prediction.peak_memory_bytes
+    limit = plain.prediction.peak_memory_bytes
+    tight = found("1f1b", "interleaved", request=replace(PIPELINE, memory_limit_bytes=limit))
+    assert tight.prediction.peak_memory_bytes <= limit
