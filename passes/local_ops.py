@@ -344,8 +344,8 @@ def _counted(op: LocalOp) -> Call:
     rows = None if op.batch_dim is None else (op.batch_dim, shape[op.batch_dim])
     start = [first for first, _ in region]
     if rows is not None and op.rank.share is not None:
-        dim, own = op.batch_dim, op.rank.share
-        per_row = shape[dim] // own.batch_size
+        (dim, size), own = rows, op.rank.share
+        per_row = size // own.batch_size
         start[dim], rows = own.first * per_row, (dim, own.total * per_row)
     place = {"start": tuple(start), "batch": rows}
     options = {"number": op["number"], **place}

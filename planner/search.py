@@ -223,6 +223,8 @@ class _Ranking:
         if job.request.search == "rl":
             self._learn(rows, numbers)
             self._refine()
+            if job.is_small:
+                self._free_axes()
             return
         quests: list[Quest] = []
         for index, each in enumerate(rows):
@@ -242,6 +244,8 @@ class _Ranking:
         self._share_out(rows)
         self._prove(rows, numbers)
         self.bound = min(self.bound, self.shared_bound)
+        if job.is_small:  # the best without is known only now
+            self._free_axes()
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
@@ -372,7 +376,7 @@ class _Ranking:
                 continue
             for each in candidates(job, draft, refine=True, below=self._step_seconds):
                 self._offer(each)
-        if not self._is_late(0.9):
+        if not job.is_small and not self._is_late(0.9):
             self._free_axes()
 
     def _free_axes(self) -> None:
@@ -428,7 +432,7 @@ class _Ranking:
             self.bound = bound
             if found is not None:
                 self._offer(found)
-        if self._step_seconds < before:
+        if self._step_seconds < before and not job.is_small:
             self._free_axes()
         if not self.bound:
             self.bound_rest()
