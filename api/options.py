@@ -23,7 +23,7 @@ UNITS = {
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
-DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches", "chunks")
+DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches", "chunks", "slices")
 """What ``--parallel`` can force."""
 
 RECOMPUTE = ("none", "selective", "full")
@@ -103,6 +103,8 @@ def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     if choices is not None:
         if value not in choices:
             raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)
+        return value
+    if (name, value) == ("slices", "auto"):
         return value
     if not value.isdecimal():
         raise _bad_parallel(f"{name}={value} is not a whole number", text)

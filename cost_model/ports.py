@@ -89,7 +89,7 @@ class Ports:
 
     >>> ports = Ports(3, 0.0)
     >>> for receiver in (1, 2):
-    ...     ports.add(0.0, Message(0, receiver, 0, 0, receiver, latency=0.5, occupied=2.0))
+    ...     ports.add(0.0, Message(0, receiver, receiver, 0, 0, latency=0.5, occupied=2.0))
     >>> ports.next().end_seconds, ports.next().end_seconds, ports.next()
     (4.5, 4.5, None)
     """

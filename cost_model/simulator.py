@@ -45,11 +45,11 @@ from .actions import (
     STEP,
     WEIGHT_BACKWARD,
     Action,
-    Row,
     Schedule,
 )
 from .overlap import Collectives
 from .ports import Arrival, Message, Ports
+from .simulated_rank import SimulatedRank
 from .stage_costs import Overlap, StageCosts, of_replicas
 from .timeline import Event, Exposed, Stream, Timeline
 
@@ -94,37 +94,6 @@ def simulate(
     return _Simulation(schedule, costs, overlap).run(tuple(replicas))
 
 
-class _Rank:
-    """The state of one rank: its place in its row, its clock, its books."""
-
-    def __init__(self, row: Row, zero: float, static_bytes: int) -> None:
-        self.row = row
-        self.at = 0
-        self.clock = zero
-        self.busy = zero
-        self.inside = zero
-        self.messages = zero
-        self.gradient_sync = zero
-        self.gather = zero
-        self.static = self.held = static_bytes
-        self.events: list[Event] = []
-        self.memory: list[tuple[float, int]] = [(zero, static_bytes)]
-        self.collectives: Collectives | None = None
-        self.beside: set[Action] = set()
-        self.first_forwards: dict[int, Action] = {}
-        self.last_backwards: dict[int, Action] = {}
-        for action in row:
-            if action.kind == FORWARD:
-                self.first_forwards.setdefault(action.stage, action)
-            elif action.kind in (BACKWARD, WEIGHT_BACKWARD):
-                self.last_backwards[action.stage] = action
-
-    def call(self, seconds: float) -> None:
-        """The rank's own time to send a message or to post a receive."""
-        self.clock += seconds
-        self.messages += seconds
-
-
 class _Simulation:
     """The state of one run. A message's number is that of the compute action that needs it."""
 
@@ -143,7 +112,8 @@ class _Simulation:
         for stage, num_bytes in enumerate(costs.static_bytes):
             static[schedule.stage_rank[stage]] += num_bytes
         self.ranks = [
-            _Rank(row, self.zero, held) for row, held in zip(schedule.table, static, strict=True)
+            SimulatedRank(row, self.zero, held)
+            for row, held in zip(schedule.table, static, strict=True)
         ]
         trains = any(rank.last_backwards for rank in self.ranks)
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
@@ -183,7 +153,7 @@ class _Simulation:
         self._arrive(arrival)
         return True
 
-    def _begin(self, rank: _Rank) -> None:
+    def _begin(self, rank: SimulatedRank) -> None:
         """Gathers parameters: before all else, or beside it."""
         costs = self.costs
         gathers = costs.gather_seconds
@@ -199,7 +169,7 @@ class _Simulation:
             rank.clock = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
             rank.events += books.events
 
-    def _advance(self, rank: _Rank) -> int:
+    def _advance(self, rank: SimulatedRank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""
         row, num_microbatches = rank.row, self.schedule.num_microbatches
         num_slices = self.schedule.num_slices
@@ -296,7 +266,9 @@ class _Simulation:
         self.begun[number], self.arrived[number] = start, end
         return True
 
-    def _compute(self, rank: _Rank, action: Action, arrival: float | None, begun: float) -> None:
+    def _compute(
+        self, rank: SimulatedRank, action: Action, arrival: float | None, begun: float
+    ) -> None:
         """A forward or backward, from when the rank is free and its message there."""
         kind, stage, _, part = action
         free = start = rank.clock
@@ -329,7 +301,7 @@ class _Simulation:
                 rank.memory.append((end, rank.held))
 
     def _beside(
-        self, rank: _Rank, beside: Collectives, action: Action, start: float, work: float
+        self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float
     ) -> tuple[float, float]:
         """When compute that other things may slow down starts and ends."""
         arrived = start
@@ -347,7 +319,7 @@ class _Simulation:
         seconds = self.costs.gradient_sync_seconds
         return bool(seconds) and seconds[stage] > 0
 
-    def _sum_replicas(self, rank: _Rank, stage: int) -> bool:
+    def _sum_replicas(self, rank: SimulatedRank, stage: int) -> bool:
         """Whether all replicas of the stage have come to sum their gradients; if so, sums them.
 
         Those that came first wait; the last one wakes them.
@@ -366,7 +338,7 @@ class _Simulation:
             self.ready.append(self.waiting.pop(waiting))
         return True
 
-    def _reduce(self, rank: _Rank, action: Action) -> None:
+    def _reduce(self, rank: SimulatedRank, action: Action) -> None:
         """Sums the stage's gradients, unless that began beside the last backward."""
         if not self._syncs(action.stage) or rank.collectives is not None:
             return
@@ -377,7 +349,7 @@ class _Simulation:
         rank.busy += seconds
         rank.events.append(Event(action, start, rank.clock, "gradient sync"))
 
-    def _step(self, rank: _Rank, action: Action) -> None:
+    def _step(self, rank: SimulatedRank, action: Action) -> None:
         """The optimizer, once the stage's gradients are summed."""
         start, beside = rank.clock, rank.collectives
         seconds = self.costs.step_seconds

@@ -23,6 +23,7 @@ from .plan import Alternative, Plan
 from .report_plan import Candidate
 from .schedules import build_schedule, find_schedule
 from .search import Searched
+from .search_candidates import edges
 
 MOST_BASES = 4
 """Pipelines that are cut again."""
@@ -104,7 +105,8 @@ def _bases(found: Searched) -> list[Candidate]:
     work: dict[object, tuple[float, int, Candidate]] = {}
     for number, each in enumerate(found.ranking):
         meshes = {model.prices.mesh for model, _ in each.answers}
-        if len(each.stages) > 1 and len(meshes) == 1:
+        is_chain = edges(found.job, each.rows, each.stages) is None
+        if len(each.stages) > 1 and len(meshes) == 1 and is_chain:
             costs = [answer.cost for _, answer in each.answers]
             busiest = max(c.forward_seconds + c.backward_seconds for c in costs)
             seconds = each.num_microbatches * busiest

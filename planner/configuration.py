@@ -21,6 +21,7 @@ from ..cost_model.memory import PrecisionPolicy, state_bytes
 from ..cost_model.stage_costs import Overlap
 from ..cost_model.timeline import Timeline
 from . import rules as default_rules
+from .choices import input_specs
 from .configured_stage import beside_compute, selective
 from .errors import UsageError
 from .graph import Blocks, Graph, Node, TensorSpec
@@ -35,10 +36,12 @@ from .request import Forced
 from .rules.case import argument
 from .schedules import parts_of_ranks
 from .seconds import Priced
+from .sequence_places import find_places
+from .slice_costs import SliceShares, even_lengths, shares_by_work
 from .stage_cost import StageCost
 from .stage_model import StageModel
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
-from .step import simulate_stages
+from .step import latency_seconds, simulate_stages
 from .structure import Structure
 from .submesh import mesh_of, restriction
 
@@ -96,11 +99,11 @@ class Configuration:
     """How a model is trained.
 
     ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks``
-    stages share a pipeline rank. ``layers`` of each stage (default: even); ``depth`` layers in
-    all where the graph stands for a deeper model. ``overlap``: gradients are reduced while the
-    last micro-batch runs backward, and ZeRO 2 and 3 gather and scatter beside compute.
-    ``policy`` overrides the bytes per parameter that ``precision`` and ``optimizer`` give.
-    ``program``: what else the training program takes.
+    stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
+    stage (default: even); ``depth`` layers in all where the graph stands for a deeper model.
+    ``overlap``: gradients are reduced while the last micro-batch runs backward, and ZeRO 2 and 3
+    gather and scatter beside compute. ``policy`` overrides the bytes per parameter that
+    ``precision`` and ``optimizer`` give. ``program``: what else the training program takes.
     """
 
     dp: int = 1
@@ -113,6 +116,7 @@ class Configuration:
     num_microbatches: int = 1
     schedule: str = "1f1b"
     num_chunks: int = 1
+    num_slices: int = 1
     layers: tuple[int, ...] | None = None
     depth: int | None = None
     overlap: bool = False
@@ -144,6 +148,7 @@ class PricedStep:
     stages: tuple[StageCost, ...]
     memory_bytes: tuple[Mapping[str, float], ...]
     usable_bytes: int
+    slices: SliceShares | None = None
 
     @property
     def peak_bytes(self) -> float:
@@ -243,6 +248,7 @@ def price(
         for stage, run in enumerate(runs)
     )
     costs = with_replica_sums(costs, configuration.schedule, cluster, configuration.pp)
+    slices = work.slices()
     timeline = simulate_stages(
         configuration.schedule,
         configuration.num_microbatches,
@@ -250,6 +256,8 @@ def price(
         overlap=OVERLAP if configuration.overlap else None,
         gradient_buckets=[max(1, run.num_blocks) for run in runs],
         num_chunks=configuration.num_chunks,
+        latency_seconds=latency_seconds(cluster),
+        slices=slices,
     )
     ranks = tuple(
         _rank_bytes(tuple(costs[part] for part in parts), timeline.peak_activation_bytes[rank])
@@ -258,7 +266,8 @@ def price(
         )
     )
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
-    return PricedStep(configuration, timeline.step_seconds, timeline, costs, ranks, usable)
+    step = timeline.step_seconds
+    return PricedStep(configuration, step, timeline, costs, ranks, usable, slices)
 
 
 def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None:
@@ -339,6 +348,22 @@ class _Work:
         if own.recompute == "selective":
             cost = selective(cost, run, answer, self.dims)
         return beside_compute(cost, run.num_blocks, OVERLAP) if own.overlap else cost
+
+    def slices(self) -> SliceShares | None:
+        """The slices of sequences, as equal as can be; None where sequences are whole.
+
+        Raises PlanError AP548 for a model that slices would change.
+        """
+        count, graph = self.configuration.num_slices, self.structure.graph
+        if self.configuration.schedule != "terapipe" or count == 1:
+            return None
+
+        def flops(node: Node) -> float:
+            found = default_rules.work(node, input_specs(node, graph), node.outputs)
+            return float(found.flops_forward + found.flops_backward)
+
+        lengths = even_lengths(find_places(graph).length, count)
+        return shares_by_work(graph, lengths, flops)
 
     @property
     def dims(self) -> Dims:

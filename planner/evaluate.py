@@ -8,14 +8,14 @@ as the runtime does; nothing is taken from the solvers' tables but the unit pric
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.memory import reserve_bytes
 from . import rules as default_rules
 from .assembly import GATHERED_BLOCKS
 from .basis import DEFAULT, Basis
-from .branches import Places, stage_depths, stage_edges, stage_starts
+from .branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .choices import inner_collectives, input_specs
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Node, Ref
@@ -29,8 +29,9 @@ from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
 from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
 from .shares import coordinate_ranks, slowest
+from .slice_costs import slice_shares
 from .stage_cost import StageCost
-from .step import send_seconds, simulate_stages
+from .step import latency_seconds, send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
 from .weight_backward import late_parts, late_seconds
@@ -63,28 +64,19 @@ def evaluate(
 
     ``graph`` may be at any batch size: it is brought to the plan's micro-batch.
     """
-    graph = with_precision(graph, plan.model.precision)
-    if graph.batch_size != plan.microbatch_size:
-        graph = graph.with_batch_size(plan.microbatch_size)
-    places = Places(cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
-    edges = stage_edges(Structure(graph, blocks), stage_starts(plan), places)
-    depths = stage_depths(edges, len(plan.stages))
-    starts, costs = 0, []
-    for index, stage in enumerate(plan.stages):
-        stop = starts + len(stage.blocks)
-        own = []
-        for rows, ranks in _groups(stage, graph.batch_size):
-            prices = _prices(plan, stage, cluster, ranks, rules=rules, basis=basis)
-            part = graph.with_batch_size(rows)
-            own.append(_Walk(part, blocks, plan, index, prices, starts, stop, depths[index]).cost())
-        costs.append(slowest(own))
-        starts = stop
-    if starts != len(blocks.blocks):
-        raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
+    graph, plan = at_microbatch(graph, plan), replace(plan, cluster=cluster)
+    costs = priced_stages(graph, blocks, plan, rules=rules, basis=basis)
+    edges = _edges(graph, blocks, plan)
+    slices = slice_shares(
+        graph, blocks, plan, costs,
+        lambda part, cut, own: priced_stages(part, cut, own, rules=rules, basis=basis),
+    )  # fmt: skip
     costs = list(with_replica_sums(costs, plan.schedule, cluster, len(plan.stages)))
     timeline = simulate_stages(
-        plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks
-    )
+        plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks,
+        latency_seconds=latency_seconds(cluster),
+        slices=slices,
+    )  # fmt: skip
     sends = send_seconds(costs, edges)
     return Evaluation(
         timeline.step_seconds,
@@ -93,6 +85,39 @@ def evaluate(
         tuple(prediction_of(cost, send) for cost, send in zip(costs, sends, strict=True)),
         tuple(cost.objective(plan.num_microbatches) for cost in costs),
     )
+
+
+def at_microbatch(graph: Graph, plan: Plan) -> Graph:
+    """The graph at the plan's precision and micro-batch."""
+    graph = with_precision(graph, plan.model.precision)
+    if graph.batch_size != plan.microbatch_size:
+        graph = graph.with_batch_size(plan.microbatch_size)
+    return graph
+
+
+def _edges(graph: Graph, blocks: Blocks, plan: Plan) -> WeightedEdges | None:
+    places = Places(plan.cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
+    return stage_edges(Structure(graph, blocks), stage_starts(plan), places)
+
+
+def priced_stages(
+    graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules, basis: Basis
+) -> list[StageCost]:
+    """What each stage costs. ``graph`` is ``at_microbatch``, or a slice of that."""
+    depths = stage_depths(_edges(graph, blocks, plan), len(plan.stages))
+    starts, costs = 0, []
+    for index, stage in enumerate(plan.stages):
+        stop = starts + len(stage.blocks)
+        own = []
+        for rows, ranks in _groups(stage, graph.batch_size):
+            prices = _prices(plan, stage, plan.cluster, ranks, rules=rules, basis=basis)
+            part = graph.with_batch_size(rows)
+            own.append(_Walk(part, blocks, plan, index, prices, starts, stop, depths[index]).cost())
+        costs.append(slowest(own))
+        starts = stop
+    if starts != len(blocks.blocks):
+        raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
+    return costs
 
 
 def _rank_bytes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..cost_model.cluster import Cluster
-from . import both_ways, chunks, search
+from . import both_ways, chunks, search, sliced
 from . import rules as default_rules
 from .basis import DEFAULT, Basis
 from .graph import Blocks, Graph
@@ -16,7 +16,7 @@ from .plan import Plan
 from .prices import Rules
 from .request import Request
 
-ARRANGED = ("chimera",)
+ARRANGED = ("chimera", "terapipe")
 """Schedules whose plans are made of those of another schedule; they have their own memory."""
 
 
@@ -32,7 +32,7 @@ def plan(
 ) -> Plan:
     """The fastest plan found that fits, of the schedule that is forced if one is.
 
-    Raises as ``search.plan``, ``chunks.plan`` and ``both_ways.plan`` do.
+    Raises as ``search.plan``, ``chunks.plan``, ``both_ways.plan`` and ``sliced.plan`` do.
     """
     if request.forced.schedule not in ARRANGED:
         return chunks.plan(
@@ -42,4 +42,5 @@ def plan(
     def found(asked: Request) -> Plan:
         return search.plan(graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis)
 
-    return both_ways.plan(graph, blocks, request, found, rules=rules, basis=basis)
+    arranged = sliced.plan if request.forced.schedule == "terapipe" else both_ways.plan
+    return arranged(graph, blocks, request, found, rules=rules, basis=basis)

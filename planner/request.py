@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .errors import UsageError
 from .features import Features
@@ -19,7 +19,7 @@ CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
 """What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
 
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, "chimera",
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, "chimera", "terapipe",
 )  # fmt: skip
 """What can be forced."""
 
@@ -37,7 +37,8 @@ class Forced:
     divides. ``pp=k``: k stages, or k times ``chunks`` where a schedule runs several per rank.
     ``cp=k``: a mesh axis "cp" of size k that splits positions. ``sequence_parallel``: whether
     values between the split parameters of "tp" are split along positions (True), whole
-    (False), or as the solver finds (None).
+    (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
+    that the planner chooses, as it does for None where the schedule has slices.
     """
 
     dp: int | None = None
@@ -50,12 +51,17 @@ class Forced:
     cp: int | None = None
     sequence_parallel: bool | None = None
     chunks: int | None = None
+    slices: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "num_microbatches", "chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")
+        if self.slices is not None and self.schedule != "terapipe":
+            raise UsageError("AP120", f"slices={self.slices} without schedule=terapipe")
+        if isinstance(self.slices, int) and self.slices < 1:
+            raise UsageError("AP120", f"slices={self.slices} is less than 1")
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError("AP121", f"zero={self.zero} is not one of 0, 1, 2 and 3")
         if self.schedule is not None and self.schedule not in FORCED_SCHEDULES:

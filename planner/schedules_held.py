@@ -6,7 +6,7 @@ each as are held together at some time, without pairs that another one covers. A
 does not split backwards has one pair, with none of the latter.
 
 >>> halves("1f1b", 1, 3, 8), halves("zb-h1", 3, 3, 8), halves("zb-h1", 1, 3, 8)
-(((1, 0),), ((3, 0), (2, 1)), ((1, 2),))
+(((1, 0),), ((3, 0), (2, 1)), ((1, 2), (0, 3)))
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..cost_model.timeline import Timeline
 from .assembly import Setting
 from .branches import Places, WeightedEdges, stage_depths, stage_edges
 from .inter_op import StageChoice
@@ -22,7 +23,7 @@ from .schedules_held import Halves, is_split, most_held, splits
 from .search_job import Job
 from .search_quests import Draft
 from .stage_cost import StageCost
-from .step import simulate_stages
+from .step import latency_seconds, simulate_stages
 
 Chosen = tuple[IntraOp, StageAnswer]
 
@@ -151,7 +152,7 @@ def simulated(
     began = time.perf_counter()
     costs = [answer.cost for _, answer in chosen]
     count = job.num_microbatches(rows)
-    step, bubble = _step(schedule, count, costs, edges(job, rows, stages), whole=whole)
+    step, bubble = _step(job, schedule, count, costs, needs=edges(job, rows, stages), whole=whole)
     job.took("simulator", time.perf_counter() - began)
     return Candidate(
         rows, count, schedule, stages,
@@ -161,21 +162,27 @@ def simulated(
 
 
 def _step(
+    job: Job,
     schedule: str,
     count: int,
     costs: Sequence[StageCost],
-    needs: WeightedEdges | None,
     *,
+    needs: WeightedEdges | None,
     whole: bool,
 ) -> tuple[float, float]:
     """Seconds of a step, and the share of them that devices wait."""
+
+    def run(number: int) -> Timeline:
+        least = latency_seconds(job.cluster)
+        return simulate_stages(schedule, number, costs, edges=needs, latency_seconds=least)
+
     few = (4 if splits(schedule) else 2) * len(costs)
     more = few + max(len(costs) // 2, 1)
     if whole or len(costs) * count <= MOST_STEPS or count <= 2 * more:
-        timeline = simulate_stages(schedule, count, costs, edges=needs)
+        timeline = run(count)
         return timeline.step_seconds, timeline.bubble_fraction
-    first = simulate_stages(schedule, few, costs, edges=needs).step_seconds
-    second = simulate_stages(schedule, more, costs, edges=needs)
+    first = run(few).step_seconds
+    second = run(more)
     seconds = second.step_seconds + (count - more) * (second.step_seconds - first) / (more - few)
     busy = (1 - second.bubble_fraction) * second.step_seconds * count / more
     return seconds, max(0.0, 1 - busy / seconds)
@@ -186,7 +193,7 @@ def completed(job: Job, best: Candidate) -> Candidate:
     count = best.num_microbatches
     costs = [answer.cost for _, answer in best.answers]
     needs = edges(job, best.rows, best.stages)
-    step, bubble = _step(best.schedule, count, costs, needs, whole=True)
+    step, bubble = _step(job, best.schedule, count, costs, needs=needs, whole=True)
     return replace(best, step_seconds=step, bubble_fraction=bubble)
 
 

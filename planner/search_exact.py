@@ -35,7 +35,7 @@ from .search_candidates import edges, schedules, simulated
 from .search_job import Job
 from .search_runs import NO_RUN
 from .search_space import tilings
-from .step import simulate_figures
+from .step import latency_seconds, simulate_figures
 from .ways import MeshWays, Points, joined
 from .ways_kind import TooManyError
 
@@ -181,7 +181,10 @@ class ExactSearch:
                 return self._candidate(whole, sets, best), float(bounds[at])
             ways = [int(rows[at]) for rows in picked]
             figures = [tuple(own[way]) for (own, _), way in zip(sets, ways, strict=True)]
-            seconds = simulate_figures(whole.schedule, count, figures, edges=needs)
+            seconds = simulate_figures(
+                whole.schedule, count, figures, edges=needs,
+                latency_seconds=latency_seconds(self.job.cluster),
+            )  # fmt: skip
             if seconds * SAME < self.bar:
                 self.bar, best = seconds, ways
         return self._candidate(whole, sets, best), float("inf")

@@ -6,17 +6,20 @@ In: a schedule, how many micro-batches, what each stage costs. Out: the timeline
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ..cost_model.actions import Edges, Schedule, chain
+from ..cost_model.cluster import Cluster
 from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import Overlap, StageCosts
 from ..cost_model.timeline import Timeline
 from .schedules import build_schedule
+from .slice_costs import SliceShares
 from .stage_cost import StageCost
 
 
-def simulate_stages(
+def simulate_stages(  # noqa: PLR0913 — one for each thing that a step depends on
     schedule: str,
     num_microbatches: int,
     costs: Sequence[StageCost],
@@ -25,6 +28,8 @@ def simulate_stages(
     gradient_buckets: Sequence[int] = (),
     num_chunks: int = 1,
     edges: Sequence[tuple[int, int, float]] | None = None,
+    latency_seconds: float = 0.0,
+    slices: SliceShares | None = None,
 ) -> Timeline:
     """The step of a pipeline of these stages.
 
@@ -33,15 +38,22 @@ def simulate_stages(
 
     With an ``overlap`` gradients are summed beside the last backward, in ``gradient_buckets``
     parts per stage (its blocks), and slow it down; without one they are summed after it.
+    ``latency_seconds``: of every message, what keeps no other from being sent.
+    ``slices`` are those of the sequences, where they are sliced.
     """
     pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
     if pairs == chain(len(costs)):
         pairs = edges = None
-    return simulate(
-        build_schedule(schedule, len(costs), num_microbatches, num_chunks=num_chunks, edges=pairs),
-        stage_costs(costs, gradient_buckets, edges),
-        overlap=overlap,
-    )
+    own = stage_costs(costs, gradient_buckets, edges, latency_seconds=latency_seconds)
+    if slices is not None:
+        own = replace(
+            own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward
+        )
+    table = build_schedule(
+        schedule, len(costs), num_microbatches, num_chunks=num_chunks, edges=pairs,
+        slices=slices.lengths if slices is not None else (),
+    )  # fmt: skip
+    return simulate(table, own, overlap=overlap)
 
 
 def simulate_figures(
@@ -50,6 +62,7 @@ def simulate_figures(
     figures: Sequence[Sequence[float]],
     *,
     edges: Sequence[tuple[int, int, float]] | None = None,
+    latency_seconds: float = 0.0,
 ) -> float:
     """The step's seconds from the five figures of each stage: forward, backward, receive
     forward, receive backward, end of the step; of a split backward the first half, and the
@@ -74,10 +87,18 @@ def simulate_figures(
         step_seconds=end,
         weight_backward_seconds=weights,
         edges=pairs,
+        send_latency_seconds=(latency_seconds,) * len(received),
     )
     return float(
         simulate(_table(schedule, len(figures), num_microbatches, pairs), costs).step_seconds
     )
+
+
+def latency_seconds(cluster: Cluster) -> float:
+    """What every message between devices of the cluster is on its way at least."""
+    links = [host.link for host in cluster.hosts if host.num_devices > 1]
+    links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
+    return min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
 
 
 @lru_cache(maxsize=256)
@@ -100,6 +121,8 @@ def stage_costs(
     costs: Sequence[StageCost],
     gradient_buckets: Sequence[int] = (),
     edges: Sequence[tuple[int, int, float]] | None = None,
+    *,
+    latency_seconds: float = 0.0,
 ) -> StageCosts:
     """What the simulator asks of stages that were priced.
 
@@ -127,4 +150,5 @@ def stage_costs(
         backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],
         weight_backward_seconds=late if len(late) == len(costs) else (),
         edges=None if edges is None else tuple((source, target) for source, target, _ in edges),
+        send_latency_seconds=(latency_seconds,) * len(received),
     )

@@ -52,6 +52,7 @@ from autoparallel.planner.precision import with_precision
 from autoparallel.planner.prices import Prices
 from autoparallel.planner.request import SCHEDULES, Request
 from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.step import latency_seconds
 
 IN_FLIGHT = {
     "gpipe": lambda stages, count, stage: count,
@@ -244,6 +245,7 @@ class BruteForce:
         costs = StageCosts(
             forward, backward, send_seconds=receive[1:],
             send_backward_seconds=receive_backward[1:], step_seconds=end,
+            send_latency_seconds=[latency_seconds(self.cluster)] * (len(figures) - 1),
             weight_backward_seconds=late[0] if late else (),
         )  # fmt: skip
         return simulate(self.cache[key], costs).step_seconds

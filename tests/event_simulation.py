@@ -2,8 +2,8 @@
 
 Time goes from one completion to the next; at each, everything that can start starts. Every
 device of every replica runs its own program and has a port to send by and one to receive by;
-a collective of a pipeline rank starts once all of its replicas are ready. Nothing is shared with
-``cost_model.simulator`` but its arguments.
+a collective of a pipeline rank starts once all of its replicas are ready. Nothing is shared
+with ``cost_model.simulator`` but its arguments.
 """
 
 from __future__ import annotations

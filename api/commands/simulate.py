@@ -54,7 +54,7 @@ TraceOption = Annotated[
     typer.Option("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev"),
 ]
 
-OWN_DEGREES = ("schedule", "chunks", "cp")
+OWN_DEGREES = ("schedule", "chunks", "cp", "slices")
 """What ``--parallel`` takes here otherwise than when planning."""
 
 
@@ -154,6 +154,12 @@ def configured(
     forced = options.forced
     info = trained_schedule(own.get("schedule", "1f1b"))
     chunks = degree(own, "chunks") if "chunks" in own else info.chunks[0]
+    slices = degree(own, "slices")
+    if slices > 1 and info.name != "terapipe":
+        raise UsageError(
+            "AP112", f"--parallel: slices={slices} without schedule=terapipe",
+            fix="schedule=terapipe, or leave slices out",
+        )  # fmt: skip
     tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
     dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
     check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp), cluster)
@@ -161,7 +167,7 @@ def configured(
     return Configuration(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=forced.zero or 0, recompute=forced.recompute or "none",
         microbatch_size=rows, num_microbatches=count, schedule=info.name, num_chunks=chunks,
-        layers=layers, precision=options.precision, optimizer=options.optimizer,
+        num_slices=slices, layers=layers, precision=options.precision, optimizer=options.optimizer,
     )  # fmt: skip
 
 

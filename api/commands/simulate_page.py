@@ -24,7 +24,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.rules import work
 from autoparallel.planner.stage_runs import even_layers, find_layers
-from autoparallel.planner.step import simulate_stages
+from autoparallel.planner.step import latency_seconds, simulate_stages
 from autoparallel.planner.structure import Structure
 from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import of_text, plain_table, section
@@ -82,6 +82,8 @@ def simulated(
         overlap=overlap,
         gradient_buckets=layers,
         num_chunks=configuration.num_chunks,
+        latency_seconds=latency_seconds(cluster),
+        slices=priced.slices,
     )
     timeline = replace(timeline, replicas=(per_rank,) * configuration.pp)
     length = seq if seq is not None else captured_seq(program)
@@ -149,6 +151,7 @@ def summary(step: SimulatedStep) -> dict[str, Any]:
     return {
         "configuration": {
             "dp": own.dp, "tp": own.tp, "cp": own.cp, "pp": own.pp, "chunks": own.num_chunks,
+            "slices": own.num_slices,
             "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
             "microbatches": own.num_microbatches, "micro_batch": own.microbatch_size,
         },
@@ -194,6 +197,7 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     degrees = {"dp": own.dp, "cp": own.cp, "tp": own.tp, "pp": own.pp}
     shape = [f"{axis}={size}" for axis, size in degrees.items() if size > 1]
     schedule = own.schedule + (f" × {own.num_chunks} chunks" if own.num_chunks > 1 else "")
+    schedule += f" × {own.num_slices} slices" if own.num_slices > 1 else ""
     parts = [
         " ".join(shape) or "one device", f"ZeRO {own.zero}",
         "no recomputation" if own.recompute == "none" else f"recompute {own.recompute}",

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
     MEMORY_ORDER,
     AxisUse,
@@ -44,6 +45,7 @@ from autoparallel.report.words import (
 WIDTH = 80
 BAR_WIDTH = 28
 INDENT = 2
+DRAWING_MARGIN = 12
 
 
 def describe(plan: Plan, *, short: bool = False) -> str:
@@ -65,6 +67,9 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
         parts.append(section("What is split, and how", splits(plan)))
     parts.append(section(*memory(plan)))
     parts.append(section(*time(plan)))
+    drawn = drawing(plan, WIDTH - DRAWING_MARGIN)
+    if drawn is not None:
+        parts.append(section("The step, F forward and B backward", Text(drawn)))
     if short:
         parts.append(Padding(Group(*source_lines(plan)[:1]), (0, 0, 0, INDENT)))
     if plan.alternatives:

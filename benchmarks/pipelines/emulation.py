@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,15 @@ class Place:
 
     devices: tuple[int, ...]
     mesh: Mesh = ONE
+
+
+class Step(NamedTuple):
+    """A measured step: the share of it not computed in, and what all ranks did."""
+
+    seconds: float
+    bubble: float
+    num_computes: int
+    num_sends: int
 
 
 class SleepingStage:
@@ -215,9 +224,11 @@ def measure_schedule(job: Job, schedule: Schedule, inputs: Mapping[str, float]) 
     timeline, ideal = simulated(schedule, inputs, share), simulated(schedule, inputs, share, 0)
     busy = (inputs["forward_seconds"] + inputs["backward_seconds"]) * job.num_microbatches
     return {
-        "step_seconds": statistics.median(step for step, _ in rounds),
-        "bubble": statistics.median(bubble for _, bubble in rounds),
-        "steps": [step for step, _ in rounds],
+        "step_seconds": statistics.median(each.seconds for each in rounds),
+        "bubble": statistics.median(each.bubble for each in rounds),
+        "steps": [each.seconds for each in rounds],
+        "num_computes": rounds[-1].num_computes,
+        "num_sends": rounds[-1].num_sends,
         "ideal_seconds": ideal.step_seconds,
         "simulated_seconds": timeline.step_seconds,
         "simulated_bubble": 1 - busy / timeline.step_seconds,
@@ -242,14 +253,18 @@ def simulated(
     return simulate(schedule, costs)
 
 
-def run_step(job: Job, schedule: Schedule, share: float) -> tuple[float, float]:
-    """One step of all ranks from a common start: its seconds, and the share not computed in."""
+def run_step(job: Job, schedule: Schedule, share: float) -> Step:
+    """One step of all ranks from a common start."""
     late, timings = run_once(job, schedule, share)
     computes = [t for t in timings if t.action.kind in COMPUTE]
     step = shared(late + max(t.end_seconds for t in computes))
-    busy = torch.tensor(sum(t.end_seconds - t.ready_seconds for t in computes))
-    dist.all_reduce(busy)
-    return step, 1 - float(busy) / (step * dist.get_world_size())
+    sends = sum(t.action.kind in SENDS for t in timings)
+    busy = sum(t.end_seconds - t.ready_seconds for t in computes)
+    total = torch.tensor([busy, len(computes), sends], dtype=torch.float64)
+    dist.all_reduce(total)
+    busy, num_computes, num_sends = total.tolist()
+    idle = 1 - busy / (step * dist.get_world_size())
+    return Step(step, idle, int(num_computes), int(num_sends))
 
 
 def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequence[ActionTiming]]:

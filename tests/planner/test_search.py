@@ -11,6 +11,7 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster, Host
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError, UsageError
+from autoparallel.planner.features import Features
 from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.request import Forced, Request
@@ -165,7 +166,8 @@ def test_no_time_is_a_time_limit_error() -> None:
 
 def test_the_alternatives_lost_for_a_reason() -> None:
     graph, blocks = mlp(4, rows=64)
-    found = plan(graph, blocks, cluster(4), Request(64))
+    whole = Features(frozenset({"zb-h1", "zb-h2"}))
+    found = plan(graph, blocks, cluster(4), Request(64, features=whole))
     assert found.alternatives
     for other in found.alternatives:
         assert other.step_seconds >= found.prediction.step_seconds

@@ -110,6 +110,7 @@ def program() -> Program:
     return replace(capture(model, batch, dtype="float64"), model=nn.Module())
 
 
+@pytest.mark.slow
 def test_slices_of_split_stages_have_the_gradients_of_one_process(program: Program) -> None:
     run_processes(4, train, program.with_batch_size(ROWS), truth(program), SPLIT_CASES)
 

@@ -1,0 +1,56 @@
+"""The step of a plan's pipeline, drawn: what each pipeline rank does when.
+
+In: a plan. Out: the text, from the stages' predicted seconds, or None for a plan without a
+pipeline and for one whose stages are no chain: which stage needs which is not in the plan, so a
+step is drawn only where it takes what the plan predicts.
+"""
+
+from __future__ import annotations
+
+from math import isclose
+
+from autoparallel.cost_model.simulator import simulate
+from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.timeline_text import draw
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.step import latency_seconds
+
+MOST_ACTIONS = 100_000
+"""Stages times micro-batches that are still simulated for a drawing."""
+
+SAME = 0.01
+
+
+def drawing(plan: Plan, width: int) -> str | None:
+    """A line per pipeline rank, ``width`` characters of time wide."""
+    stages = len(plan.stages)
+    if not plan.has_pipeline or stages * plan.num_microbatches > MOST_ACTIONS:
+        return None
+    schedule = build_schedule(
+        plan.schedule, stages, plan.num_microbatches, num_chunks=plan.num_chunks
+    )
+    timeline = simulate(schedule, _costs(plan))
+    if not isclose(timeline.step_seconds, plan.prediction.step_seconds, rel_tol=SAME):
+        return None
+    return "\n".join(draw(timeline, width))
+
+
+def _costs(plan: Plan) -> StageCosts:
+    """What the plan holds of its stages; a message there and back is what its receiver waits."""
+
+    def each(name: str) -> list[float]:
+        return [stage.prediction.seconds.get(name, 0.0) for stage in plan.stages]
+
+    sends, receives = each("send")[:-1], each("receive")[1:]
+    return StageCosts(
+        each("forward"),
+        each("backward"),
+        send_seconds=sends,
+        send_backward_seconds=[
+            max(0.0, both - there) for both, there in zip(receives, sends, strict=True)
+        ],
+        send_latency_seconds=[latency_seconds(plan.cluster)] * len(sends),
+        gradient_sync_seconds=each("gradient_sync"),
+        step_seconds=each("optimizer"),
+    )

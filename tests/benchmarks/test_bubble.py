@@ -1,0 +1,49 @@
+"""The emulation of pipelines runs on the loopback: counts, and what follows from its own inputs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUBBLE = Path(__file__).parents[2] / "benchmarks" / "pipelines" / "bubble.py"
+COUNT = 4
+COUNTS = {
+    # forwards, backwards or their halves, and messages between four ranks
+    "gpipe": (2 * 4 * COUNT, 2 * 3 * COUNT),
+    "zb-h1": (3 * 8 * COUNT, 2 * 7 * COUNT),
+    "interleaved": (2 * 8 * COUNT, 2 * 7 * COUNT),
+    "zbv": (3 * 8 * COUNT, 2 * 6 * COUNT),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bubble") / "found.json"
+    command = [
+        sys.executable, str(BUBBLE), *COUNTS, "--bytes", "1024", "--microbatches", str(COUNT),
+        "--forward-ms", "1", "--backward-ms", "2", "--rounds", "2", "--json", str(path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_each_schedule_computes_and_sends_what_it_has_to(found):
+    """Every stage all micro-batches both ways; a V hands over between the stages of one rank."""
+    rows = found[1]["schedules"]
+    assert {n: (row["num_computes"], row["num_sends"]) for n, row in rows.items()} == COUNTS
+    assert all(len(row["steps"]) == 2 for row in rows.values())
+
+
+def test_the_ideal_step_is_the_closed_form_of_the_measured_compute(found):
+    inputs, rows = found[1]["inputs"], found[1]["schedules"]
+    both = inputs["forward_seconds"] + inputs["backward_seconds"]
+    assert rows["gpipe"]["ideal_seconds"] == pytest.approx((COUNT + 3) * both)
+    assert rows["interleaved"]["ideal_seconds"] == pytest.approx((COUNT + 3 / 2) * both)
+
+
+def test_the_table_has_a_line_for_each_schedule(found):
+    lines = found[0].splitlines()
+    assert [line.split()[0] for line in lines[2:]] == list(COUNTS)

@@ -1,0 +1,148 @@
+"""Slices of sequences in one process: the slices' losses add up, and so do their gradients.
+
+Each slice's graph runs as it is, keys and values handed on, on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from stage_simulation import plan_of
+from torch import Tensor, nn
+
+from autoparallel.passes.capture import capture
+from autoparallel.passes.constants import evaluate
+from autoparallel.passes.interpret import run, run_nodes
+from autoparallel.passes.localize import reference_layouts
+from autoparallel.passes.program import Program
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.layout import Mesh
+from autoparallel.planner.sequence_places import Place, find_places
+from autoparallel.planner.sequence_slices import sequence_slice, slice_bounds
+
+ROWS, SEQ, WIDTH, WORDS = 2, 8, 8, 11
+
+
+class Layer(nn.Module):
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.causal = nn.Linear(WIDTH, WIDTH), causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, seq, width = x.shape
+        heads = self.qkv(self.norm(x)).view(rows, seq, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        h = nn.functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=self.causal)
+        return x + self.out(h.transpose(1, 2).reshape(rows, seq, width)).tanh()
+
+
+class Model(nn.Module):
+    """The loss: ``summed`` over rows, its mean, or that of the next word by a shift."""
+
+    def __init__(self, loss: str = "mean", causal: bool = True, mixer: nn.Module | None = None):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(SEQ, WIDTH)
+        self.layers = nn.ModuleList([Layer(causal), Layer(causal)])
+        self.head, self.loss, self.mixer = nn.Linear(WIDTH, WORDS), loss, mixer
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(words) + self.places(torch.arange(words.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        if self.mixer is not None:
+            x = x + self.mixer(x)
+        scores = self.head(x)
+        if self.loss == "shifted":
+            scores, labels = scores[:, :-1], labels[:, 1:]
+        if self.loss == "square":
+            return scores.square().mean()
+        if self.loss == "max":
+            return scores.max()
+        reduction = "sum" if self.loss == "sum" else "mean"
+        return nn.functional.cross_entropy(
+            scores.reshape(-1, WORDS), labels.reshape(-1), reduction=reduction
+        )
+
+
+class Cumulative(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+def captured(**settings: object) -> Program:
+    with torch.device("meta"):
+        model = Model(**settings)  # type: ignore[arg-type]
+    batch = {name: torch.empty(ROWS, SEQ, dtype=torch.int64, device="meta")
+             for name in ("words", "labels")}  # fmt: skip
+    return replace(capture(model, batch, dtype="float64"), model=nn.Module())
+
+
+def leaves_of(program: Program) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    graph = program.graph
+    values = {
+        node.name: torch.randn(node.spec.shape, dtype=torch.float64).requires_grad_()
+        for node in graph.parameters
+    }
+    values |= {node.name: torch.randint(0, WORDS, node.spec.shape) for node in graph.inputs}
+    constants = evaluate(program, [node.name for node in graph if node.kind == "constant"])
+    return {**values, **constants, **program.literals}
+
+
+@pytest.mark.parametrize("slices", [(8,), (4, 4), (3, 1, 2, 2)])
+@pytest.mark.parametrize("loss", ["mean", "sum", "shifted", "square"])
+def test_the_slices_of_a_sequence_add_up_to_its_loss_and_gradients(
+    loss: str, slices: tuple[int, ...]
+) -> None:
+    program = captured(loss=loss)
+    graph, values = program.graph, leaves_of(program)
+    whole = run(graph, values)
+    weights = [node.name for node in graph.parameters]
+    expected = torch.autograd.grad(whole, [values[name] for name in weights], allow_unused=True)
+    layouts = reference_layouts(graph, 1)
+    plan = plan_of(program.blocks, [], [Mesh(("dp",), (1,))], [layouts])
+    places = find_places(graph)
+    total, state = torch.zeros((), dtype=torch.float64), dict[str, Tensor]()
+    for bounds in slice_bounds(slices):
+        part = sequence_slice(graph, program.blocks, plan, places, bounds)
+        carried = part.carried[0] if part.carried else ()
+        assert len(carried) == 4, "keys and values of two layers"
+        given = {each.earlier: state[each.made] for each in carried if bounds[0]}
+        keep = (part.graph.loss.name, *(each.made for each in carried))
+        made = run_nodes(part.graph, part.graph.nodes, {**values, **given}, keep=keep)
+        state = {each.made: made[each.made][0] for each in carried}
+        share = made[part.graph.loss.name][0]
+        if loss in ("mean", "shifted"):
+            first, last = (min(at, SEQ - (loss == "shifted")) for at in bounds)
+            share = share * (last - first) / (SEQ - (loss == "shifted")) if last > first else 0.0
+        total = total + share
+    assert torch.allclose(total, whole, rtol=1e-12)
+    found = torch.autograd.grad(total, [values[name] for name in weights], allow_unused=True)
+    for name, wanted, own in zip(weights, expected, found, strict=True):
+        assert wanted is not None
+        assert torch.allclose(own, wanted, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"causal": False}, "positions see later ones"),
+        ({"mixer": Cumulative()}, "depends on others"),
+        ({"loss": "max"}, "which of its dimensions counts positions is not known"),
+    ],
+)
+def test_a_model_that_slices_would_change_is_refused_by_the_name_of_the_op(
+    settings: dict[str, object], why: str
+) -> None:
+    with pytest.raises(PlanError, match="AP548") as raised:
+        find_places(captured(**settings).graph)
+    assert why in str(raised.value)
+    assert "aten." in str(raised.value)
+
+
+def test_merged_dimensions_keep_their_positions() -> None:
+    places = find_places(captured(loss="mean").graph)
+    assert places.length == SEQ
+    assert Place(0, outer=ROWS, count=SEQ) in places.cut.values(), "labels of all rows in one"
