@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..planner.layout import Kind, Mesh, Placement, Step, parse_placement
+from ..planner.shares import RowShare
 from .random_ops import Draws
 
 
@@ -58,6 +59,8 @@ class Communicator(Protocol):
 class Rank:
     """Who runs: a position on a mesh, how it talks to the others, what it draws for.
 
+    ``share`` are its rows where the batch is not split evenly on axis 0.
+
     ``bound`` gives a function its first argument; generated code calls the result by the
     function's own name.
     """
@@ -66,6 +69,7 @@ class Rank:
     coordinates: tuple[int, ...]
     communicator: Communicator
     draws: Draws = field(default_factory=Draws, repr=False)
+    share: RowShare | None = None
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:

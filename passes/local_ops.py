@@ -246,9 +246,11 @@ def _mean(op: LocalOp) -> Call:
     """Of a mean over a split dimension, this rank's share: all shares add up to the mean."""
     if op.arguments.get("reduction", MEAN) != MEAN:
         return op.call()
-    pairs = zip(op.layout.inputs[0], op.layout.outputs[0], op.rank.mesh.shape, strict=True)
-    parts = prod(size for held, made, size in pairs if held.is_shard and made.kind == "P")
-    return op.call(scale=1 / parts)
+    pairs = zip(op.layout.inputs[0], op.layout.outputs[0], strict=True)
+    split = [held.is_shard and made.kind == "P" for held, made in pairs]
+    parts = prod(size for size, cut in zip(op.rank.mesh.shape, split, strict=True) if cut)
+    weight = op.rank.share.weight if op.rank.share is not None and split[0] else 1.0
+    return op.call(scale=weight / parts)
 
 
 def _embedding(op: LocalOp) -> Call:
@@ -340,7 +342,12 @@ def _counted(op: LocalOp) -> Call:
     shape = op.node.spec.shape
     region = local_region(shape, op.layout.outputs[0], op.rank.mesh, op.rank.coordinates)
     rows = None if op.batch_dim is None else (op.batch_dim, shape[op.batch_dim])
-    place = {"start": tuple(start for start, _ in region), "batch": rows}
+    start = [first for first, _ in region]
+    if rows is not None and op.rank.share is not None:
+        (dim, size), own = rows, op.rank.share
+        per_row = size // own.batch_size
+        start[dim], rows = own.first * per_row, (dim, own.total * per_row)
+    place = {"start": tuple(start), "batch": rows}
     options = {"number": op["number"], **place}
     if op.node.op == DROPOUT:
         return Call(op.rank.bound(dropout_part), (op["x"], op["p"]), options)

@@ -108,13 +108,16 @@ class FakeRanks:
 def run_microbatch(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int, moment: Moment
 ) -> StageActivations:
-    """The memory of a micro-batch on a stage's first rank. ``graph`` is at micro-batch size.
+    """The memory of a micro-batch on a stage's first rank, or the first of those with most rows.
+
+    ``graph`` is at micro-batch size.
 
     Raises what the program raises where its shapes depend on values, which fake tensors
     do not have.
     """
     stage = plan.stages[stage_index]
-    first = (0,) * len(stage.mesh.shape)
+    most = stage.shares.index(max(stage.shares)) if stage.shares else 0
+    first = (most, *(0,) * (len(stage.mesh.shape) - 1))
     library: Library = "nccl" if plan.cluster.device(stage.devices[0]).kind == "cuda" else "gloo"
     with FakeTensorMode(allow_non_fake_inputs=True):
         program = build_stage(

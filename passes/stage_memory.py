@@ -138,7 +138,7 @@ class _Stage:
             if self.index in (b.source_stage, b.target_stage)
         )
         kinds = tuple((block.kind, block.recompute) for block in stage.blocks)
-        return kinds, stage.mesh, stage.zero, frozenset(stage.layouts.items()), ends
+        return kinds, stage.mesh, stage.shares, stage.zero, frozenset(stage.layouts.items()), ends
 
     def _at(
         self, states: Mapping[str, float], run: StageActivations, peak: Mapping[str, int],

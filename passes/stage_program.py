@@ -13,9 +13,11 @@ from functools import cached_property
 
 from torch import fx
 
+from ..planner.errors import PlanError
 from ..planner.graph import Block, Blocks, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT, REPLICATE, Layout, Mesh
 from ..planner.plan import Plan, Recompute, StagePlan
+from ..planner.shares import RowShare, share_of, why_not
 from .accumulate import Counting, build_counting, counts_used
 from .collectives import Communicator, Rank
 from .localize import BlockInterface, localize_block, parse_key, value_key
@@ -25,6 +27,7 @@ from .stage_cut import (
     boundaries,
     boundary_layout,
     leaf_layout,
+    node_layout,
     op_layout,
     stage_ranges,
     uses_by_block,
@@ -82,7 +85,9 @@ class StageProgram:
     ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
     as the buffer is held; such buffers are shared. ``counting`` gives what blocks take that
     depends on all micro-batches. ``kept`` are the keys of what the next slice of the sequences
-    needs, where they are sliced.
+    needs, where they are sliced. ``share``: this
+    rank's rows of a micro-batch, where the batch is not split evenly; specs and layouts are
+    then of an even split of ``share.batch_size`` rows.
     """
 
     index: int
@@ -100,6 +105,7 @@ class StageProgram:
     draws: Draws = field(default_factory=Draws)
     updates: Mapping[str, str] = field(default_factory=dict)
     counting: Counting | None = None
+    share: RowShare | None = None
     kept: tuple[str, ...] = ()
 
 
@@ -152,6 +158,9 @@ def build_stage(
     fit the graph.
     """
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
+    whole, share = graph, _share(graph, blocks, plan, coordinates)
+    if share is not None:
+        graph = graph.with_batch_size(share.batch_size)
     crossing = boundaries(graph, blocks, plan)
     uses = uses_by_block(graph, blocks, positions)
     leaves = _leaves(graph, blocks, plan, stage_index=stage_index, uses=uses)
@@ -159,8 +168,8 @@ def build_stage(
     sends = tuple(b for b in crossing if b.source_stage == stage_index)
     kept = of_slice.kept if of_slice is not None else ()
     stage = _Stage(
-        graph, blocks, own, Rank(own.mesh, coordinates, communicator), plan.num_microbatches, uses,
-        leaves,
+        graph, blocks, own, Rank(own.mesh, coordinates, communicator, share=share),
+        plan.num_microbatches, uses, leaves,
         {b.key: b.target_layout for b in receives}, frozenset((*kept, *(b.key for b in sends))),
         counts=plan.num_microbatches > 1 or of_slice is not None,
     )  # fmt: skip
@@ -181,11 +190,40 @@ def build_stage(
                    if isinstance(h, Held) and of_kind[n] == "constant"},
         receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
         draws=stage.rank.draws,
-        counting=build_counting(graph if of_slice is None else of_slice.whole,
+        counting=build_counting(whole if of_slice is None else of_slice.whole,
                                 _counts(stage, positions), plan.num_microbatches),
         updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
-        kept=kept,
+        kept=kept, share=share,
     )  # fmt: skip
+
+
+def _share(
+    graph: Graph, blocks: Blocks, plan: Plan, coordinates: tuple[int, ...]
+) -> RowShare | None:
+    """A rank's rows where the plan does not split the batch evenly.
+
+    Raises ``PlanError`` (AP526) where the stages cannot be run so.
+    """
+    if not any(stage.shares for stage in plan.stages):
+        return None
+    stage = plan.stages[0]
+    why = ""
+    if len(plan.stages) > 1:
+        why = "the plan has several stages"
+    elif len(stage.shares) != stage.mesh.shape[0] or min(stage.shares) < 1:
+        why = f"{len(stage.shares)} shares for the mesh {stage.mesh.shape}"
+    elif sum(stage.shares) != graph.batch_size:
+        why = f"the shares are {sum(stage.shares)} rows, a micro-batch has {graph.batch_size}"
+    names = [*graph.by_name]
+    leaves = {node.name for node in graph if node.kind not in ("op", "input")}
+    why = why or why_not(
+        graph, names, lambda n: None if n in leaves else node_layout(stage, blocks, n)
+    )
+    if why:
+        raise PlanError(
+            "AP526", "the batch cannot be shared out as the plan says", why=why, fix="plan again"
+        )
+    return share_of(stage.shares, coordinates[0])
 
 
 def _counts(stage: _Stage, positions: range) -> tuple[str, ...]:

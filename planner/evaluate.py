@@ -29,6 +29,7 @@ from .replicas import with_replica_sums
 from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
 from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
+from .shares import coordinate_ranks, slowest
 from .slice_costs import slice_shares
 from .stage_cost import StageCost
 from .step import latency_seconds, send_seconds, simulate_stages
@@ -108,9 +109,12 @@ def priced_stages(
     starts, costs = 0, []
     for index, stage in enumerate(plan.stages):
         stop = starts + len(stage.blocks)
-        prices = _prices(plan, stage, plan.cluster, rules=rules, basis=basis)
-        walk = _Walk(graph, blocks, plan, index, prices, starts, stop, depths[index])
-        costs.append(walk.cost())
+        own = []
+        for rows, ranks in _groups(stage, graph.batch_size):
+            prices = _prices(plan, stage, plan.cluster, ranks, rules=rules, basis=basis)
+            part = graph.with_batch_size(rows)
+            own.append(_Walk(part, blocks, plan, index, prices, starts, stop, depths[index]).cost())
+        costs.append(slowest(own))
         starts = stop
     if starts != len(blocks.blocks):
         raise PlanError("AP524", f"the plan has {starts} blocks, the model {len(blocks.blocks)}")
@@ -146,14 +150,30 @@ def _of_both(one: StageCost, other: StageCost, activation_bytes: int) -> float:
     return sum(lasting) + brief + activation_bytes
 
 
+def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
+    """The batch that a stage's ranks run at, with the ranks; of unequal shares one per share."""
+    if not stage.shares:
+        return [(batch_size, ())]
+    return [
+        (rows * len(stage.shares), coordinate_ranks(stage.devices, len(stage.shares), at))
+        for at, rows in enumerate(stage.shares)
+    ]
+
+
 def _prices(
-    plan: Plan, stage: StagePlan, cluster: Cluster, *, rules: Rules, basis: Basis
+    plan: Plan,
+    stage: StagePlan,
+    cluster: Cluster,
+    ranks: tuple[int, ...],
+    *,
+    rules: Rules,
+    basis: Basis,
 ) -> Prices:
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(
         stage.mesh, cluster, stage.devices, model.precision, model.optimizer, rules,
-        profile=basis.used, asked=asked, only=basis.only,
+        profile=basis.used, asked=asked, only=basis.only, own=ranks,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "parallelism": ("dp", "tp", "pp", "cp", "sp", "ep"),
     "zero": ("zero1", "zero2", "zero3"),
     "recompute": ("selective", "full"),
-    "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches"),
+    "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
 }
 """Features by group; the schedules are one more group.
 
@@ -28,7 +28,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 ``dp``; ``pp``: several stages; ``cp`` also:
 attention on split positions; ``sp``: any other op on split positions; ``ep``: experts'
 weights split by expert; ``selective``, ``full``: recomputation; ``2d-mesh``: two axes;
-``mixed-stages``: stages of different sizes; ``branches``: devices of their own for branches.
+``mixed-stages``: stages of different sizes; ``branches``: devices of their own for branches;
+``uneven-shares``: unlike devices with unequal shares of the batch.
 """
 
 WHOLE_GROUPS = ("zero", "recompute")

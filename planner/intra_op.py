@@ -67,6 +67,11 @@ class StageAnswer:
     gap: float
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """The rows of each coordinate of "dp"; () where they are split evenly."""
+        return ()
+
+    @property
     def cost(self) -> StageCost:
         return self.figures.price(self.run, self.setting)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
 from .layout import Mesh
 from .strategy import NodeLayout
 
-SCHEMA = 3
+SCHEMA = 4
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -50,7 +51,8 @@ class StagePlan:
     of parameters that are replicated over mesh axis 0, the axis that shards states.
     ``layouts`` maps a node's name, in the first block of its kind in the whole graph, to
     what was chosen; names of inputs, constants and shared parameters stand for themselves.
-    ``forward_seconds``/``backward_seconds`` are per micro-batch.
+    ``forward_seconds``/``backward_seconds`` are per micro-batch. ``shares`` are the rows of a
+    micro-batch that each coordinate of mesh axis 0 takes; () where it is split evenly.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -59,6 +61,7 @@ class StagePlan:
     zero: int
     layouts: Mapping[str, NodeLayout]
     prediction: StagePrediction
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +212,13 @@ class Plan:
     @property
     def has_pipeline(self) -> bool:
         return len(self.stages) > 1
+
+
+def rows_text(shares: Sequence[int]) -> str:
+    """Unequal shares, neighbours that are equal counted.
+
+    >>> rows_text((3, 3, 5))
+    '2×3:5'
+    """
+    found = [(len(list(group)), rows) for rows, group in groupby(shares)]
+    return ":".join(f"{count}×{rows}" if count > 1 else str(rows) for count, rows in found)

@@ -67,12 +67,19 @@ def loads(text: str, where: str = "plan") -> Plan:
 
 
 def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
-    """A plan of an older schema as one of this: 1 knew no profiles, 2 no bound and no goals."""
+    """A plan of an older schema as one of this.
+
+    1 knew no profiles, 2 no bound and no goals, 3 no unequal shares of the batch.
+    """
     table = {"goal": None, "slices": [], **table}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
     if schema == SCHEMA or not isinstance(prediction, dict) or not isinstance(solver, dict):
         return table
     new: dict[str, Any] = {"sources_of": {}, "profile": None} if schema == 1 else {}
+    stages = table.get("stages")
+    if isinstance(stages, list):
+        each = [{"shares": [], **own} if isinstance(own, dict) else own for own in stages]
+        table = {**table, "stages": each}
     return {
         **table, "schema": SCHEMA, "prediction": {**new, **prediction},
         "solver": {"bound_seconds": 0.0, **solver},

@@ -60,6 +60,7 @@ class Prices:
 
     ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records
     what is asked for the first time. With ``only``, seconds of other sources count as none.
+    ``own``: the ranks whose devices compute, if not all do the same.
     """
 
     mesh: Mesh
@@ -72,6 +73,7 @@ class Prices:
     profile: Profile | None = None
     asked: Asked | None = field(default=None, repr=False)
     only: Source | None = None
+    own: tuple[int, ...] = ()
     device: Device = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
@@ -80,7 +82,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "device", self.cluster.slowest_device(self.ranks))
+        set_field(self, "device", self.cluster.slowest_device(self.own or self.ranks))
         set_field(self, "speed", self.device.speed)
         set_field(self, "groups", self._slowest_groups())
         set_field(self, "policy", policy(self.precision, self.optimizer))

@@ -28,6 +28,7 @@ from .plan import (
     SolverInfo,
     StagePlan,
     StagePrediction,
+    rows_text,
 )
 from .prices import Prices, boundary_layout
 from .request import Request
@@ -78,6 +79,8 @@ class Candidate:
                 f"{name}={size}" for name, size in zip(mesh.axes, mesh.shape, strict=True)
             )
             text = f"{choice.stop - choice.start} blocks on {sizes}"
+            if answer.shares:
+                text += f" rows {rows_text(answer.shares)}"
             if answer.setting.zero:
                 text += f" zero={answer.setting.zero}"
             for how, numbers in zip(("recompute", "selective"), answer.setting.rung, strict=True):
@@ -216,8 +219,7 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
     run = structure.run(choice.start, choice.stop)
     own = structure.blocks.blocks[choice.start : choice.stop]
     modes = run.modes(answer.setting.rung)
-    layouts = _layouts(model, answer)
-    _add_leaves(layouts, model, structure, choice)
+    layouts = stage_layouts(structure, model, answer, (choice.start, choice.stop))
     return StagePlan(
         blocks=tuple(
             BlockPlan(block.name, block.kind, mode) for block, mode in zip(own, modes, strict=True)
@@ -227,7 +229,17 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
         zero=answer.setting.zero,
         layouts=dict(sorted(layouts.items())),
         prediction=prediction_of(answer.cost, send),
+        shares=answer.shares,
     )
+
+
+def stage_layouts(
+    structure: Structure, model: StageModel, answer: StageAnswer, blocks: tuple[int, int]
+) -> dict[str, NodeLayout]:
+    """The layouts of a stage, those included in which inputs and constants are held."""
+    layouts = _layouts(model, answer)
+    _add_leaves(layouts, model, structure, blocks)
+    return layouts
 
 
 def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
@@ -262,12 +274,15 @@ def _layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:
 
 
 def _add_leaves(
-    layouts: dict[str, NodeLayout], model: StageModel, structure: Structure, choice: StageChoice
+    layouts: dict[str, NodeLayout],
+    model: StageModel,
+    structure: Structure,
+    blocks: tuple[int, int],
 ) -> None:
     """Adds how batch inputs, constants and buffers are held."""
     graph, template = structure.graph, structure.blocks.template
     wants: dict[str, dict[Layout, None]] = {}
-    for block in structure.blocks.blocks[choice.start : choice.stop]:
+    for block in structure.blocks.blocks[slice(*blocks)]:
         for name in block.nodes:
             wanted = layouts[template[name]].inputs
             for ref, layout in zip(graph[name].inputs, wanted, strict=True):
@@ -301,7 +316,8 @@ def _gathers(held: Layout, wanted: Layout) -> bool:
 
 def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Prediction:
     structure, prices = best.answers[0][0].structure, best.answers[0][0].prices
-    flops = model_flops(structure.graph, prices) * best.num_microbatches
+    rows = best.rows / structure.graph.batch_size  # of unequal shares the graph has others
+    flops = model_flops(structure.graph, prices) * best.num_microbatches * rows
     dtype = prices.policy.compute_dtype
     peak = sum(peak_flops(host.device, dtype) * host.num_devices for host in cluster.hosts)
     tokens = request.global_batch * (request.seq or 1)

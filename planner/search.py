@@ -40,6 +40,7 @@ from .search_candidates import candidates, completed, freed
 from .search_exact import exact_candidates
 from .search_job import Job
 from .search_quests import Draft, Quest, drafts
+from .search_shares import shared_candidates
 from .search_space import mixed_tiling, uniform_tiling
 from .sources import with_sources
 
@@ -48,6 +49,9 @@ Observe = Callable[[str, float, float], None]
 
 SOON = 0.05
 """The share of the time limit after which a first plan is made of what is known."""
+
+MOST_FREED = 24
+"""Candidates that are tried with free axes, in a small graph."""
 
 LONG_SECONDS = 10.0
 """Of a search that takes no longer, no part is cut short."""
@@ -209,6 +213,7 @@ class _Ranking:
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
         self.bound = 0.0
+        self.shared_bound = float("inf")
 
     def run(self) -> None:
         """Searches until nothing better is left, or the time is up."""
@@ -218,6 +223,8 @@ class _Ranking:
         if job.request.search == "rl":
             self._learn(rows, numbers)
             self._refine()
+            if job.is_small:
+                self._free_axes()
             return
         quests: list[Quest] = []
         for index, each in enumerate(rows):
@@ -234,7 +241,11 @@ class _Ranking:
         self._add_branches(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         self._refine()
+        self._share_out(rows)
         self._prove(rows, numbers)
+        self.bound = min(self.bound, self.shared_bound)
+        if job.is_small:  # the best without is known only now
+            self._free_axes()
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
@@ -353,7 +364,7 @@ class _Ranking:
     def _refine(self) -> None:
         """Solves the stages of the fastest again, each gap narrowed."""
         job, top = self.job, self.job.request.top
-        fastest = sorted(self.known, key=lambda each: each.step_seconds)
+        fastest = self._by_speed()
         best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
         began = time.perf_counter()
         if began - job.began > LONG_SECONDS:
@@ -365,8 +376,39 @@ class _Ranking:
                 continue
             for each in candidates(job, draft, refine=True, below=self._step_seconds):
                 self._offer(each)
-        if self.best and job.request.frees_axes and not self._is_late(0.9):
-            self._offer(freed(job, self.best[0]))
+        if not job.is_small and not self._is_late(0.9):
+            self._free_axes()
+
+    def _free_axes(self) -> None:
+        """Offers the fastest with their axes left to the solver; of large graphs the winner.
+
+        To be better than the winner as it is by enough, one need not have been the winner.
+        """
+        job = self.job
+        if not self.best or not job.request.frees_axes:
+            return
+        bar = self._step_seconds * (1 - WORTH_IT)
+        distinct: dict[str, Candidate] = {}
+        for each in self._by_speed() if job.is_small else []:
+            distinct.setdefault(each.summary, each)
+        fastest = list(distinct.values())
+        for each in [self.best[0], *fastest[:MOST_FREED]]:
+            found = freed(job, each)
+            if found.step_seconds < bar:
+                self._offer(found)
+
+    def _by_speed(self) -> list[Candidate]:
+        return sorted(self.known, key=lambda each: each.step_seconds)
+
+    def _share_out(self, rows: tuple[int, ...]) -> None:
+        """Plans in which unlike devices take unequal shares of the batch.
+
+        They have every device, so they are the same for every order of the hosts.
+        """
+        for found, bound in shared_candidates(self.job, rows):
+            self.shared_bound = min(self.shared_bound, bound)
+            if found is not None:
+                self._offer(found)
 
     def _may_win(self, draft: Draft) -> bool:
         """Whether its stages' gaps, if they were closed, could make a draft the best."""
@@ -390,8 +432,8 @@ class _Ranking:
             self.bound = bound
             if found is not None:
                 self._offer(found)
-        if self.best and self._step_seconds < before and job.request.frees_axes:
-            self._offer(freed(job, self.best[0]))
+        if self._step_seconds < before and not job.is_small:
+            self._free_axes()
         if not self.bound:
             self.bound_rest()
 

@@ -201,7 +201,10 @@ def freed(job: Job, best: Candidate) -> Candidate:
     """The winner with the meshes' axes left to the solver, if that is faster by enough.
 
     Of a large graph only where tables can solve it: integer programs that wide take long.
+    Unequal shares of the batch leave "dp" to the batch.
     """
+    if any(answer.shares for _, answer in best.answers):
+        return best
     chosen: list[Chosen] = []
     depths = stage_depths(edges(job, best.rows, best.stages), len(best.stages))
     for choice, (model, answer), depth in zip(best.stages, best.answers, depths, strict=True):

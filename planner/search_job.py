@@ -24,7 +24,7 @@ from .errors import TimeLimitError
 from .graph import Blocks, Graph
 from .heterogeneous import inner_size
 from .inter_op import Floats, Table
-from .intra_op import Effort, IntraOp, Limits
+from .intra_op import SMALL_GRAPH, Effort, IntraOp, Limits
 from .layout import Mesh
 from .options import stage_numbers
 from .pins import Pins, by_template
@@ -139,6 +139,12 @@ class Job:
     @cached_property
     def place_key(self) -> Any:
         return place_key(self.cluster)
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether everything can be tried; see ``intra_op.SMALL_GRAPH``."""
+        kinds = self.structure.blocks.kinds.values()
+        return sum(len(block.nodes) for block in kinds) <= SMALL_GRAPH
 
     def num_microbatches(self, rows: int) -> int:
         return self.request.global_batch // rows

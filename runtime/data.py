@@ -7,6 +7,7 @@ micro-batch ``j`` of ``m``, and of those the rank's region under each input's la
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from ..planner.errors import UsageError
 from ..planner.graph import TensorSpec
-from ..planner.layout import local_region
+from ..planner.layout import Region, local_region
 
 if TYPE_CHECKING:
-    from ..passes.stage_program import StageProgram
+    from ..passes.stage_program import Held, StageProgram
 
 
 def local_inputs(
@@ -36,10 +37,23 @@ def local_inputs(
     for name, held in program.inputs.items():
         if name not in batch:
             raise _missing(name, batch)
-        rows = microbatch_rows(name, batch[name], held.spec, microbatch, num_microbatches)
-        region = local_region(held.spec.shape, held.layout, program.mesh, program.coordinates)
+        whole, region = _whole_and_part(program, held)
+        rows = microbatch_rows(name, batch[name], whole, microbatch, num_microbatches)
         inputs[name] = local_part(rows, region, held.spec.dtype, device)
     return inputs
+
+
+def _whole_and_part(program: StageProgram, held: Held) -> tuple[TensorSpec, Region]:
+    """The spec of an input's micro-batch, and this rank's box of it."""
+    spec, share = held.spec, program.share
+    region = local_region(spec.shape, held.layout, program.mesh, program.coordinates)
+    if share is None or not held.layout[0].is_shard:
+        return spec, region
+    dim = held.layout[0].dim
+    per_row = spec.shape[dim] // share.batch_size
+    shape = (*spec.shape[:dim], per_row * share.total, *spec.shape[dim + 1 :])
+    own = (per_row * share.first, per_row * (share.first + share.rows))
+    return replace(spec, shape=shape), (*region[:dim], own, *region[dim + 1 :])
 
 
 def check_batch(

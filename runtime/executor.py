@@ -57,12 +57,13 @@ class StageExecutor:
         *,
         num_microbatches: int,
         constants: Mapping[str, Tensor] | None = None,
+        counted: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         per_update: int | None = None,
         versions: WeightVersions | None = None,
     ) -> None:
         """``constants`` are the whole values, by name, of the stage's constants and of the
-        leaves of its counting.
+        leaves of its counting; ``counted`` the latter's, where the stage has rows of its own.
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
@@ -78,7 +79,7 @@ class StageExecutor:
         self.steps_begun = 0
         self.parameters = stage.by_name
         self._constants = self._local_constants(constants or {})
-        self._whole = constants or {}
+        self._whole = counted or constants or {}
         self._counts: list[Mapping[str, Tensor]] = []
         self._is_updated = False
         self._requires_grad = {

@@ -143,10 +143,14 @@ class Trainer:
 
     def _make_executor(self, index: int, weights: Weights, seed: int) -> StageExecutor:
         stage, count = self.stages[index], self.plan.num_microbatches
-        constants = constants_of(self.program, stage, weights, str(self.device))
+        share, device = stage.program.share, str(self.device)
+        constants = counted = constants_of(self.program, stage, weights, device)
+        if share is not None:
+            own = self.program.with_batch_size(share.batch_size)
+            constants = constants_of(own, stage, weights, device)
         if not self.slices:
             return StageExecutor(
-                stage, num_microbatches=count, constants=constants, seed=seed,
+                stage, num_microbatches=count, constants=constants, counted=counted, seed=seed,
                 per_update=self.schedule.per_update, versions=self._make_versions(stage),
             )  # fmt: skip
         return SlicedExecutor(

@@ -78,7 +78,7 @@ AllowOption = Annotated[
         "--allow",
         metavar="FEATURE,…",
         help="of their group only these: dp tp pp cp sp ep, zero1 zero2 zero3, selective full, "
-        "2d-mesh 3d-mesh mixed-stages branches, schedules by name",
+        "2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name",
     ),
 ]
 DenyOption = Annotated[

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.planner.asynchronous import described
-from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
     MEMORY_ORDER,
@@ -160,6 +160,7 @@ def shape_text(plan: Plan) -> str:
         f"ZeRO {zero}",
         "no recomputation" if recompute == "none" else f"recompute {recompute}",
         f"{plan.num_microbatches} × micro-batch {plan.microbatch_size}",
+        *(f"rows {rows_text(stage.shares)}" for stage in plan.stages if stage.shares),
     ]
     if plan.has_pipeline:
         parts.append(plan.schedule)
@@ -224,7 +225,14 @@ def axis_lines(members: list[StagePlan]) -> list[str]:
         for use in axis_uses(stage):
             if use.axis not in uses or use.num_ops > uses[use.axis][0].num_ops:
                 uses[use.axis] = (use, stage.zero)
-    return [_axis_line(use, zero) for use, zero in uses.values()]
+    lines = [_axis_line(use, zero) for use, zero in uses.values()]
+    for stage in members:
+        if stage.shares:
+            lines.append(
+                f"rows of a micro-batch by rank of {stage.mesh.axes[0]}, as fast as each is: "
+                f"{rows_text(stage.shares)}"
+            )
+    return lines
 
 
 def _axis_line(use: AxisUse, zero: int) -> str:

@@ -88,13 +88,19 @@ def assert_is_outside(case: Case, found: Plan) -> None:
 
 
 def splits_batch(case: Case, layouts: Mapping[str, NodeLayout]) -> bool:
-    """Whether every value that counts the batch is split along it on the first axis."""
-    return all(
-        dim is None or str(made[0]) == f"S({dim})"
+    """Whether every value that counts the batch is made and read split along it on axis 0."""
+    dims = case.graph.batch_dims
+    pairs = [
+        pair
         for name, layout in layouts.items()
         if case.graph[name].kind == "op"
-        for dim, made in zip(case.graph.batch_dims[name], layout.outputs, strict=True)
-    )
+        for pair in (
+            *zip(dims[name], layout.outputs, strict=True),
+            *((dims[ref.name][ref.index], held)
+              for ref, held in zip(case.graph[name].inputs, layout.inputs, strict=True)),
+        )
+    ]  # fmt: skip
+    return all(dim is None or str(held[0]) == f"S({dim})" for dim, held in pairs)
 
 
 @pytest.mark.parametrize("seed", range(NUM_CASES))

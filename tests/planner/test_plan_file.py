@@ -118,6 +118,26 @@ def test_a_plan_of_schema_1_still_loads() -> None:
     assert loads(json.dumps(table)) == original
 
 
+def test_a_plan_of_schema_3_still_loads() -> None:
+    """Schema 3 knew only batches that are split evenly."""
+    original = flat_plan()
+    table = json.loads(dumps(original))
+    table["schema"] = 3
+    for stage in table["stages"]:
+        del stage["shares"]
+    for key in ("schema", "stages"):
+        text = json.dumps(table[key], sort_keys=True).encode()
+        table["checksums"][key] = hashlib.sha256(text).hexdigest()[:16]
+    assert loads(json.dumps(table)) == original
+
+
+def test_unequal_shares_of_the_batch_survive() -> None:
+    original = flat_plan()
+    stage = replace(original.stages[0], shares=(3, 5))
+    changed = replace(original, stages=(stage, *original.stages[1:]))
+    assert loads(dumps(changed)) == changed
+
+
 def test_a_plan_with_its_profile_survives() -> None:
     original = flat_plan()
     prediction = replace(

@@ -1,0 +1,156 @@
+"""Unequal shares of the batch: every rank of an axis "dp" takes rows by its own speed.
+
+In: how many rows each coordinate of mesh axis 0 takes of a micro-batch (``StagePlan.shares``),
+or what a number of rows takes on each. Out: a coordinate's rows, whether a stage may be run so,
+its cost, and the best shares.
+
+Coordinate r of n runs the graph of a batch of ``rows_r · n`` rows that is split evenly: so all
+its shapes are those of an even split. What averages over the batch then weighs
+``rows_r · n / total``. That is all, if no other coordinate's rows are needed before the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+
+from .graph import Graph, Ref
+from .layout import Layout, Placement, shard
+from .stage_cost import StageCost
+from .strategy import NodeLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """The rows ``first`` to ``first + rows`` of ``total`` that one of ``parts`` coordinates has."""
+
+    first: int
+    rows: int
+    total: int
+    parts: int
+
+    @property
+    def batch_size(self) -> int:
+        """The batch whose even split gives each coordinate as many rows."""
+        return self.rows * self.parts
+
+    @property
+    def weight(self) -> float:
+        """Its share of a mean over the batch, over that of an even split."""
+        return self.batch_size / self.total
+
+
+def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
+    """A coordinate's rows; None where the batch is split evenly.
+
+    >>> share_of((3, 5), 1)
+    RowShare(first=3, rows=5, total=8, parts=2)
+    """
+    if not shares:
+        return None
+    return RowShare(sum(shares[:coordinate]), shares[coordinate], sum(shares), len(shares))
+
+
+def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple[int, ...]:
+    """Those of a mesh's ranks (row-major) that are at a coordinate of its first axis.
+
+    >>> coordinate_ranks((4, 5, 6, 7), 2, 1)
+    (6, 7)
+    """
+    size = len(ranks) // parts
+    return tuple(ranks[coordinate * size : (coordinate + 1) * size])
+
+
+def why_not(
+    graph: Graph, nodes: Iterable[str], layout_of: Callable[[str], NodeLayout | None]
+) -> str:
+    """What stands in the way of unequal shares on axis 0; "" if nothing does.
+
+    ``layout_of`` gives the layouts of op nodes, and of inputs where they are held in one.
+    """
+    if not graph.batch_dims:
+        return "rows meet before the loss"
+    if graph.accumulation.mixing:
+        return f"rows see each other in {graph.accumulation.mixing[0]}"
+    for name in nodes:
+        layout = layout_of(name)
+        if layout is None:
+            continue
+        node = graph[name]
+        values = [*node.inputs, *(Ref(name, index) for index in range(len(node.outputs)))]
+        for ref, held in zip(values, (*layout.inputs, *layout.outputs), strict=True):
+            if not _is_even(graph, ref, held):
+                return f"{name} has not its own rows alone"
+    return ""
+
+
+def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
+    """Whether axis 0 splits a value along the batch and nothing else, and no other axis does."""
+    dim = graph.batch_dims[ref.name][ref.index]
+    rows: Placement | None = None if dim is None else shard(dim)
+    if graph[ref.name].kind == "parameter":
+        return not held[0].is_shard
+    first = held[0] == rows if rows is not None else not held[0].is_shard
+    return first and (rows is None or rows not in held[1:])
+
+
+def slowest(costs: Sequence[StageCost]) -> StageCost:
+    """A stage's cost from its coordinates': all wait for the slowest, in each part of a step.
+
+    The bytes are those of the fullest.
+    """
+    found = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
+    fullest = max(costs, key=lambda cost: cost.total_bytes)
+    seconds = found.seconds._replace(
+        optimizer=max(cost.seconds.optimizer for cost in costs),
+        gradient_sync=max(cost.seconds.gradient_sync for cost in costs),
+    )
+    return replace(
+        found, seconds=seconds, memory_bytes=fullest.memory_bytes,
+        activation_bytes=fullest.activation_bytes,
+    )  # fmt: skip
+
+
+def best_shares(
+    total: int, speeds: Sequence[float], seconds: Callable[[int, int], float]
+) -> tuple[int, ...] | None:
+    """The shares of ``total`` rows whose slowest coordinate is fastest; None if none fits.
+
+    ``seconds(coordinate, rows)`` must not fall with the rows; it is infinite for rows that do
+    not fit. Shares in proportion to ``speeds``, rounded by largest remainder, are the start;
+    then rows of the slowest go to who would still be faster than it. Where nobody would, every
+    other division gives the slowest as many rows or somebody else too many: it is the best.
+
+    >>> best_shares(8, (3.0, 5.0), lambda rank, rows: rows / (3.0, 5.0)[rank])
+    (3, 5)
+    """
+    if total < len(speeds):
+        return None
+    shares = _largest_remainder(total, speeds)
+    while True:
+        taken = [seconds(rank, rows) for rank, rows in enumerate(shares)]
+        worst = max(range(len(shares)), key=lambda rank: (taken[rank], shares[rank]))
+        others = [rank for rank in range(len(shares)) if rank != worst]
+        if shares[worst] == 1 or not others:
+            break
+        more = {rank: seconds(rank, shares[rank] + 1) for rank in others}
+        taker = min(others, key=more.__getitem__)
+        if not more[taker] < taken[worst]:
+            break
+        shares[worst] -= 1
+        shares[taker] += 1
+    return tuple(shares) if max(taken) < float("inf") else None
+
+
+def _largest_remainder(total: int, speeds: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to ``speeds`` that add up to ``total``, at least 1 each."""
+    free = total - len(speeds)
+    exact = [max(0.0, total * speed / sum(speeds) - 1) for speed in speeds]
+    scale = free / sum(exact) if sum(exact) else 0.0
+    wanted = [each * scale for each in exact]
+    shares = [floor(each) for each in wanted]
+    order = sorted(range(len(speeds)), key=lambda rank: shares[rank] - wanted[rank])
+    for rank in (order * (1 + free))[: free - sum(shares)]:
+        shares[rank] += 1
+    return [1 + each for each in shares]
