@@ -6,6 +6,7 @@ stock ``torch.optim`` optimizer on DTensors; the exact global gradient norm.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -91,10 +92,27 @@ class GradientNorm:
 
     def value(self) -> Tensor:
         """The norm, once all ranks have given their part."""
+        self.end()
+        return self._squares.sqrt()
+
+    def end(self) -> None:
+        """Waits for the sum, whoever reads it."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._squares.sqrt()
+
+
+def end_before_exit(norm: GradientNorm) -> None:
+    """A sum that nobody has read by the end would abort the process, in gloo's threads."""
+    if not _NORMS:
+        atexit.register(lambda: _NORMS[-1].end())
+    for earlier in _NORMS:
+        earlier.end()
+    _NORMS[:] = [norm]
+
+
+_NORMS: list[GradientNorm] = []
+"""The last step's, of any trainer."""
 
 
 def gradient_norm(

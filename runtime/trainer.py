@@ -35,7 +35,13 @@ from .executor import StageExecutor
 from .handover import Handover, split_boundaries
 from .materialize import materialize, materialize_deferred
 from .mesh import build_meshes, stages_of_rank
-from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
+from .optimizer import (
+    BuildOptimizer,
+    GradientNorm,
+    build_optimizer,
+    end_before_exit,
+    gradient_norm,
+)
 from .parameters import StageParameter
 from .pipeline import PipelineRunner
 from .plan_schedule import schedule_of, splits_backward, updating_plan
@@ -216,6 +222,7 @@ class Trainer:
         """
         loss = self.backward(inputs)
         norm = gradient_norm(self.own_parameters(), device=self.device)
+        end_before_exit(norm)
         if not self.schedule.is_asynchronous:
             self.update()
         return StepResult(loss, norm)

@@ -87,7 +87,7 @@ def planned(model: str, parallel: str) -> str:
     options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=forced)
     cluster = parse_cluster(f"cpu:{num_devices(parallel)}")
     plan = plan_program(program, target(model), cluster, options)
-    assert len(plan.stages) == (forced.pp or 1)
+    assert len(plan.stages) == (forced.pp or 1) * plan.num_chunks
     return dumps(plan)
 
 
