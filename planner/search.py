@@ -382,14 +382,16 @@ class _Ranking:
     def _free_axes(self) -> None:
         """Offers the fastest with their axes left to the solver; of large graphs the winner.
 
-        To be better than the winner as it is by enough, one need not have been the winner.
+        To be better than the winner as it is by enough, one need not have been the winner. Where
+        prices are to be measured only the winner is tried: each mesh has ops of its own.
         """
         job = self.job
         if not self.best or not job.request.frees_axes:
             return
         bar = self._step_seconds * (1 - WORTH_IT)
         distinct: dict[str, Candidate] = {}
-        for each in self._by_speed() if job.is_small else []:
+        is_wide = job.is_small and job.basis.asked is None
+        for each in self._by_speed() if is_wide else []:
             distinct.setdefault(each.summary, each)
         fastest = list(distinct.values())
         for each in [self.best[0], *fastest[:MOST_FREED]]:

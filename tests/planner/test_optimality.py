@@ -21,7 +21,7 @@ NUM_CASES = 200
 SAMPLE = 40
 """Cases that are no slow tests."""
 
-GIVEN_UP = (23, 133, 147, 176)
+GIVEN_UP = (133, 147, 176)
 """Cases in which the search gives up to go through all ways (``planner.ways``): a plan is faster
 by up to a ninth, and the gap says so."""
 
@@ -117,7 +117,7 @@ def splits_batch(case: Case, layouts: Mapping[str, NodeLayout]) -> bool:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_plan_is_the_fastest_there_is(seed: int, request: pytest.FixtureRequest) -> None:
     if seed in GIVEN_UP:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="too many ways"))
+        request.applymarker(pytest.mark.xfail(strict=False, reason="too many ways"))
     assert_is_the_best(solved(seed))
 
 

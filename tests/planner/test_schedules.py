@@ -176,9 +176,10 @@ def test_chunks_that_a_schedule_cannot_have_are_a_usage_error(arguments, chunks,
         build_schedule(*arguments, num_chunks=chunks)
 
 
-def test_no_plan_to_run_may_ask_for_several_stages_per_rank():
-    assert not set(RUN_SCHEDULES) & set(LOOPED)
-    assert set(RUN_SCHEDULES) <= set(SCHEDULES)
+@pytest.mark.parametrize("name", RUN_SCHEDULES)
+def test_what_the_search_chooses_among_runs_one_stage_per_rank(name):
+    assert name in SCHEDULES
+    assert len(build_schedule(name, 3, 6, num_chunks=1).table) == 3
 
 
 @pytest.mark.parametrize("name", SINGLE)

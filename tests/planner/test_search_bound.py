@@ -128,7 +128,7 @@ def test_a_search_out_of_time_gives_the_best_so_far_and_a_true_gap(limit: float)
     best = interrupted(10**6).prediction.step_seconds
     try:
         found = plan(
-            graph, blocks, cluster(4), Request(16, time_limit_seconds=limit, features=WHOLE)
+            graph, blocks, cluster(3), Request(16, time_limit_seconds=limit, features=WHOLE)
         )
     except TimeLimitError:
         return
