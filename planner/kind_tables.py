@@ -20,6 +20,7 @@ from math import prod
 
 import numpy as np
 
+from .assignments import assignments
 from .elimination import Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
 from .plan import Recompute
 from .stage_model import KindModel, StageModel
@@ -101,7 +102,7 @@ def shared_cost(matrix: Floats, num_uses: int) -> Floats:
     num_rows, num_targets = matrix.shape
     if num_rows * num_targets**num_uses > MOST_CELLS:
         raise TooWideError
-    wanted = np.indices((num_targets,) * num_uses).reshape(num_uses, -1)
+    wanted = assignments((num_targets,) * num_uses)
     total = matrix[:, wanted[0]]
     for use in range(1, num_uses):
         is_new = (wanted[:use] != wanted[use]).all(axis=0)

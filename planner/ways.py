@@ -20,6 +20,7 @@ from math import prod
 import numpy as np
 
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
+from .assignments import assignments
 from .closing import allowed_rungs
 from .decisions import Floats
 from .intra_op import IntraOp, StageAnswer
@@ -158,9 +159,9 @@ class _Space:
         sizes += [len(self.model.shared(name).choices) for name in run.shared]
         if prod(sizes) > MOST_WAYS:
             raise TooManyError
-        rows = np.indices(sizes).reshape(len(sizes), -1)
+        rows = assignments(sizes)
         self.num = rows.shape[1]
-        self.row = dict(zip((*run.counts, *run.shared), rows, strict=True))
+        self.row: dict[str, Ints] = dict(zip((*run.counts, *run.shared), rows, strict=True))
         self.edges: dict[Edge, tuple[Floats, Floats, Floats]] = {
             edge: self._edge(edge)
             for edge in run.edges

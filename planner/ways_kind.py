@@ -16,6 +16,7 @@ from math import prod
 
 import numpy as np
 
+from .assignments import assignments
 from .decisions import ZEROS, Floats
 from .kind_tables import End, KindTables
 from .ladder import Ints
@@ -95,7 +96,7 @@ def kind_ways(model: StageModel, kind: str) -> KindWays:
     sizes = [len(decision.choices) for decision in own.decisions]
     if prod(sizes) > MOST_CHOICES:
         raise TooManyError
-    choices = np.indices(sizes).reshape(len(sizes), -1).T
+    choices = assignments(sizes).T
     pairs = list(zip(own.decisions, choices.T, strict=True))
     seconds = np.zeros((len(choices), len(ZEROS), 10))
     states = np.zeros((len(choices), len(ZEROS), 4))
