@@ -176,6 +176,8 @@ def test_the_keys_know_every_field_that_a_solver_has() -> None:
         "profile", "cluster",
         # what tells only who asks, or keeps what was asked:
         "ranks", "cache", "asked", "only",
+        # what only says which device is the slowest:
+        "own",
     }  # fmt: skip
     public = [name for name in names[StageModel] if not name.startswith("_")]
     assert set(public) == {"structure", "prices", "restriction", "link", "merge", "constants"}
