@@ -8,12 +8,16 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner.chunk_bound import chunk_bound
 from autoparallel.planner.chunks import plan
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.features import features_of
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+from autoparallel.planner.search import ranked
+from autoparallel.planner.work_bound import work_bound
 
 SAME = 1e-9
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
@@ -76,3 +80,20 @@ def test_what_does_not_fit_is_not_cut() -> None:
     limit = plain.prediction.peak_memory_bytes
     tight = found("1f1b", "interleaved", request=replace(PIPELINE, memory_limit_bytes=limit))
     assert tight.prediction.peak_memory_bytes <= limit
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
+def test_no_plan_is_below_the_bound_of_its_micro_batches(schedule: str, count: int) -> None:
+    """With fewer than ranks all wait for the first; with more a rank waits for those before."""
+    forced = Forced(pp=4, schedule=schedule, chunks=2, num_microbatches=count)
+    try:
+        own = plan(*deep(), SLOW, Request(8, forced=forced))
+    except UsageError:
+        assert schedule in ("interleaved", "dualpipev") and count < 8, "whole rounds of the ranks"
+        return
+    asked = Request(8, forced=Forced(pp=4, num_microbatches=count))
+    job, _ = ranked(*deep(), SLOW, asked)
+    least = chunk_bound(job, (4,), 2, (schedule,))
+    assert work_bound(job, (8 // count,)) <= least <= own.prediction.step_seconds * (1 + SAME)
+    assert least <= chunk_bound(job, (4,), 2, ("interleaved",)) * (1 + SAME)
