@@ -40,6 +40,7 @@ from .optimizer import (
     build_optimizer,
     gradient_norm,
 )
+from .padded import SequencePadding
 from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
 from .plan_schedule import schedule_of, splits_backward, updating_plan
@@ -101,6 +102,7 @@ class Trainer:
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
         self.slices = slices_of(self.program, plan)
+        self._pad = SequencePadding(self.program.graph)
         if self.schedule.parts:
             self.crossing = with_replicas(self.crossing, len(plan.stages))
             check_replicas(self.program.graph)
@@ -229,11 +231,20 @@ class Trainer:
 
         By an asynchronous schedule the weights are updated as well.
 
-        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's.
+        Raises as ``fitted`` does.
         """
+        return self.runner.step(self.fitted(inputs))
+
+    def fitted(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The global batch in the plan's shapes: shorter sequences are padded.
+
+        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's,
+        and PlanError AP560 where padding would change the result.
+        """
+        inputs = self._pad(inputs)
         specs = {name: self.program.graph[name].spec for name in self.program.inputs}
         check_batch(inputs, specs, self.plan.num_microbatches)
-        return self.runner.step(inputs)
+        return inputs
 
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
         """The parts of a global batch that one device has to run apart to do the same.
