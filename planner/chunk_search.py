@@ -122,12 +122,12 @@ def _bases(found: Searched) -> list[Candidate]:
 def extrapolated(step: Callable[[int], float], num_ranks: int, num_microbatches: int) -> float:
     """``step(num_microbatches)``, from two shorter ones if there are many micro-batches.
 
-    What a micro-batch adds is the same once the pipeline is full: two and four rounds are
+    What a micro-batch adds is the same once the pipeline is full: three and five rounds are
     simulated, and the rest goes on as between them.
     """
-    few = 2 * (round_size(num_ranks, num_microbatches) or num_microbatches)
-    many = 2 * few
-    if num_microbatches <= 1.5 * many:
+    size = round_size(num_ranks, num_microbatches) or num_microbatches
+    few, many = 3 * size, 5 * size
+    if num_microbatches <= few + many:
         return step(num_microbatches)
     less, more = step(few), step(many)
     return more + (more - less) / (many - few) * (num_microbatches - many)
