@@ -77,7 +77,7 @@ def test_no_schedule_of_several_stages_is_below_the_bound_of_any() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_steps_of_many_micro_batches_follow_from_those_of_few(schedule: str, seed: int) -> None:
-    """Random stages and messages: what is extrapolated is within 0.5 % of the step."""
+    """Random stages and messages: what is extrapolated is within a hundredth of the step."""
     choose, ranks = Random(seed), 4
     stages = 2 * ranks
     draw = [[choose.uniform(low, 2.0) for _ in range(stages)] for low in (1.0, 1.5, 0.0, 0.0)]
@@ -89,7 +89,7 @@ def test_steps_of_many_micro_batches_follow_from_those_of_few(schedule: str, see
         )
         return float(simulate(table, costs).step_seconds)
 
-    assert extrapolated(step, ranks, 96) == pytest.approx(step(96), rel=5e-3)
+    assert extrapolated(step, ranks, 2, 96) == pytest.approx(step(96), rel=1e-2)
 
 
 def test_what_does_not_fit_is_not_cut() -> None:
