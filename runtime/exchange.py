@@ -24,6 +24,7 @@ from torch import Tensor
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.transfer import relative, transfers
+from .arriving import shared_sum
 from .outbox import Outbox
 
 if TYPE_CHECKING:
@@ -190,22 +191,15 @@ class Exchange:
         """The sum of the parts of the loss on every rank of the world, as a float64 scalar.
 
         ``loss`` is the part that this rank's stages make, None where they make none; ``stages``
-        are those that make it.
+        are those that make it. It travels while the ranks go on: who reads it waits for it.
         """
         places = [self._stages[index].devices for index in stages]
         world = dist.get_world_size() if dist.is_initialized() else 1
         if loss is not None and world == len(places[0]):
             return loss.detach().to(torch.float64)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for devices in places:
-            shared = torch.zeros_like(total)
-            if loss is not None and self._rank in devices:
-                shared.copy_(loss.detach())
-            if self._progress is not None and self._rank != devices[0]:
-                self._progress(f"waiting for the loss of rank {devices[0]}", (devices[0],))
-            dist.broadcast(shared, src=devices[0])
-            total += shared
-        return total
+        return shared_sum(
+            loss, [devices[0] for devices in places], device=self._device, progress=self._progress
+        )
 
     def _post_one(self, port: _Port, microbatch: int) -> _Posted:
         whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)

@@ -2,8 +2,9 @@
 
 In: the schedule, the rank's executors by stage, its exchange with other ranks. Out:
 ``step(batch)`` runs the row and returns the loss of the whole step, the mean over the
-micro-batches, on every rank. Every plan runs through it; a plan with one stage has a row
-without messages. What a stage makes for a stage of the same rank is handed over.
+micro-batches, on every rank; who reads it waits for it. Every plan runs through it; a plan
+with one stage has a row without messages. What a stage makes for a stage of the same rank is
+handed over.
 """
 
 from __future__ import annotations
@@ -146,7 +147,6 @@ class PipelineRunner:
         self._tell("waiting until all messages have gone")
         self._exchange.finish()
         self.timings = tuple(timings)
-        self._tell("waiting for the loss of the last stage")
         stages = self.schedule.replicas(self.schedule.num_parts - 1)
         loss = self._exchange.share_loss(self._mean_loss(), stages)
         self._tell("between steps")

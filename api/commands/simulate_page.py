@@ -149,8 +149,8 @@ def summary(step: SimulatedStep) -> dict[str, Any]:
     timeline, priced, own = step.timeline, step.priced, step.priced.configuration
     return {
         "configuration": {
-            "dp": own.dp, "tp": own.tp, "cp": own.cp, "pp": own.pp, "chunks": own.num_chunks,
-            "slices": own.num_slices,
+            "dp": own.dp, "tp": own.tp, "cp": own.cp, "ep": own.ep, "pp": own.pp,
+            "chunks": own.num_chunks, "slices": own.num_slices,
             "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
             "microbatches": own.num_microbatches, "micro_batch": own.microbatch_size,
         },
@@ -193,7 +193,7 @@ def print_page(step: SimulatedStep, name: str, console: Console) -> None:
 def headline(step: SimulatedStep, name: str) -> RenderableType:
     """What was simulated, and its figures."""
     own, timeline = step.priced.configuration, step.timeline
-    degrees = {"dp": own.dp, "cp": own.cp, "tp": own.tp, "pp": own.pp}
+    degrees = {"dp": own.dp, "ep": own.ep, "cp": own.cp, "tp": own.tp, "pp": own.pp}
     shape = [f"{axis}={size}" for axis, size in degrees.items() if size > 1]
     schedule = own.schedule + (f" × {own.num_chunks} chunks" if own.num_chunks > 1 else "")
     schedule += f" × {own.num_slices} slices" if own.num_slices > 1 else ""

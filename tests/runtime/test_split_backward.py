@@ -247,11 +247,7 @@ def train_step(delayed: Delayed, program: Program, expected: Truth) -> None:
     for _ in range(2):
         loss = runner.step(expected.batch)
         assert relative_error(loss, expected.loss) < TOLERANCE
-        for name, parameter in executor.parameters.items():
-            gradient = parameter.master.grad
-            assert gradient is not None, f"no gradient of {name}"
-            error = relative_error(gradient.full_tensor(), expected.gradients[name])
-            assert error < TOLERANCE, f"gradient of {name}: {error}"
+        expected.check(executor.parameters, delayed)
 
 
 def run_cases(cases: tuple[Delayed, ...], program: Program, expected: Truth) -> None:
