@@ -41,7 +41,7 @@ from .slice_costs import SliceShares, even_lengths, shares_by_work
 from .stage_cost import StageCost
 from .stage_model import StageModel
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
-from .step import latency_seconds, simulate_stages
+from .step import Pipeline, latency_seconds, simulate_stages
 from .structure import Structure
 from .submesh import mesh_of, restriction
 
@@ -250,16 +250,16 @@ def price(
     )
     costs = with_replica_sums(costs, configuration.schedule, cluster, configuration.pp)
     slices = work.slices()
+    buckets = [max(1, run.num_blocks) for run in runs]
     timeline = simulate_stages(
-        configuration.schedule,
-        configuration.num_microbatches,
+        Pipeline(
+            configuration.schedule, configuration.num_microbatches,
+            num_chunks=configuration.num_chunks, slices=slices,
+        ),
         costs,
-        overlap=OVERLAP if configuration.overlap else None,
-        gradient_buckets=[max(1, run.num_blocks) for run in runs],
-        num_chunks=configuration.num_chunks,
+        overlap=replace(OVERLAP, gradient_buckets=buckets) if configuration.overlap else None,
         latency_seconds=latency_seconds(cluster),
-        slices=slices,
-    )
+    )  # fmt: skip
     ranks = tuple(
         _rank_bytes(tuple(costs[part] for part in parts), timeline.peak_activation_bytes[rank])
         for rank, parts in enumerate(

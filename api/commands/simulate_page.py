@@ -24,7 +24,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.rules import work
 from autoparallel.planner.stage_runs import even_layers, find_layers
-from autoparallel.planner.step import latency_seconds, simulate_stages
+from autoparallel.planner.step import Pipeline, latency_seconds, simulate_stages
 from autoparallel.planner.structure import Structure
 from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import of_text, plain_table, section
@@ -76,15 +76,14 @@ def simulated(
     priced = price(program.graph, program.blocks, cluster, configuration)
     per_rank = configuration.num_devices // configuration.pp
     timeline = simulate_stages(
-        configuration.schedule,
-        configuration.num_microbatches,
+        Pipeline(
+            configuration.schedule, configuration.num_microbatches,
+            num_chunks=configuration.num_chunks, slices=priced.slices,
+        ),
         priced.stages,
-        overlap=overlap,
-        gradient_buckets=layers,
-        num_chunks=configuration.num_chunks,
+        overlap=overlap and replace(overlap, gradient_buckets=layers),
         latency_seconds=latency_seconds(cluster),
-        slices=priced.slices,
-    )
+    )  # fmt: skip
     timeline = replace(timeline, replicas=(per_rank,) * configuration.pp)
     length = seq if seq is not None else captured_seq(program)
     rows = configuration.microbatch_size
