@@ -170,9 +170,10 @@ def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) ->
         return base
     largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
     degrees = dict(zip(largest.axes, largest.shape, strict=True))
-    if set(degrees) <= {"dp", "tp", "cp"}:
+    if set(degrees) <= {"dp", "ep", "cp", "tp"}:
         dp, tp, cp = degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("cp")
-        base = found(replace(asked, forced=replace(asked.forced, dp=dp, tp=tp, cp=cp)))
+        own = replace(asked.forced, dp=dp, tp=tp, cp=cp, ep=degrees.get("ep"))
+        base = found(replace(asked, forced=own))
     if len({stage.mesh for stage in base.stages}) > 1:
         raise _refused("the ranks of the pipeline have different meshes", "dp= and tp=")
     return base

@@ -23,7 +23,7 @@ from .schedules_held import Halves, is_split, most_held, splits
 from .search_job import Job
 from .search_quests import Draft
 from .stage_cost import StageCost
-from .step import latency_seconds, simulate_stages
+from .step import Pipeline, latency_seconds, simulate_stages
 
 Chosen = tuple[IntraOp, StageAnswer]
 
@@ -174,7 +174,9 @@ def _step(
 
     def run(number: int) -> Timeline:
         least = latency_seconds(job.cluster)
-        return simulate_stages(schedule, number, costs, edges=needs, latency_seconds=least)
+        return simulate_stages(
+            Pipeline(schedule, number, edges=needs), costs, latency_seconds=least
+        )
 
     few = (4 if splits(schedule) else 2) * len(costs)
     more = few + max(len(costs) // 2, 1)
