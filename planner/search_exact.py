@@ -159,7 +159,8 @@ class ExactSearch:
             found: list[Points] = []
             for mesh in costs.places[place].meshes:
                 own = self._mesh(mesh.solver)
-                found += own.points(run, held, own.solver.limits.memory_bytes)
+                bar = self.job.num_microbatches(rows), self.bar
+                found += own.points(run, held, own.solver.limits.memory_bytes, bar)
             self._ways[key] = joined(found)
         return self._ways[key]
 
