@@ -16,8 +16,9 @@ port, as then no step gets shorter by a larger figure (``cost_model.free_ports``
 of two stages, whose ranks have one neighbour each. In longer ones a slower way may leave a port
 to a message on which more hangs (in 0.3 % of random figures, by up to 1.6 %). It still takes at
 least what the way that was kept in its place takes with ports of its own: so of each pipeline
-that is simulated this step is known too, and where it is below the best step found, it is the
-bound that the gap is taken from.
+that is simulated this step is known too, and where it is below the best step found, the pipeline
+is gone through once more with every way that there is. Where these are too many, that step is
+the bound that the gap is taken from.
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ from .search_job import Job
 from .search_runs import NO_RUN
 from .search_space import tilings
 from .step import latency_seconds, simulate_figures
-from .ways import MeshWays, Points, joined
-from .ways_kind import TooManyError
+from .ways import MeshWays, Points
+from .ways_kind import TooManyError, distinct, front
 
 MOST_PIPELINES = 5_000
 """Pipelines of all micro-batch sizes and schedules: with more a space is not small."""
 
 MOST_COMBINATIONS = 1_000_000
 """Combinations of its stages' ways that are bounded for one pipeline."""
+
+MOST_WORSE = 4_000
+"""Combinations of ways that are worse than others that are simulated for one pipeline."""
 
 SAME = 1 + 1e-9
 
@@ -76,8 +80,8 @@ class ExactSearch:
     job: Job
     bar: float
     bound: float = 0.0
-    _alone: float = float("inf")
-    _ways: dict[tuple[int, int, Halves], Ways] = field(default_factory=dict)
+    _alone: dict[Whole, float] = field(default_factory=dict)
+    _ways: dict[tuple[int, int, Halves, bool], Ways] = field(default_factory=dict)
     _meshes: dict[int, MeshWays] = field(default_factory=dict)
 
     def run(self, wholes: list[Whole]) -> Iterator[Candidate]:
@@ -91,7 +95,7 @@ class ExactSearch:
         undone = unsplit = float("inf")
         while heap:
             least, number, is_exact = heap[0]
-            self.bound = min(least, self.bar, undone, unsplit, self._alone)
+            self.bound = min(least, self.bar, undone, unsplit, *self._alone.values())
             if least * SAME >= min(self.bar, undone):
                 break
             if self.job.effort.left_seconds <= 0:
@@ -104,7 +108,20 @@ class ExactSearch:
             undone = min(undone, left)
             if found is not None:
                 yield found
-        self.bound = min(self.bar, undone, unsplit, self._alone)
+        for whole, alone in sorted(self._alone.items(), key=lambda each: each[1]):
+            if alone * SAME < min(self.bar, undone, unsplit):
+                found, left = self._with_every_way(whole, alone)
+                undone = min(undone, left)
+                if found is not None:
+                    yield found
+        self.bound = min(self.bar, undone, unsplit)
+
+    def _with_every_way(self, whole: Whole, alone: float) -> tuple[Candidate | None, float]:
+        """The best of a pipeline with the ways that were left out, and a bound as ``_best``."""
+        try:
+            return self._best(whole, alone, every=True)
+        except TooManyError:
+            return None, alone
 
     def _narrow(self, heap: list[tuple[float, int, bool]], whole: Whole) -> float:
         """Finds the bound of the first of the heap by its split ways, and puts it back.
@@ -146,32 +163,35 @@ class ExactSearch:
             figures.append(tuple(own.min(axis=0)))
         return float(least_seconds(figures, self._count(whole), whole.needs))
 
-    def _ways_of(self, rows: int, stage: StageChoice, held: Halves) -> Ways:
-        """A stage's ways on all meshes of its submesh."""
+    def _ways_of(self, rows: int, stage: StageChoice, held: Halves, *, every: bool = False) -> Ways:
+        """A stage's ways on all meshes of its submesh, or ``every`` one, if it may be worse."""
         costs = self.job.costs(rows)
         place = costs.place(stage.first_device, stage.num_devices)
         number = int(costs.runs.classes.numbers[stage.start, stage.stop])
         if number == NO_RUN:
-            return joined([])
-        key = (id(costs.places[place]), number, held)
+            return _joined([])
+        key = (id(costs.places[place]), number, held, every)
         if key not in self._ways:
             run = costs.runs.run(number)
             found: list[Points] = []
             for mesh in costs.places[place].meshes:
                 own = self._mesh(mesh.solver)
                 bar = self.job.num_microbatches(rows), self.bar
-                found += own.points(run, held, own.solver.limits.memory_bytes, bar)
-            self._ways[key] = joined(found)
+                limit = own.solver.limits.memory_bytes
+                found += own.points(run, held, limit, bar, every=every)
+            self._ways[key] = _joined(found, every=every)
         return self._ways[key]
 
     def _mesh(self, solver: IntraOp) -> MeshWays:
         return self._meshes.setdefault(id(solver), MeshWays(solver))
 
-    def _best(self, whole: Whole, least: float) -> tuple[Candidate | None, float]:
+    def _best(
+        self, whole: Whole, least: float, *, every: bool = False
+    ) -> tuple[Candidate | None, float]:
         """The best of a pipeline if it is below ``bar``, and a bound of what was not tried."""
         count, needs = self._count(whole), whole.needs
         sets = [
-            self._ways_of(whole.rows, stage, held)
+            self._ways_of(whole.rows, stage, held, every=every)
             for stage, held in zip(whole.stages, whole.held, strict=True)
         ]
         chosen = self._promising([own for own, _ in sets], count, needs)
@@ -183,6 +203,8 @@ class ExactSearch:
         bounds = least_seconds(
             [tuple(own[rows].T) for (own, _), rows in zip(sets, picked, strict=True)], count, needs
         )
+        if every and int((bounds * SAME < self.bar).sum()) > MOST_WORSE:
+            return None, least
         best = None
         for at in np.argsort(bounds, kind="stable"):
             if bounds[at] * SAME >= self.bar:
@@ -213,7 +235,7 @@ class ExactSearch:
             return float("inf")
         found = step(shared=True)
         if alone * SAME < found:
-            self._alone = min(self._alone, alone)
+            self._alone[whole] = min(self._alone.get(whole, float("inf")), alone)
         return found
 
     def _promising(
@@ -239,6 +261,18 @@ class ExactSearch:
             points, number = where[way]
             chosen.append((points.solver, points.answer(number, count, held)))
         return simulated(self.job, whole.rows, whole.schedule, whole.stages, chosen)
+
+
+def _joined(
+    found: Sequence[Points], *, every: bool = False
+) -> tuple[Floats, list[tuple[Points, int]]]:
+    """The ways of all meshes and ZeRO stages without those worse in everything."""
+    if not found:
+        return np.zeros((0, 6)), []
+    seconds = np.concatenate([points.seconds for points in found])
+    where = [(points, way) for points in found for way in range(len(points.seconds))]
+    kept = distinct(seconds) if every else front(seconds)
+    return seconds[kept], [where[row] for row in kept.tolist()]
 
 
 def exact_candidates(

@@ -14,7 +14,7 @@ between kinds, goes no further.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,6 +32,7 @@ from .structure import Edge, Run
 from .ways_below import below
 from .ways_kind import (
     KindWays,
+    distinct,
     distinct_sum,
     front,
     kind_ways,
@@ -113,21 +114,27 @@ class MeshWays:
         return self._pruned[key]
 
     def points(
-        self, run: Run, held: Halves, limit_bytes: float, bar: tuple[int, float] = NO_BAR
+        self,
+        run: Run,
+        held: Halves,
+        limit_bytes: float,
+        bar: tuple[int, float] = NO_BAR,
+        *,
+        every: bool = False,
     ) -> list[Points]:
         """Per ZeRO stage the ways that fit and can be of use. Raises ``TooManyError``.
 
         ``bar``: so many micro-batches in so many seconds; what takes longer is left out.
+        ``every``: the ways that others are better in everything are not.
         """
         found = []
         on = allowed_rungs(run, self.solver.limits.recompute, self.solver.limits.modes)
         is_free = not on.full[0].any() and not on.selective[0].any()
         for zero in self.solver.zeros:
-            if is_free and self._most_bytes(run, zero, held) <= limit_bytes:
-                found.append(_Space(self, run, zero, held, bar, time_only=True).unlimited(on))
-            else:
-                space = _Space(self, run, zero, held, bar, time_only=False)
-                found.append(space.within(on, limit_bytes))
+            fits = is_free and not every and self._most_bytes(run, zero, held) <= limit_bytes
+            space = _Space(self, run, zero, held, bar, time_only=fits, every=every)
+            if space.num:
+                found.append(space.unlimited(on) if fits else space.within(on, limit_bytes))
         return [each for each in found if len(each.seconds)]
 
     def _most_bytes(self, run: Run, zero: int, held: Halves) -> float:
@@ -158,12 +165,16 @@ class _Space:
         bar: tuple[int, float],
         *,
         time_only: bool,
+        every: bool = False,
     ) -> None:
+        self.kept = distinct if every else front
         self.mesh, self.run, self.zero, self.held = mesh, run, zero, held
         self.splits = is_split(held)
         self.model = mesh.model
         self.kinds = {
-            kind: mesh.kind(kind, zero, time_only=time_only, splits=self.splits)
+            kind: mesh.all(kind)
+            if every
+            else mesh.kind(kind, zero, time_only=time_only, splits=self.splits)
             for kind in run.counts
         }
         rows = below(self._works(bar[0]), bar[1])
@@ -361,12 +372,12 @@ class _Space:
             some = left[begin : begin + at_once]
             rung, way = np.nonzero(self._fits(on, some, limit_bytes))
             own = self.figures(on, some)[rung, way]
-            kept = front(own)
+            kept = self.kept(own)
             seconds.append(own[kept])
             ways.append(some[way[kept]])
             rungs.append(rung[kept])
         every = np.concatenate(seconds)
-        kept = front(every)
+        kept = self.kept(every)
         return self._points(
             on, every[kept], np.concatenate(ways)[kept], np.concatenate(rungs)[kept]
         )
@@ -383,13 +394,3 @@ class _Space:
             self.mesh.solver, self.run, self.zero, on, seconds, np.concatenate(columns, axis=1),
             rungs,
         )  # fmt: skip
-
-
-def joined(found: Sequence[Points]) -> tuple[Floats, list[tuple[Points, int]]]:
-    """The ways of all meshes and ZeRO stages without those worse in everything."""
-    if not found:
-        return np.zeros((0, 6)), []
-    every = np.concatenate([points.seconds for points in found])
-    where = [(points, way) for points in found for way in range(len(points.seconds))]
-    kept = front(every)
-    return every[kept], [where[row] for row in kept.tolist()]

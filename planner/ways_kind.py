@@ -223,3 +223,14 @@ def front(points: Floats) -> Ints:
         kept.append(int(first))
         left = left[(points[left] < points[first]).any(axis=1)]
     return np.array(sorted(kept), dtype=np.int64)
+
+
+def distinct(points: Floats) -> Ints:
+    """Of equal rows the first.
+
+    >>> distinct(np.array([[1.0, 3.0], [2.0, 2.0], [2.0, 3.0], [1.0, 3.0]])).tolist()
+    [0, 1, 2]
+    """
+    _, first = np.unique(points, axis=0, return_index=True)
+    found: Ints = np.sort(first)
+    return found
