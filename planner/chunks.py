@@ -130,7 +130,8 @@ def _bounded(
     looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
 ) -> Plan:
     """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
-    least = 0.0 if found.job.stopped else chunk_bound(found.job, numbers, most_chunks)
+    names = found.request.chunked_schedules or (looped.schedule,)
+    least = chunk_bound(found.job, numbers, most_chunks, names)
     step = looped.prediction.step_seconds
     return replace(looped, solver=search.solver_info(step, least, found.spent))
 
