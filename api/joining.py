@@ -20,7 +20,8 @@ from autoparallel.planning import (
     find_cluster,
     plan_program,
 )
-from autoparallel.runtime.trainer import Trainer, Weights, join, share_tensor, share_text
+from autoparallel.runtime.initial_values import Weights
+from autoparallel.runtime.trainer import Trainer, join, share_tensor, share_text
 
 
 def join_training(

@@ -126,7 +126,7 @@ class ParallelModule(nn.Module):
                 fix="give all of it by name: model(**batch)",
             )
         (executor,) = trainer.executors.values()
-        return executor.differentiable_loss(trainer.inputs(batch))
+        return executor.differentiable_loss(trainer.fitted(trainer.inputs(batch)))
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:

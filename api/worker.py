@@ -1,6 +1,6 @@
 """What each process of a training run does: rebuild the model, make a trainer, train.
 
-Runs inside a process group. Rank 0 prints; a step is one line of ``name value`` pairs.
+Runs inside a process group. Rank 0 prints (see ``step_log``).
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +28,6 @@ from autoparallel.planner.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
-from autoparallel.report.words import bytes_text, count_text, seconds_text
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.process import Worker
@@ -38,24 +35,11 @@ from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.replay import run_replay
 from autoparallel.runtime.trainer import Trainer, join
 from autoparallel.runtime.verify import verify as run_verification
+from autoparallel.step_log import MemoryMeter, StepLog, outcome, summary
 from autoparallel.targets import Batch, Target, load_target
 
 VERIFIED_STEPS = 2
 QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
-
-WARMUP_STEPS = 2
-"""Steps that the summary leaves out: allocators and caches fill."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A finished step as rank 0 saw it."""
-
-    step: int
-    loss: float
-    gradient_norm: float
-    memory_bytes: int
-    seconds: float
 
 
 def train(
@@ -77,27 +61,24 @@ def train(
     plan, target = load_job(plan_path)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
     trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
-    records: list[StepRecord] = []
+    log = StepLog(plan, memory, is_printing=worker.rank == 0)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
     done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
     batches = itertools.islice(global_batches(trainer, target, seed), done, None)
     for step in range(done + 1, done + steps + 1):
-        inputs = next(batches)
-        started = time.perf_counter()
-        result = trainer.step(inputs)
-        loss, norm = float(result.loss), float(result.gradient_norm)
-        seconds = time.perf_counter() - started
-        records.append(StepRecord(step, loss, norm, memory.peak_bytes(), seconds))
-        if worker.rank == 0:
-            print(step_line(records[-1], plan), flush=True)
+        inputs = log.timed_data(batches)
+        log.add(step, trainer.step(inputs))
         is_due = step == done + steps or (save_every is not None and step % save_every == 0)
         if save is not None and is_due:
+            log.finish()
             worker.watchdog.progress(f"writing the checkpoint of step {step}")
             trainer.save(checkpoint_path(save, step), step=step)
+            log.restart()
+    log.finish()
     if worker.rank == 0:
-        print(summary(records, plan), flush=True)
-    return outcome(records, plan)
+        print(summary(log.records, plan), flush=True)
+    return outcome(log.records, plan)
 
 
 def checkpoint_path(folder: str, step: int) -> Path:
@@ -238,72 +219,3 @@ def call_with_known(target: Target, known: Mapping[str, Any]) -> Iterable[Batch]
         0, 1, **{name: value for name, value in taken.items() if value is not None}
     )
     return batches
-
-
-class MemoryMeter:
-    """What training has needed at most, in bytes: of the device, or of this process beyond
-    what it held when the meter was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._process = psutil.Process()
-        self._base_bytes = self._process.memory_info().rss
-        self._peak_bytes = 0
-
-    def peak_bytes(self) -> int:
-        """The most so far; on the CPU as seen when this is called."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        held = self._process.memory_info().rss - self._base_bytes
-        self._peak_bytes = max(self._peak_bytes, held)
-        return self._peak_bytes
-
-
-def rows_or_tokens(plan: Plan) -> tuple[str, int]:
-    """What a step's throughput counts, and how many there are in a step."""
-    if plan.model.seq:
-        return "tokens", plan.model.global_batch * plan.model.seq
-    return "rows", plan.model.global_batch
-
-
-def step_line(record: StepRecord, plan: Plan) -> str:
-    """One step in one line."""
-    unit, count = rows_or_tokens(plan)
-    predicted = plan.prediction.step_seconds
-    return (
-        f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
-        f"  memory {bytes_text(record.memory_bytes)}"
-        f"  {unit}/s {count_text(count / record.seconds)}"
-        f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted)})"
-    )
-
-
-def outcome(records: list[StepRecord], plan: Plan) -> dict[str, Any]:
-    """Measured and predicted figures; the time is the median step after the warm-up."""
-    timed = sorted(record.seconds for record in records[WARMUP_STEPS:] or records)
-    return {
-        "step_seconds": timed[len(timed) // 2],
-        "predicted_step_seconds": plan.prediction.step_seconds,
-        "memory_bytes": max(record.memory_bytes for record in records),
-        "predicted_memory_bytes": plan.prediction.peak_memory_bytes,
-        "losses": [record.loss for record in records],
-    }
-
-
-def summary(records: list[StepRecord], plan: Plan) -> str:
-    """Measured against predicted, and where the loss went."""
-    found = outcome(records, plan)
-    seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
-    memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
-    lines = [
-        f"step time  measured {seconds_text(seconds)}  predicted {seconds_text(predicted)}"
-        f"  ({_difference(predicted, seconds)})",
-        f"memory     measured {bytes_text(memory)}  predicted {bytes_text(expected)}"
-        f"  ({_difference(expected, memory)})",
-        f"loss       {records[0].loss:.4f} to {records[-1].loss:.4f} in {len(records)} steps",
-    ]
-    return "\n".join(lines)
-
-
-def _difference(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.0%}" if measured > 0 else "nothing measured"

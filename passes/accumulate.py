@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ..planner.graph import Graph, Node, Ref
 from ..planner.layout import Mesh
 from ..planner.rules.case import argument
-from .collectives import Rank
+from .collectives import Alone, Rank
 from .constants import ancestors
 from .local_loss import count_targets
 from .localize import (
@@ -124,7 +124,7 @@ def build_counting(graph: Graph, keys: Iterable[str], num_microbatches: int) -> 
         {node.name: whole for node in leaves}, {}, {value_key(ref): whole for ref in outputs},
     )  # fmt: skip
     program = localize_block(
-        graph, interface, layouts=layouts, rank=Rank(Mesh(("whole",), (1,)), (0,), _Alone()),
+        graph, interface, layouts=layouts, rank=Rank(Mesh(("whole",), (1,)), (0,), Alone()),
         num_microbatches=num_microbatches,
     )  # fmt: skip
     return Counting(
@@ -139,25 +139,3 @@ def _counted(graph: Graph, node: Node) -> Counted:
     ignored = int(argument(node, 4, "ignore_index", _IGNORE_INDEX))
     target, dtype = value_key(node.inputs[1]), graph.spec(Ref(node.name)).dtype
     return Counted(count_key(node.name), target, weight, ignored, dtype)
-
-
-class _Alone:
-    """The communicator of a mesh of one rank."""
-
-    def size(self, axis: int) -> int:
-        return 1
-
-    def coordinate(self, axis: int) -> int:
-        return 0
-
-    def all_reduce(self, tensor: Tensor, axis: int, op: str = "sum") -> Tensor:
-        return tensor.clone()
-
-    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        return tensor.clone()
-
-    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        return tensor.clone()
-
-    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        return tensor.clone()

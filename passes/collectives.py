@@ -55,6 +55,28 @@ class Communicator(Protocol):
         ...
 
 
+class Alone:
+    """The communicator of a mesh of one rank: nothing is ever sent."""
+
+    def size(self, axis: int) -> int:
+        return 1
+
+    def coordinate(self, axis: int) -> int:
+        return 0
+
+    def all_reduce(self, tensor: Tensor, axis: int, op: str = "sum") -> Tensor:
+        return tensor.clone()
+
+    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        return tensor.clone()
+
+    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        return tensor.clone()
+
+    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        return tensor.clone()
+
+
 @dataclass(frozen=True, eq=False)
 class Rank:
     """Who runs: a position on a mesh, how it talks to the others, what it draws for.

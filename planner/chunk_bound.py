@@ -50,7 +50,7 @@ def _of_chunks(job: Job, rows: int, ranks: Tiling, chunks: int) -> float:
     space = space_of(costs, tiling)
 
     def band(left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
-        nothing, work = space.band(left, place, first, bound, turns=False)
+        nothing, work = space.band(left, place, first, bound, form="largest")
         return work, nothing
 
     found = Sweep.of(tiling, costs.runs.classes.num_blocks, band, add).least(stages)

@@ -30,7 +30,8 @@ from .closing import allowed_rungs, bounds, lowest_first, priced, rounded
 from .errors import TimeLimitError
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .ladder import forced
+from .ladder import forced, num_rungs
+from .ladder_front import MOST_RUNGS
 from .plan import Recompute
 from .pool import SAME, Found, Pool
 from .stage_cost import Figures, StageCost
@@ -94,6 +95,7 @@ class IntraOp:
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
     _refined: set[object] = field(default_factory=set, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
+    _least_excess: float = float("inf")
 
     @property
     def zeros(self) -> tuple[int, ...]:
@@ -112,7 +114,13 @@ class IntraOp:
         found: dict[object, float] = {}
         for pool in self.pools.values():
             found |= pool.excess_bytes
+        if np.isfinite(self._least_excess):
+            found["at least"] = self._least_excess
         return found
+
+    def note_excess(self, num_bytes: float) -> None:
+        """Some run cannot fit: it needs at least so many bytes more than there are."""
+        self._least_excess = min(self._least_excess, num_bytes)
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
         """Solves runs of one family without the memory limit."""
@@ -343,7 +351,7 @@ class IntraOp:
         """The best after up to ``most`` integer programs, until the gap is no more than asked."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
-        if family is None:
+        if family is None or num_rungs(*run.class_counts) > MOST_RUNGS:
             return found
         on = allowed_rungs(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]

@@ -21,17 +21,24 @@ chain: then only the second form holds.
 
 Where a schedule may put the gradients of weights off, the way to a stage and back is shorter by
 theirs, and they need not come between its first and its last micro-batch: in the first form all
-Q but the first stage's count without the most that these can take.
+Q but the first stage's count without the most that these can take. Then there is a third form,
+of a stage that does all of its work after the first micro-batch has come: with F the least that
+a forward takes
+
+    max_i  Σ_{j<i} F_j + N·(W_i - R_i).
+
+Before any of this each part of the space has the bound of ``work_bound``, which takes no time.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count as counting
+from typing import Literal
 
 import numpy as np
 
@@ -42,15 +49,23 @@ from .search_costs import MANY, Costs, MeshCosts
 from .search_job import Job
 from .search_runs import Floats, Ints, Series, at_least
 from .search_space import tilings
+from .seconds import Seconds
+from .stage_model import StageModel
+from .work_bound import work_bound
 
 BOUND_SHARE = 0.1
 LEAST_SECONDS = 1.5
 """Of the time that the search took, and at least: what narrowing the bound may take besides."""
 
-MOST_RAISED = 8
+FORWARD_COMPUTE = Seconds._fields.index("forward_compute")
+
+MOST_RAISED = 32
 """Bounds of stages that are found again with the memory limit."""
 
 Stages = Sequence[tuple[int, int, Move]]
+
+Form = Literal["largest", "filling", "turning"]
+"""Of a bound: the stage of the most work; that after the way to it; or with the way back."""
 
 
 @dataclass
@@ -97,6 +112,28 @@ class StageBounds:
         return found
 
     @cached_property
+    def forward(self) -> list[Floats]:
+        """By mesh the least that a forward computes."""
+        found = []
+        for mesh in self.meshes:
+            least = np.zeros(len(mesh.runs.classes.firsts))
+            seconds: dict[str, float] = {}
+            for number in self.numbers.tolist():
+                for kind, count in mesh.runs.run(number).counts.items():
+                    if kind not in seconds:
+                        seconds[kind] = _least_forward(mesh.solver.model, kind)
+                    least[number] += count * seconds[kind]
+            found.append(least)
+        return found
+
+    def filling(self) -> tuple[Floats, Floats]:
+        """By class the forward of the first micro-batch, and more for all that a stage does."""
+        once = self._least(self.forward)
+        _, every = self.largest()
+        rest = every - np.where(np.isfinite(once), once, 0.0)
+        return once, np.maximum(rest, 0.0)
+
+    @cached_property
     def alone(self) -> list[Floats]:
         if not self.first:
             return self.micro
@@ -132,13 +169,13 @@ class StageBounds:
         found[self.numbers] = np.minimum.reduce(every)[self.numbers]
         return found
 
-    def raise_by_memory(self, number: int, *, alone: bool) -> int:
+    def raise_by_memory(self, number: int, form: Form) -> int:
         """Bounds a class with its memory on the meshes that may be its best; on how many.
 
-        Only what counts for the role: W of a pipeline of one stage, Q of a later stage.
+        Only what counts: W but where Q does, which is for a later stage of a pipeline that turns.
         """
-        forms = [("share", self.count)] if self.first else []
-        forms += [] if alone else [("micro", MANY)]
+        forms = [("share", self.count)] if self.first or form != "turning" else []
+        forms += [("micro", MANY)] if form == "turning" else []
         raised = 0
         for name, count in forms:
             every: list[Floats] = getattr(self, name)
@@ -191,7 +228,7 @@ class Space:
         return self._bounds.get(key)
 
     def band(
-        self, left: int, place: int, first: bool, bound: float, *, turns: bool
+        self, left: int, place: int, first: bool, bound: float, *, form: Form
     ) -> tuple[Floats, Floats]:
         """``inter_op_sweep.Band``."""
         runs = self.costs.runs
@@ -200,57 +237,85 @@ class Space:
         if own is None:
             nothing = np.full((1 if first else len(runs.band), 0), np.inf)
             return nothing, nothing
-        once, slowest = own.turning() if turns else own.largest()
+        once, slowest = _FORMS[form](own)
         band = runs.band[rows]
         return np.append(once, np.inf)[band], np.append(slowest, np.inf)[band]
 
-    def least(self, num_stages: int, *, turns: bool) -> tuple[float, Stages]:
-        """The bound of so many stages, of the one form or the other, and who has it."""
+    def least(self, num_stages: int, form: Form) -> tuple[float, Stages]:
+        """The bound of so many stages, of one form, and who has it."""
         sweep = Sweep.of(
             self.tiling, self.costs.runs.classes.num_blocks,
-            lambda *asked: self.band(*asked, turns=turns), turning if turns else larger,
+            lambda *asked: self.band(*asked, form=form), larger if form == "largest" else turning,
             most=num_stages,
         )  # fmt: skip
         found = sweep.least(num_stages)
         return found, sweep.stages(num_stages) if found < float("inf") else ()
 
-    def raise_by_memory(self, stages: Stages) -> int:
+    def forms(self, number: int) -> tuple[Form, ...]:
+        """The forms that hold of so many stages."""
+        if number == 1 or not self.is_chain:
+            return ("largest",)
+        return ("largest", "filling", "turning") if self.splits else ("largest", "turning")
+
+    def raise_by_memory(self, stages: Stages, form: Form) -> int:
         """Bounds the stages of a pipeline with their memory; how many bounds that were."""
         raised = 0
         for at, (start, stop, move) in enumerate(stages):
             own = self.stage(len(stages) - at, move.place, at == 0)
             number = int(self.costs.runs.classes.numbers[start, stop])
             if own is not None:
-                raised += own.raise_by_memory(number, alone=len(stages) == 1)
+                raised += own.raise_by_memory(number, form)
         return raised
+
+
+def _least_forward(model: StageModel, kind: str) -> float:
+    """What a block's forward computes at least, each op in the layout in which it is fastest."""
+    decisions = model.kind(kind).decisions
+    return sum(float(each.seconds[:, :, FORWARD_COMPUTE].min()) for each in decisions)
+
+
+_FORMS: Mapping[Form, Callable[[StageBounds], tuple[Floats, Floats]]] = {
+    "largest": StageBounds.largest,
+    "filling": StageBounds.filling,
+    "turning": StageBounds.turning,
+}
 
 
 @dataclass(order=True)
 class _Part:
     """The pipelines of one number of stages, and what none of them is faster than.
 
-    ``stages`` have that bound by the form that is ``turned`` or not; none are known at first.
+    Of the forms that were tried, the last of ``tried``, ``best`` has that bound with ``stages``.
     """
 
     least: float
     order: int
     space: Space = field(compare=False)
     number: int = field(compare=False)
-    turned: bool = field(default=False, compare=False)
+    tried: list[Form] = field(default_factory=list, compare=False)
+    best: Form = field(default="largest", compare=False)
     stages: Stages = field(default=(), compare=False)
 
     def narrow(self, left: int) -> int | None:
         """Finds a better bound; how many stages that bounded by memory, None if there is none."""
-        before, raised = self.least, 0
-        if self.stages and not self.turned and self.space.is_chain and self.number > 1:
-            self.turned = True
-        elif self.stages:
-            raised = self.space.raise_by_memory(self.stages) if left > 0 else 0
-            if not raised:
-                return None
-        found, self.stages = self.space.least(self.number, turns=self.turned)
-        self.least = max(before, found)
+        untried = [each for each in self.space.forms(self.number) if each not in self.tried]
+        if untried:
+            self.tried.append(untried[0])
+            self._take(untried[0])
+            return 0
+        raised = self.space.raise_by_memory(self.stages, self.best) if left > 0 else 0
+        if not raised:
+            return None
+        self.stages = ()
+        for form in self.tried:
+            self._take(form)
         return raised
+
+    def _take(self, form: Form) -> None:
+        found, stages = self.space.least(self.number, form)
+        if found >= self.least or not self.stages:
+            self.best, self.stages = form, stages
+        self.least = max(self.least, found)
 
 
 def step_bound(
@@ -259,7 +324,8 @@ def step_bound(
     """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough."""
     began = time.perf_counter()
     order = counting()
-    heap = [_Part(0.0, next(order), *each) for each in spaces(job, rows, numbers)]
+    least = work_bound(job, rows)
+    heap = [_Part(least, next(order), *each) for each in spaces(job, rows, numbers)]
     left = MOST_RAISED
     until = began + max(LEAST_SECONDS, BOUND_SHARE * (began - job.began))
     while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:

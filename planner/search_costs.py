@@ -25,8 +25,10 @@ from functools import cached_property
 
 import numpy as np
 
+from .assembly import reserve
 from .inter_op import StageChoice
 from .intra_op import IntraOp, StageAnswer
+from .least_bytes import LeastBytes
 from .search_runs import NO_RUN, Floats, Ints, RunClasses, Series, at_least, chords, samples
 from .structure import Run, Structure
 
@@ -53,6 +55,10 @@ class Runs:
     def run(self, number: int) -> Run:
         """A run of a class."""
         return self.structure.run(*self.classes.firsts[number])
+
+    @cached_property
+    def least_bytes(self) -> LeastBytes:
+        return LeastBytes(self.structure, self.classes)
 
     @cached_property
     def band(self) -> Ints:
@@ -140,8 +146,13 @@ class MeshCosts:
         self.lower, self.once, self.slowest = (np.full(number, np.nan) for _ in range(3))
 
     def bound(self, wanted: Iterable[Series]) -> None:
-        """Makes lower bounds for all classes of some series."""
-        new = [series for series in wanted if series not in self._bounded]
+        """Makes lower bounds for all classes of some series; infinite for what cannot fit."""
+        asked_for = [series for series in wanted if series not in self._bounded]
+        self._bounded.update(asked_for)
+        for series in asked_for:
+            numbers = list(series.classes)
+            self.lower[numbers] = self.once[numbers] = self.slowest[numbers] = np.inf
+        new = [each for each in map(self._fitting, asked_for) if each.classes]
         asked = {series: samples(series) for series in new}
         number = {
             (series, length): own
@@ -165,7 +176,22 @@ class MeshCosts:
             least = np.maximum(self.lower[numbers] - received, 0.0)
             every = (self.runs.count - 1) * np.where(np.isfinite(least), least, 0.0)
             self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
-            self._bounded.add(series)
+
+    def _fitting(self, series: Series) -> Series:
+        """A series without the lengths that no way to run them fits."""
+        excess = self.excess_bytes[list(series.classes)]
+        number = int(np.argmax(excess > 0)) if (excess > 0).any() else len(excess)
+        if number < len(excess):
+            self.solver.note_excess(float(excess[number]))
+        return Series(series.classes[:number], series.lengths[:number], series.regular)
+
+    @cached_property
+    def excess_bytes(self) -> Floats:
+        """By class what it needs at least, less what a device has."""
+        model, limit = self.solver.model, self.solver.limits.memory_bytes
+        least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
+        found: Floats = least + reserve(model) - limit
+        return found
 
     def least(self, wanted: Iterable[Series], count: int) -> Floats:
         """By class at least c + r + e / ``count``, without the memory limit; 0 elsewhere."""

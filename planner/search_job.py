@@ -185,7 +185,10 @@ class Job:
 
     def _least_held(self, left: int, count: int) -> int:
         """Whole micro-batches that a stage holds under the thriftiest schedule, at least."""
-        return min(halves(name, left, 2, count)[0][0] for name in self.request.schedules)
+        names = self.request.schedules
+        if "1f1b" in names:  # of the schedules of one stage per rank none holds less
+            return halves("1f1b", left, 2, count)[0][0]
+        return min(halves(name, left, 2, count)[0][0] for name in names)
 
     def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
         """A solver for each mesh on the submesh."""

@@ -27,8 +27,8 @@ _VIEWS = frozenset(
     for name in ("view", "reshape", "_unsafe_view", "view_copy", "squeeze", "unsqueeze",
                  "flatten", "unflatten")
 )  # fmt: skip
-_CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
-_NONE, _MEAN = 0, 1
+CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
+_NONE, MEAN = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
         found.places[Ref(node.name)] = next(iter(places.values()))
     elif packet == "aten.slice" and argument(node, 1, "dim", 0) == places[0].dim:
         found.places[Ref(node.name)] = _sliced(graph, node, places[0])
-    elif packet in _CLASS_LOSSES and argument(node, 3, "reduction", _MEAN) != _NONE:
+    elif packet in CLASS_LOSSES and argument(node, 3, "reduction", MEAN) != _NONE:
         _follow_loss(found, graph, node, places)
     else:
         _follow_strategy(found, graph, node, places)
@@ -206,7 +206,7 @@ def _follow_loss(found: Places, graph: Graph, node: Node, places: Mapping[int, P
     place = places.get(0)
     if place is None or place.dim == classes:
         raise _mixes(node, "its scores are not along positions")
-    is_mean = argument(node, 3, "reduction", _MEAN) == _MEAN
+    is_mean = argument(node, 3, "reduction", MEAN) == MEAN
     targets = graph.spec(node.inputs[1])
     if (is_mean and node.name not in graph.accumulation.counted) or targets.dtype[0] in "fb":
         raise _mixes(node, "its rows are not counted")

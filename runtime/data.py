@@ -97,8 +97,7 @@ def microbatch_rows(
         "AP130",
         f"batch input {name!r} has shape {tuple(tensor.shape)}",
         why=f"the plan has {num_microbatches} micro-batches of shape {spec.shape}",
-        fix="feed the global batch that was planned (shorter sequences padded, with targets that "
-        "the loss ignores), or plan for this one",
+        fix="feed the global batch that was planned, or plan for this one",
     )
 
 

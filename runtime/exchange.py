@@ -24,6 +24,7 @@ from torch import Tensor
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.transfer import relative, transfers
+from .arriving import shared_sum
 from .outbox import Outbox
 
 if TYPE_CHECKING:
@@ -98,31 +99,26 @@ class Exchange:
 
     def __init__(
         self,
-        boundaries: Sequence[Boundary],
+        boundaries: Sequence[Sequence[Boundary]],
         *,
         stages: Sequence[StagePlace],
         rank: int,
         device: torch.device,
-        dtypes: Mapping[str, torch.dtype] | None = None,
         pair_groups: bool | None = None,
         progress: Progress | None = None,
-        of_slices: Sequence[Sequence[Boundary]] = (),
     ) -> None:
-        """``boundaries`` are at least those of the rank's own stage.
+        """``boundaries`` are at least those of the rank's own stage, for each slice of the
+        sequences; of one where these are whole. A message is of a slice: slice ``j`` of
+        micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
 
-        ``dtypes`` overrides, by key, the dtype that a value has at run time. ``pair_groups``:
-        one group per ordered pair of ranks; by default on devices other than the CPU.
-        ``of_slices``: the boundaries of each slice of the sequences, where these are sliced; a
-        message is then of a slice, slice ``j`` of micro-batch ``m`` counts as micro-batch
-        ``m * num_slices + j``.
+        ``pair_groups``: one group per ordered pair of ranks; by default on devices other than
+        the CPU.
         """
         self._progress = progress
         self._rank = rank
         self._device = device
         self._stages = stages
-        self._ports = [
-            _make_ports(each, stages, rank, dtypes or {}) for each in of_slices or (boundaries,)
-        ]
+        self._ports = [_make_ports(each, stages, rank) for each in boundaries]
         self._posted: dict[tuple[Direction, int, int], list[_Posted]] = {}
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._outbox = Outbox(polls=device.type != "cpu")
@@ -195,22 +191,15 @@ class Exchange:
         """The sum of the parts of the loss on every rank of the world, as a float64 scalar.
 
         ``loss`` is the part that this rank's stages make, None where they make none; ``stages``
-        are those that make it.
+        are those that make it. It travels while the ranks go on: who reads it waits for it.
         """
         places = [self._stages[index].devices for index in stages]
         world = dist.get_world_size() if dist.is_initialized() else 1
         if loss is not None and world == len(places[0]):
             return loss.detach().to(torch.float64)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for devices in places:
-            shared = torch.zeros_like(total)
-            if loss is not None and self._rank in devices:
-                shared.copy_(loss.detach())
-            if self._progress is not None and self._rank != devices[0]:
-                self._progress(f"waiting for the loss of rank {devices[0]}", (devices[0],))
-            dist.broadcast(shared, src=devices[0])
-            total += shared
-        return total
+        return shared_sum(
+            loss, [devices[0] for devices in places], device=self._device, progress=self._progress
+        )
 
     def _post_one(self, port: _Port, microbatch: int) -> _Posted:
         whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)
@@ -269,7 +258,6 @@ def _make_ports(
     boundaries: Sequence[Boundary],
     stages: Sequence[StagePlace],
     rank: int,
-    dtypes: Mapping[str, torch.dtype],
 ) -> tuple[_PortTable, _PortTable]:
     """What the rank sends and what it receives, by direction and stage."""
     sends: _PortTable = {}
@@ -290,7 +278,7 @@ def _make_ports(
                     if rank in stages[stage].devices:
                         port = _port(
                             boundary, direction, stages, rank=rank, is_sender=is_sender,
-                            dtype=dtypes.get(boundary.key), numbers=numbers,
+                            numbers=numbers,
                         )  # fmt: skip
                         table[direction, stage] = (*table.get((direction, stage), ()), port)
     return sends, receives
@@ -307,7 +295,6 @@ def _port(
     *,
     rank: int,
     is_sender: bool,
-    dtype: torch.dtype | None,
     numbers: tuple[int, int],
 ) -> _Port:
     """The port of ``rank`` for one boundary in one direction."""
@@ -335,7 +322,7 @@ def _port(
         boundary.key,
         boundary.source_stage if direction == "forward" else boundary.target_stage,
         local_shape(shape, layout, place.mesh.shape),
-        getattr(torch, boundary.spec.dtype) if dtype is None else dtype,
+        getattr(torch, boundary.spec.dtype),
         numbers[0],
         numbers[1],
         pieces,

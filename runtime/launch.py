@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,7 @@ from .board import FolderBoard, Note, blame
 from .process import RESULT, Job, call, current_worker, read_failure
 
 POLL_SECONDS = 0.02
-GRACE_SECONDS = 6.0
+GRACE_SECONDS = 10.0
 """How long the other workers may go on after the first failure, to report theirs."""
 
 
@@ -137,6 +137,7 @@ class _Workers:
             finally:
                 self._end()
         if failed:
+            self._show_waits(failed)
             raise self._error(failed)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
@@ -218,6 +219,16 @@ class _Workers:
             if process.stdin is not None:
                 process.stdin.close()
 
+    def _show_waits(self, failed: Mapping[int, int]) -> None:
+        """What each rank has said that waited for another, one after the other.
+
+        The workers do not write it themselves: lines of several at once would mix.
+        """
+        for rank in sorted(failed):
+            report = read_failure(self._folder, rank)
+            if report is not None and (report.is_consequence or report.kind == "HangError"):
+                _write_lines(str(report.error()).splitlines(), rank)
+
     def _error(self, failed: Mapping[int, int]) -> AutoparallelError:
         """The error to raise for the ranks that failed by themselves, the first one first."""
         reports = {rank: read_failure(self._folder, rank) for rank in failed}
@@ -276,8 +287,11 @@ def _signal_group(process: subprocess.Popen[bytes], sign: signal.Signals) -> Non
 def _relay(lines: IO[bytes], rank: int) -> None:
     with lines:
         for line in lines:
-            text = line.decode(errors="replace").rstrip("\n")
-            sys.stderr.write(f"[rank {rank}] {text}\n")
+            _write_lines([line.decode(errors="replace").rstrip("\n")], rank)
+
+
+def _write_lines(lines: Iterable[str], rank: int) -> None:
+    sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ stock ``torch.optim`` optimizer on DTensors; the exact global gradient norm.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .arriving import Arrival
 from .parameters import StageParameter
 
 LEARNING_RATE = 3e-4
@@ -88,31 +88,11 @@ class GradientNorm:
     """A norm whose sum over the ranks is under way: nobody waits for it but who reads it."""
 
     def __init__(self, squares: Tensor, work: dist.Work | None) -> None:
-        self._squares, self._work = squares, work
+        self.arrival = Arrival((squares,), (work,))
 
     def value(self) -> Tensor:
         """The norm, once all ranks have given their part."""
-        self.end()
-        return self._squares.sqrt()
-
-    def end(self) -> None:
-        """Waits for the sum, whoever reads it."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-
-def end_before_exit(norm: GradientNorm) -> None:
-    """A sum that nobody has read by the end would abort the process, in gloo's threads."""
-    if not _NORMS:
-        atexit.register(lambda: _NORMS[-1].end())
-    for earlier in _NORMS:
-        earlier.end()
-    _NORMS[:] = [norm]
-
-
-_NORMS: list[GradientNorm] = []
-"""The last step's, of any trainer."""
+        return self.arrival.value().sqrt()
 
 
 def gradient_norm(

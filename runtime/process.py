@@ -177,16 +177,12 @@ def read_failure(folder: Path, rank: int) -> Failure | None:
 
 
 def write_failure(folder: Path, rank: int, error: AutoparallelError) -> None:
-    """Leaves a rank's error for the launcher; if it is about another rank, it is also shown."""
-    is_consequence = error.code in CONSEQUENCES
+    """Leaves a rank's error for the launcher, which shows it."""
     failure = Failure(
         rank, time.time(), type(error).__name__, error.code, error.what, error.why, error.where,
-        error.fix, is_consequence,
+        error.fix, is_consequence=error.code in CONSEQUENCES,
     )  # fmt: skip
     _write(folder / f"failure-{rank}.json", asdict(failure))
-    if is_consequence or isinstance(error, HangError):
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
 
 
 def _write(path: Path, value: Any) -> None:

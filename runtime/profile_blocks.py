@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from ..cost_model.detect import available_memory_bytes
 from ..cost_model.profile.measure import median_interval
 from ..cost_model.profile.records import Measurement
-from ..passes.collectives import Rank
+from ..passes.collectives import Alone, Rank
 from ..passes.inputs import random_batch
 from ..passes.localize import BlockInterface, localize_block, reference_layouts, value_key
 from ..planner.graph import Block, Graph, Ref, TensorSpec
@@ -36,28 +36,6 @@ LEAST_RUNS, MOST_RUNS = 4, 40
 MEMORY_SHARE = 0.4
 STATE_COPIES = 8
 """Bytes in use per byte of a block's inputs and weights, at most about: gradients, activations."""
-
-
-class _Alone:
-    """The communicator of one rank: nothing is ever sent."""
-
-    def size(self, axis: int) -> int:
-        return 1
-
-    def coordinate(self, axis: int) -> int:
-        return 0
-
-    def all_reduce(self, tensor: Tensor, axis: int, op: str = "sum") -> Tensor:
-        return tensor.clone()
-
-    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        return tensor.clone()
-
-    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        return tensor.clone()
-
-    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        return tensor.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +195,7 @@ def _module(
     )
     module = localize_block(
         graph, interface,
-        layouts=reference_layouts(graph, 1), rank=Rank(ONE_DEVICE, (0,), _Alone()),
+        layouts=reference_layouts(graph, 1), rank=Rank(ONE_DEVICE, (0,), Alone()),
     )  # fmt: skip
     return module, [(ref.name, ref.index) for ref in taken], [graph.spec(ref) for ref in used]
 

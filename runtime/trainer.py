@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..passes import deferred_init
-from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
 from ..passes.stage_cut import boundaries, with_replicas
 from ..passes.stage_program import StageProgram, build_stage
@@ -27,23 +25,24 @@ from ..planner.asynchronous import check_asynchronous
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.replicas import check_replicas, placed_stages
+from .arriving import end_before_exit
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
 from .data import check_batch, microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
-from .materialize import materialize, materialize_deferred
+from .initial_values import Weights, constants_of, fill_stage
 from .mesh import build_meshes, stages_of_rank
 from .optimizer import (
     BuildOptimizer,
     GradientNorm,
     build_optimizer,
-    end_before_exit,
     gradient_norm,
 )
+from .padded import SequencePadding
 from .parameters import StageParameter
-from .pipeline import PipelineRunner
+from .pipeline import Hooks, PipelineRunner
 from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .replay import UpdateRule
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
@@ -51,15 +50,13 @@ from .stage import StageModule
 from .tied import find_tied
 from .versions import WeightVersions
 
-Weights = deferred_init.Deferred | Mapping[str, Tensor]
-"""Where initial parameters and buffers come from: a recorded build, or tensors by name."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The loss of the global batch and the norm of the whole gradient, on every rank.
 
-    Who reads the norm waits until all ranks have their gradients; the step does not.
+    Both are on their way when the step returns: who reads the loss waits for the last stage,
+    who reads the norm for the gradients of all ranks; the step itself waits for neither.
     """
 
     loss: Tensor
@@ -105,6 +102,7 @@ class Trainer:
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
         self.slices = slices_of(self.program, plan)
+        self._pad = SequencePadding(self.program.graph)
         if self.schedule.parts:
             self.crossing = with_replicas(self.crossing, len(plan.stages))
             check_replicas(self.program.graph)
@@ -176,17 +174,18 @@ class Trainer:
             self.schedule,
             self.executors,
             Exchange(
-                sent,
+                boundaries_of(self.slices) or [sent],
                 stages=stages,
                 rank=self.rank,
                 device=self.device,
                 progress=progress,
-                of_slices=boundaries_of(self.slices),
             ),
             handover=Handover(handed, stages=stages, rank=self.rank, device=self.device),
-            complete=self._sum_tied,
-            update=self._update_early if self.schedule.is_asynchronous else None,
-            progress=progress,
+            hooks=Hooks(
+                self._sum_tied,
+                self._update_early if self.schedule.is_asynchronous else None,
+                progress,
+            ),
         )
 
     def _update_early(self) -> None:
@@ -222,7 +221,7 @@ class Trainer:
         """
         loss = self.backward(inputs)
         norm = gradient_norm(self.own_parameters(), device=self.device)
-        end_before_exit(norm)
+        end_before_exit("norm", norm.arrival)
         if not self.schedule.is_asynchronous:
             self.update()
         return StepResult(loss, norm)
@@ -232,11 +231,20 @@ class Trainer:
 
         By an asynchronous schedule the weights are updated as well.
 
-        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's.
+        Raises as ``fitted`` does.
         """
+        return self.runner.step(self.fitted(inputs))
+
+    def fitted(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The global batch in the plan's shapes: shorter sequences are padded.
+
+        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's,
+        and PlanError AP560 where padding would change the result.
+        """
+        inputs = self._pad(inputs)
         specs = {name: self.program.graph[name].spec for name in self.program.inputs}
         check_batch(inputs, specs, self.plan.num_microbatches)
-        return self.runner.step(inputs)
+        return inputs
 
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
         """The parts of a global batch that one device has to run apart to do the same.
@@ -361,35 +369,6 @@ def check_plan(program: Program, plan: Plan) -> None:
             f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
             fix=f"start {needed} processes, or plan for the machines at hand",
         )
-
-
-def fill_stage(stage: StageModule, weights: Weights, program: Program) -> None:
-    """Gives the stage's parameters and buffers their initial values, this rank's part."""
-    if isinstance(weights, deferred_init.Deferred):
-        materialize_deferred(stage, weights, program.literals)
-    else:
-        materialize(stage, {**weights, **program.literals})
-
-
-def constants_of(
-    program: Program, stage: StageModule, weights: Weights, device: str
-) -> dict[str, Tensor]:
-    """The whole values of the constants that ``stage`` uses, at the program's batch size.
-
-    With them the constants and buffers that its counting reads.
-    """
-    counting = stage.program.counting
-    names = tuple({*stage.program.constants, *(counting.leaves if counting else ())})
-    needed = sorted(ancestors(program.graph, names) & set(program.buffers))
-    dtype = torch.float64 if program.dtype == "float64" else None
-    buffers: dict[str, Tensor] = {}
-    if isinstance(weights, deferred_init.Deferred):
-        deferred_init.materialize(weights, needed, buffers.__setitem__, dtype=dtype)
-    else:
-        for name in needed:
-            is_cast = dtype is not None and weights[name].is_floating_point()
-            buffers[name] = weights[name].to(dtype) if is_cast else weights[name]
-    return evaluate(program, names, device, buffers)
 
 
 def share_text(text: str | None) -> str:

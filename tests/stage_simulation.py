@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from communicator import ThreadCommunicator, make_communicators, run_ranks
@@ -25,6 +25,7 @@ from autoparallel.planner.plan import (
     ModelInfo,
     Plan,
     Prediction,
+    Recompute,
     SolverInfo,
     StagePlan,
     StagePrediction,
@@ -55,6 +56,17 @@ def plan_of(
         prediction=Prediction(0.0, 0.0, 0.0, 0.0, 0, {}), alternatives=(),
         solver=SolverInfo(0.0, 0, {}),
     )  # fmt: skip
+
+
+def with_states(plan: Plan, *, zero: int, recompute: Recompute = "none") -> Plan:
+    """``plan`` with a ZeRO stage and a recomputation in all its stages."""
+    return replace(plan, stages=tuple(
+        replace(
+            stage, zero=zero,
+            blocks=tuple(replace(block, recompute=recompute) for block in stage.blocks),
+        )
+        for stage in plan.stages
+    ))  # fmt: skip
 
 
 def random_layouts(

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
+from one_device import build_optimizer, reference_of
 from processes import run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
-from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.deferred_init import Deferred, record_build
 from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
 from autoparallel.passes.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_model, plan_program
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.gradients import GradientReducer
-from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.reference import Reference
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
 from autoparallel.targets import Target, load_target
@@ -91,23 +89,10 @@ def planned(model: str, parallel: str) -> str:
     return dumps(plan)
 
 
-def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
 @cache
 def reference(model: str) -> Reference:
     """Two steps of the plain module on one device."""
-    found = target(model)
-    _, program = captured(model, "fp64")
-
-    def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
-        return find_loss(call_model(module, batch), batch, found.loss_fn)
-
-    module = plain_build(found.build_model, 0).double()
-    with promote_to_float64():
-        return run_reference(module, batches(model), loss=loss, build_optimizer=build_optimizer)
+    return reference_of(target(model), captured(model, "fp64")[1], batches(model))
 
 
 def batches(model: str) -> list[dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from one_device import loss_of
 from processes import run_processes
 from test_verification import captured, target
 
@@ -18,7 +19,6 @@ from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.counter_random import batch_dims
 from autoparallel.passes.deferred_init import plain_build
-from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
 from autoparallel.planner.asynchronous import check_asynchronous
@@ -101,15 +101,11 @@ def verified(case: Case, text: str, weights: str = "") -> Verification:
     if weights:
         rule = replace(rule, weights=weights)
 
-    def loss(module: torch.nn.Module, inputs) -> torch.Tensor:
-        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
-        return find_loss(call_model(module, batch), batch, found.loss_fn)
-
     def replayed() -> Reference:
         model = plain_build(found.build_model, 0).double()
         with promote_to_float64():
             return run_replay(
-                model, batches(case), rule, loss=loss, build_optimizer=build,
+                model, batches(case), rule, loss=loss_of(found, program), build_optimizer=build,
                 split=trainer.reference_split, random_dims=batch_dims(program.graph),
             )  # fmt: skip
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
+from one_device import build_optimizer, reference_of
 from processes import run_processes
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
-from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
-from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.deferred_init import Deferred, record_build
 from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
 from autoparallel.passes.program import Program
 from autoparallel.planner.batch import rows_apart
 from autoparallel.planner.branches import stage_edges, stage_starts
@@ -29,7 +27,7 @@ from autoparallel.planner.request import Forced
 from autoparallel.planner.structure import Structure
 from autoparallel.planning import PlanOptions, capture_model, plan_program
 from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.reference import Reference
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
 from autoparallel.targets import Target, load_target
@@ -115,10 +113,6 @@ def edges(name: str) -> set[tuple[int, int]] | None:
     return None if found is None else {(source, target) for source, target, _ in found}
 
 
-def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
 def batches(model: str) -> list[dict[str, torch.Tensor]]:
     program = captured(model, "fp64")[1].with_batch_size(BATCH)
     return [random_batch(program.graph, seed=step) for step in range(2)]
@@ -126,16 +120,7 @@ def batches(model: str) -> list[dict[str, torch.Tensor]]:
 
 @cache
 def reference(model: str) -> Reference:
-    found = target(model)
-    _, program = captured(model, "fp64")
-
-    def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
-        return find_loss(call_model(module, batch), batch, found.loss_fn)
-
-    module = plain_build(found.build_model, 0).double()
-    with promote_to_float64():
-        return run_reference(module, batches(model), loss=loss, build_optimizer=build_optimizer)
+    return reference_of(target(model), captured(model, "fp64")[1], batches(model))
 
 
 def verified(model: str, text: str) -> Verification:

@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from one_device import build_optimizer, reference_of
 from processes import RankError, run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
-from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.deferred_init import Deferred, record_build
 from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
 from autoparallel.passes.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_model, plan_program
 from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.reference import Reference
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
 from autoparallel.targets import Target, load_target
@@ -100,21 +99,9 @@ def planned(case: Case) -> str:
     return dumps(replace(plan, model=replace(plan.model, global_batch=total), stages=stages))
 
 
-def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
 def reference(model: str, batches: Any) -> Reference:
     """Two steps of the plain module on one device."""
-    found, (_, program) = target(model), captured(model, "fp64")
-
-    def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
-        return find_loss(call_model(module, batch), batch, found.loss_fn)
-
-    module = plain_build(found.build_model, 0).double()
-    with promote_to_float64():
-        return run_reference(module, batches, loss=loss, build_optimizer=build_optimizer)
+    return reference_of(target(model), captured(model, "fp64")[1], batches)
 
 
 def batch_of(program: Program, rows: int, step: int) -> dict[str, torch.Tensor]:

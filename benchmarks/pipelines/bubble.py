@@ -3,11 +3,11 @@
 ``python benchmarks/pipelines/bubble.py [--mbit 1000] [--bytes 1048576] [--json FILE] [NAME ...]``.
 Four gloo ranks run each schedule through the runtime's interpreter and exchange; a forward or
 backward sleeps for its modelled time and makes a tensor of the given size. With ``--mbit``
-(needs root) every rank is in a network namespace of its own and sends at that rate, else all
-share the loopback. The simulator's inputs are measured first, in the same processes: seconds
-of a forward and a backward where a stage runs alone, and the way of one message that nothing
-else disturbs. Printed per schedule: the step over the step without messages, measured over
-simulated, and both bubbles.
+(needs root) every rank is in a network namespace of its own with links of that rate, else all
+share the loopback. The simulator's inputs are measured right before each schedule, in the same
+processes: seconds of a forward and a backward where a stage runs alone, the way of one message
+that nothing else disturbs, and the calls. Printed per schedule: the step over the step without
+messages, measured over simulated, both bubbles and their ratio.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,13 @@ import links
 from emulation import Job, run_rank
 
 RANKS = 4
+INPUTS = {
+    "message_seconds": "a message",
+    "occupied_seconds": "of it occupying the link",
+    "send_call_seconds": "the call that sends it",
+    "receive_call_seconds": "the call that posts its receive",
+}
+"""What is printed of the measured inputs of the simulator, the median over the schedules."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,18 +96,13 @@ def run(job: Job, mbit: int, *, realtime: bool) -> dict[str, Any]:
 
 def table(found: Mapping[str, Any]) -> Iterator[str]:
     """The result in lines; times only as ratios."""
-    inputs = found["inputs"]
-    forward = inputs["forward_seconds"]
-    yield (
-        f"measured inputs, forwards as 1: backward {inputs['backward_seconds'] / forward:.2f},"
-        f" message {inputs['message_seconds'] / forward:.3f}"
-        f" (of it occupying the link {inputs['occupied_seconds'] / forward:.3f}),"
-        f" call of a send {inputs['send_call_seconds'] / forward:.3f}"
-        f" and of a receive {inputs['receive_call_seconds'] / forward:.3f}"
-    )
-    head = ("over ideal", "measured/simulated", "bubble", "simulated")
-    yield f"{'schedule':18s} {head[0]:>10s} {head[1]:>19s} {head[2]:>8s} {head[3]:>9s}"
-    for name, row in found["schedules"].items():
+    rows, forward = found["schedules"], found["job"]["forward_seconds"]
+    for name, what in INPUTS.items():
+        values = [row["inputs"][name] / forward for row in rows.values() if "inputs" in row]
+        if values:
+            yield f"{what}: {statistics.median(values):.3f} of a rank's forward"
+    yield f"{'schedule':18s} over ideal  measured/simulated   bubble simulated  ratio"
+    for name, row in rows.items():
         if "error" in row:
             yield f"{name:18s} not run: {row['error']}"
             continue
@@ -107,6 +110,7 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
             f"{name:18s} {row['step_seconds'] / row['ideal_seconds']:10.3f}"
             f" {row['step_seconds'] / row['simulated_seconds']:19.3f}"
             f" {row['bubble']:8.3f} {row['simulated_bubble']:9.3f}"
+            f" {row['bubble'] / row['simulated_bubble']:6.3f}"
         )
 
 

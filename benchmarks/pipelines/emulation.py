@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoparallel.cost_model.actions import COMPUTE, RECEIVES, SENDS, Schedule
+from autoparallel.cost_model.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, Schedule
 from autoparallel.cost_model.simulator import StageCosts, simulate
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.passes.stage_cut import Boundary
@@ -28,7 +28,7 @@ from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules import build_schedule, find_schedule
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.handover import Handover, split_boundaries
-from autoparallel.runtime.pipeline import ActionTiming, PipelineRunner
+from autoparallel.runtime.pipeline import ActionTiming, Hooks, PipelineRunner
 
 CPU = torch.device("cpu")
 LEAD_SECONDS = 0.02
@@ -66,10 +66,10 @@ class Place:
 
 
 class Step(NamedTuple):
-    """A measured step: the share of it not computed in, and what all ranks did."""
+    """A measured step: what all ranks did, and how long they were in it, ``busy_seconds``."""
 
     seconds: float
-    bubble: float
+    busy_seconds: float
     num_computes: int
     num_sends: int
 
@@ -123,16 +123,16 @@ def run_rank(job: Job) -> None:
     """Measures on this rank; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    inputs = measure_inputs(job)
     rows: dict[str, Any] = {}
     for name in job.schedules:
         try:
-            schedule = schedule_of(name, dist.get_world_size(), job.num_microbatches)
-            rows[name] = measure_schedule(job, schedule, inputs)
+            rows[name] = measure_schedule(
+                job, schedule_of(name, dist.get_world_size(), job.num_microbatches)
+            )
         except AutoparallelError as error:
             rows[name] = {"error": error.what}
     if dist.get_rank() == 0:
-        print(json.dumps({"job": asdict(job), "inputs": inputs, "schedules": rows}))
+        print(json.dumps({"job": asdict(job), "schedules": rows}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -143,43 +143,46 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     return build_schedule(name, num_ranks * chunks, num_microbatches, num_chunks=chunks)
 
 
-def measure_inputs(job: Job) -> dict[str, float]:
-    """Compute of a stage alone, a message alone and in a row of four, and the calls; on all ranks.
-
-    What a send or a posting takes of its rank is measured beside compute, between two stages:
-    the first calls after a pause take twice as long.
-    """
-    timings = alone(job)
-    found = {
-        f"{name}_seconds": shared(
-            statistics.median(
-                t.end_seconds - t.ready_seconds for t in timings if t.action.kind == kind
-            )
-        )
-        for name, kind in (("forward", "F"), ("backward", "B"))
-    }
+def measure_inputs(job: Job, schedule: Schedule) -> dict[str, float]:
+    """What a schedule is simulated from, measured on all ranks: the median, but of the calls."""
     one, four = ([messages(job, count) for _ in range(9)] for count in (1, 4))
     message = statistics.median(one)
     occupied = (statistics.median(four) - message) / 3
     send, post = calls(job)
     return {
-        **found, "message_seconds": message, "occupied_seconds": occupied,
+        **alone(job, schedule), "message_seconds": message, "occupied_seconds": occupied,
         "send_call_seconds": send, "receive_call_seconds": post,
         "send_latency_seconds": max(0.0, message - occupied),
     }  # fmt: skip
 
 
-def alone(job: Job) -> Sequence[ActionTiming]:
-    """A step of one stage, through the interpreter, without messages."""
+def alone(job: Job, schedule: Schedule) -> dict[str, float]:
+    """Seconds of one stage's compute: in the interpreter as in the schedule, without messages.
+
+    The backward is whole, or its two halves together, as the schedule has it.
+    """
     places = (Place((dist.get_rank(),)),)
-    runner = PipelineRunner(
-        build_schedule("1f1b", 1, job.num_microbatches),
-        {0: SleepingStage(job, 1.0, "", "")},
-        _Silent((), stages=places, rank=dist.get_rank(), device=CPU),
-        clock=time.monotonic,
-    )
-    runner.step({})
-    return runner.timings
+    share = dist.get_world_size() / schedule.num_stages
+    seconds: dict[str, float] = {}
+    for name in ("1f1b", "zb-h1"):
+        runner = PipelineRunner(
+            build_schedule(name, 1, job.num_microbatches),
+            {0: SleepingStage(job, share, "", "")},
+            _Silent([[]], stages=places, rank=dist.get_rank(), device=CPU),
+            hooks=Hooks(clock=time.monotonic),
+        )
+        runner.step({})
+        for kind in {t.action.kind for t in runner.timings} & COMPUTE:
+            spent = [
+                t.end_seconds - t.ready_seconds for t in runner.timings if t.action.kind == kind
+            ]
+            seconds[kind] = statistics.median(spent)
+    whole = any(action.kind == BACKWARD for row in schedule.table for action in row)
+    backward = seconds["B"] if whole else seconds["I"] + seconds["W"]
+    return {
+        "forward_seconds": shared(seconds["F"]), "backward_seconds": shared(backward),
+        "weight_backward_seconds": shared(seconds["W"]),
+    }  # fmt: skip
 
 
 def messages(job: Job, count: int) -> float:
@@ -187,7 +190,7 @@ def messages(job: Job, count: int) -> float:
     places = tuple(Place((rank,)) for rank in range(2))
     rank = dist.get_rank()
     came = 0.0
-    exchange = Exchange(chain_boundaries(2, job), stages=places, rank=rank, device=CPU)
+    exchange = Exchange([chain_boundaries(2, job)], stages=places, rank=rank, device=CPU)
     value = torch.ones(job.num_bytes // 4)
     if rank == 1:
         for m in range(count):
@@ -205,11 +208,15 @@ def messages(job: Job, count: int) -> float:
 
 
 def calls(job: Job) -> tuple[float, float]:
-    """Seconds of the call that sends a message and of the one that posts a receive, on average."""
-    schedule = build_schedule("1f1b", 2, job.num_microbatches)
+    """Seconds of the call that sends a message and of the one that posts a receive, on average.
+
+    In steps of 1F1B with a stage on every rank: beside other calls and with compute in between.
+    Right after each other, or with two ranks, they take another time.
+    """
+    schedule = build_schedule("1f1b", dist.get_world_size(), job.num_microbatches)
+    timings = [t for _ in range(3) for t in run_once(job, schedule, 1.0)[1]]
     found = []
     for kinds in (SENDS, RECEIVES):
-        timings = [t for _ in range(3) for t in run_once(job, schedule, 1.0)[1]]
         own = [t.end_seconds - t.start_seconds for t in timings if t.action.kind in kinds]
         total = torch.tensor([sum(own), len(own)], dtype=torch.float64)
         dist.all_reduce(total)
@@ -217,40 +224,45 @@ def calls(job: Job) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def measure_schedule(job: Job, schedule: Schedule, inputs: Mapping[str, float]) -> dict[str, Any]:
-    """The median step of a schedule, and what the simulator makes of the measured inputs."""
+def measure_schedule(job: Job, schedule: Schedule) -> dict[str, Any]:
+    """The median step of a schedule, and what the simulator makes of inputs measured just before.
+
+    The bubble is what a step has above the compute alone, in either.
+    """
+    inputs = measure_inputs(job, schedule)
     share = dist.get_world_size() / schedule.num_stages
     rounds = [run_step(job, schedule, share) for _ in range(job.rounds + 1)][1:]
-    timeline, ideal = simulated(schedule, inputs, share), simulated(schedule, inputs, share, 0)
-    busy = (inputs["forward_seconds"] + inputs["backward_seconds"]) * job.num_microbatches
+    timeline, ideal = simulated(schedule, inputs), simulated(schedule, inputs, 0)
+    computed = timeline.step_seconds * (1 - timeline.bubble_fraction)
+    step = statistics.median(each.seconds for each in rounds)
+    busy = statistics.median(each.busy_seconds for each in rounds)
     return {
-        "step_seconds": statistics.median(each.seconds for each in rounds),
-        "bubble": statistics.median(each.bubble for each in rounds),
+        "inputs": inputs,
+        "step_seconds": step,
+        "bubble": 1 - computed / step,
+        "late": busy / dist.get_world_size() / computed,
         "steps": [each.seconds for each in rounds],
         "num_computes": rounds[-1].num_computes,
         "num_sends": rounds[-1].num_sends,
         "ideal_seconds": ideal.step_seconds,
         "simulated_seconds": timeline.step_seconds,
-        "simulated_bubble": 1 - busy / timeline.step_seconds,
+        "simulated_bubble": timeline.bubble_fraction,
     }
 
 
-def simulated(
-    schedule: Schedule, inputs: Mapping[str, float], share: float, messages: int = 1
-) -> Timeline:
+def simulated(schedule: Schedule, inputs: Mapping[str, float], messages: int = 1) -> Timeline:
     """The step from the measured inputs; with ``messages`` 0 as if they took no time."""
-    edges = schedule.num_stages - 1
-    one = {
-        name: (inputs[name] * messages,) * edges
+    stages = schedule.num_stages
+    compute = {
+        name: (inputs[name],) * stages
+        for name in ("forward_seconds", "backward_seconds", "weight_backward_seconds")
+    }
+    ways = {
+        name: (inputs[name] * messages,) * (stages - 1)
         for name in ("send_latency_seconds", "send_call_seconds", "receive_call_seconds")
     }
-    costs = StageCosts(
-        (inputs["forward_seconds"] * share,) * schedule.num_stages,
-        (inputs["backward_seconds"] * share,) * schedule.num_stages,
-        (inputs["message_seconds"] * messages,) * edges,
-        **one,
-    )
-    return simulate(schedule, costs)
+    whole = (inputs["message_seconds"] * messages,) * (stages - 1)
+    return simulate(schedule, StageCosts(**compute, **ways, send_seconds=whole))
 
 
 def run_step(job: Job, schedule: Schedule, share: float) -> Step:
@@ -263,8 +275,7 @@ def run_step(job: Job, schedule: Schedule, share: float) -> Step:
     total = torch.tensor([busy, len(computes), sends], dtype=torch.float64)
     dist.all_reduce(total)
     busy, num_computes, num_sends = total.tolist()
-    idle = 1 - busy / (step * dist.get_world_size())
-    return Step(step, idle, int(num_computes), int(num_sends))
+    return Step(step, busy, int(num_computes), int(num_sends))
 
 
 def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequence[ActionTiming]]:
@@ -281,9 +292,9 @@ def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequenc
     }  # fmt: skip
     runner = PipelineRunner(
         schedule, executors,
-        Exchange(sent, stages=places, rank=rank, device=CPU),
+        Exchange([sent], stages=places, rank=rank, device=CPU),
         handover=Handover(handed, stages=places, rank=rank, device=CPU),
-        clock=time.monotonic,
+        hooks=Hooks(clock=time.monotonic),
     )  # fmt: skip
     start = start_together()
     late = time.monotonic() - start

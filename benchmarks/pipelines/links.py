@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 BURST_BYTES = 15_000
 """What may pass at once after a pause: little, or every message would travel partly for free."""
+
+FRAME_BYTES = 9014
+"""What queues that share an interface let through in turns: one packet."""
+
+TCP = {
+    "net.ipv4.tcp_congestion_control": "reno",
+    "net.ipv4.tcp_slow_start_after_idle": "0",
+    "net.ipv4.tcp_no_metrics_save": "1",
+    "net.ipv4.tcp_wmem": "4096 4194304 4194304",
+    "net.ipv4.tcp_rmem": "4096 4194304 33554432",
+}
+"""So that a connection sends as fast as the link lets it, whatever the host's defaults: nothing
+is ever lost here, so Reno's window only grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +53,7 @@ def network(num_ranks: int, mbit: int) -> Iterator[list[Place]]:
         _ip("-n", switch, "link", "add", "br0", "type", "bridge")
         _ip("-n", switch, "link", "set", "br0", "up")
         for rank, space in enumerate(spaces):
-            _join(space, switch, rank, mbit)
+            _join(space, switch, rank, mbit, num_ranks)
         yield [
             Place(("ip", "netns", "exec", space), _address(rank), "e0")
             for rank, space in enumerate(spaces)
@@ -50,9 +63,10 @@ def network(num_ranks: int, mbit: int) -> Iterator[list[Place]]:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def _join(space: str, switch: str, rank: int, mbit: int) -> None:
+def _join(space: str, switch: str, rank: int, mbit: int, num_ranks: int) -> None:
     """One namespace on the bridge, sending and receiving at ``mbit``."""
     _ip("netns", "add", space)
+    _ip("netns", "exec", space, "sysctl", "-qw", *(f"{key}={value}" for key, value in TCP.items()))
     _ip("-n", space, "link", "set", "lo", "up")
     _ip(
         "link", "add", "e0", "netns", space, "mtu", "9000", "type", "veth",
@@ -67,28 +81,46 @@ def _join(space: str, switch: str, rank: int, mbit: int) -> None:
         "-n", space, "route", "replace", "10.78.0.0/24", "dev", "e0",
         "initcwnd", "1500", "initrwnd", "1500",
     )  # fmt: skip
-    _shape(space, "e0", mbit)
+    others = [_address(other) for other in range(num_ranks) if other != rank]
+    _shape(space, "e0", mbit, fair=others)
     _shape(switch, f"r{rank}", mbit)
 
 
-def _shape(space: str, interface: str, mbit: int) -> None:
+def _shape(space: str, interface: str, mbit: int, *, fair: Sequence[str] = ()) -> None:
     """Lets an interface send at ``mbit``; what waits does so in one queue.
+
+    With ``fair`` addresses it waits in one queue for each of them, and these take turns.
 
     What only acknowledges (less than 64 bytes) overtakes data: behind the data of the other
     direction it would hold up the sender, and no model of a message knows of that.
     """
-    rate = f"{mbit}mbit"
-    burst = str(max(BURST_BYTES, mbit * 12))
     device = ("dev", interface, "parent")
     _tc(space, "qdisc", "add", "dev", interface, "root", "handle", "1:", "htb", "default", "20")
-    for name in ("1:10", "1:20"):
+    queues = {"1:10": ("1:", mbit), "1:1": ("1:", mbit)}
+    for at in range(max(1, len(fair))):
+        queues[f"1:{20 + at}"] = ("1:1", mbit // max(1, len(fair)))
+    burst = str(max(BURST_BYTES, mbit * 12))
+    for name, (parent, rate) in queues.items():
         _tc(
-            space, "class", "add", *device, "1:", "classid", name, "htb",
-            "rate", rate, "ceil", rate, "burst", burst, "cburst", burst,
+            space, "class", "add", *device, parent, "classid", name, "htb",
+            "rate", f"{rate}mbit", "ceil", f"{mbit}mbit", "burst", burst, "cburst", burst,
+            "quantum", str(FRAME_BYTES),
         )  # fmt: skip
-        _tc(space, "qdisc", "add", *device, name, "bfifo", "limit", "100000000")
-    short = ("match", "u16", "0x0000", "0xffc0", "at", "2")
-    _tc(space, "filter", "add", *device, "1:", "protocol", "ip", "u32", *short, "flowid", "1:10")
+        if name != "1:1":
+            _tc(space, "qdisc", "add", *device, name, "bfifo", "limit", "100000000")
+    _filter(space, device, "1", ("u16", "0x0000", "0xffc0", "at", "2"), "1:10")
+    for at, address in enumerate(fair):
+        _filter(space, device, "2", ("ip", "dst", f"{address}/32"), f"1:{20 + at}")
+
+
+def _filter(
+    space: str, device: Sequence[str], priority: str, match: Sequence[str], name: str
+) -> None:
+    """Sends packets that match to the queue ``name``; the lowest priority is looked at first."""
+    _tc(
+        space, "filter", "add", *device, "1:", "protocol", "ip", "prio", priority,
+        "u32", "match", *match, "flowid", name,
+    )  # fmt: skip
 
 
 def _address(rank: int) -> str:

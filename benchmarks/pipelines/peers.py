@@ -207,7 +207,7 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
 
     from autoparallel.planning import record_target
     from autoparallel.runtime.communicator import ProcessCommunicator
-    from autoparallel.runtime.trainer import constants_of, fill_stage
+    from autoparallel.runtime.initial_values import constants_of, fill_stage
 
     weights = record_target(target, 0)
 

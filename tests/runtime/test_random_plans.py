@@ -7,13 +7,14 @@ and stage cuts vary with it. Gradients equal one process in float64.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
-from stage_simulation import plan_of, random_layouts
+from stage_simulation import plan_of, random_layouts, with_states
 from stages import relative_error
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,8 @@ from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.pipeline import PipelineRunner
+from autoparallel.runtime.parameters import StageParameter
+from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
 
@@ -102,6 +104,14 @@ class Truth:
     loss: Tensor
     gradients: dict[str, Tensor]
 
+    def check(self, parameters: Mapping[str, StageParameter], about: object) -> None:
+        """Every parameter of a stage, by its name in the model, has the gradient of one process."""
+        for name, parameter in parameters.items():
+            gradient = parameter.master.grad
+            assert isinstance(gradient, DTensor), f"{about}: no gradient of {name}"
+            error = relative_error(gradient.full_tensor(), self.gradients[name])
+            assert error < TOLERANCE, f"{about}: gradient of {name}: {error}"
+
 
 @pytest.fixture(scope="module")
 def program() -> Program:
@@ -135,15 +145,8 @@ def plan_for(case: Case, program: Program) -> Plan:
     layouts = [random_layouts(program.graph, program.blocks, m, chooser) for m in case.meshes]
     cuts = [2] if len(case.meshes) == 2 else []
     plan = plan_of(program.blocks, cuts, case.meshes, layouts)
-    stages = tuple(
-        replace(
-            stage,
-            zero=case.zero,
-            blocks=tuple(replace(block, recompute=case.recompute) for block in stage.blocks),
-        )
-        for stage in plan.stages
-    )
-    return replace(plan, stages=stages, num_microbatches=NUM_MICROBATCHES)
+    plan = with_states(plan, zero=case.zero, recompute=case.recompute)
+    return replace(plan, num_microbatches=NUM_MICROBATCHES)
 
 
 def train_step(case: Case, program: Program, expected: Truth) -> None:
@@ -168,7 +171,7 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         constants=evaluate(program, stage_program.constants),
     )
     exchange = Exchange(
-        (*stage_program.receives, *stage_program.sends),
+        [(*stage_program.receives, *stage_program.sends)],
         stages=plan.stages,
         rank=rank,
         device=stage.device,
@@ -177,16 +180,12 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
     parameters = {index: stage.by_name}
     tied = find_tied(parameters)
     runner = PipelineRunner(
-        schedule, {index: executor}, exchange, complete=lambda: tied.sum(parameters)
+        schedule, {index: executor}, exchange, hooks=Hooks(lambda: tied.sum(parameters))
     )
     for _ in range(2):
         loss = runner.step(expected.batch)
         assert relative_error(loss, expected.loss) < TOLERANCE
-        for name, parameter in executor.parameters.items():
-            gradient = parameter.master.grad
-            assert isinstance(gradient, DTensor), f"no gradient of {name}"
-            error = relative_error(gradient.full_tensor(), expected.gradients[name])
-            assert error < TOLERANCE, f"gradient of {name}: {error}"
+        expected.check(executor.parameters, case)
 
 
 def run_cases(cases: tuple[Case, ...], program: Program, expected: Truth) -> None:

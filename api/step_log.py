@@ -1,0 +1,158 @@
+"""What a training run says of its steps, and what they took.
+
+In: the results of steps, which may still be on their way. Out: one line of ``name value`` pairs
+per step, printed when the next step has been started, and a summary of all. So nobody waits
+for a loss in order to print it while there is work to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from autoparallel.planner.plan import Plan
+from autoparallel.report.words import bytes_text, count_text, seconds_text
+from autoparallel.runtime.trainer import StepResult
+
+WARMUP_STEPS = 2
+"""Steps that the summary leaves out: allocators and caches fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A finished step as rank 0 saw it."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    memory_bytes: int
+    seconds: float
+
+
+class MemoryMeter:
+    """What training has needed at most, in bytes: of the device, or of this process beyond
+    what it held when the meter was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_accelerator = device.type != "cpu"
+        self._process = psutil.Process()
+        self._base_bytes = self._process.memory_info().rss
+        self._peak_bytes = 0
+
+    def peak_bytes(self) -> int:
+        """The most so far; on the CPU as seen when this is called."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        held = self._process.memory_info().rss - self._base_bytes
+        self._peak_bytes = max(self._peak_bytes, held)
+        return self._peak_bytes
+
+
+class StepLog:
+    """The records of a run's steps; ``is_printing`` on the rank that prints them.
+
+    A step's time is that between two returns of ``step`` on the CPU, without the time of its
+    data, as nothing else goes on meanwhile; on an accelerator, where ``step`` returns early,
+    that between the arrivals of two losses.
+    """
+
+    def __init__(self, plan: Plan, memory: MemoryMeter, *, is_printing: bool) -> None:
+        self.records: list[StepRecord] = []
+        self._plan, self._memory, self._is_printing = plan, memory, is_printing
+        self._running: tuple[int, StepResult, float] | None = None
+        self._began = time.perf_counter()
+
+    def timed_data(self, batches: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The next batch."""
+        started = time.perf_counter()
+        batch = next(batches)
+        if not self._memory.is_accelerator:
+            self._began += time.perf_counter() - started
+        return batch
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Takes a step's result, and reads and prints the one before."""
+        before = self._running
+        self._running = (step, result, 0.0 if self._memory.is_accelerator else self._lap())
+        if before is not None:
+            self._read(*before)
+
+    def finish(self) -> None:
+        """Reads and prints what is left, which waits for it."""
+        if self._running is not None:
+            self._read(*self._running)
+            self._running = None
+
+    def restart(self) -> None:
+        """Begins to count anew, after what is no step."""
+        self._began = time.perf_counter()
+
+    def _lap(self) -> float:
+        """The seconds since the last one."""
+        before, self._began = self._began, time.perf_counter()
+        return self._began - before
+
+    def _read(self, step: int, result: StepResult, seconds: float) -> None:
+        loss, norm = float(result.loss), float(result.gradient_norm)
+        if self._memory.is_accelerator:
+            seconds = self._lap()
+        self.records.append(StepRecord(step, loss, norm, self._memory.peak_bytes(), seconds))
+        if self._is_printing:
+            print(step_line(self.records[-1], self._plan), flush=True)
+
+
+def rows_or_tokens(plan: Plan) -> tuple[str, int]:
+    """What a step's throughput counts, and how many there are in a step."""
+    if plan.model.seq:
+        return "tokens", plan.model.global_batch * plan.model.seq
+    return "rows", plan.model.global_batch
+
+
+def step_line(record: StepRecord, plan: Plan) -> str:
+    """One step in one line."""
+    unit, count = rows_or_tokens(plan)
+    predicted = plan.prediction.step_seconds
+    return (
+        f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
+        f"  memory {bytes_text(record.memory_bytes)}"
+        f"  {unit}/s {count_text(count / record.seconds)}"
+        f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted)})"
+    )
+
+
+def outcome(records: list[StepRecord], plan: Plan) -> dict[str, Any]:
+    """Measured and predicted figures; the time is the median step after the warm-up."""
+    timed = sorted(record.seconds for record in records[WARMUP_STEPS:] or records)
+    return {
+        "step_seconds": timed[len(timed) // 2],
+        "predicted_step_seconds": plan.prediction.step_seconds,
+        "memory_bytes": max(record.memory_bytes for record in records),
+        "predicted_memory_bytes": plan.prediction.peak_memory_bytes,
+        "losses": [record.loss for record in records],
+    }
+
+
+def summary(records: list[StepRecord], plan: Plan) -> str:
+    """Measured against predicted, and where the loss went."""
+    found = outcome(records, plan)
+    seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
+    memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
+    lines = [
+        f"step time  measured {seconds_text(seconds)}  predicted {seconds_text(predicted)}"
+        f"  ({_difference(predicted, seconds)})",
+        f"memory     measured {bytes_text(memory)}  predicted {bytes_text(expected)}"
+        f"  ({_difference(expected, memory)})",
+        f"loss       {records[0].loss:.4f} to {records[-1].loss:.4f} in {len(records)} steps",
+    ]
+    return "\n".join(lines)
+
+
+def _difference(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.0%}" if measured > 0 else "nothing measured"

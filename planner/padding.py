@@ -1,0 +1,141 @@
+"""Shorter sequences than planned, padded at their end: where that changes nothing.
+
+In: a graph. Out: with what each input may be padded, so that the loss and all gradients are those
+of the shorter sequences. That is so where
+
+- no position depends on a later one, which is what slices of sequences need as well
+  (``sequence_places``), and nothing divides by the number of positions;
+- the loss adds up over positions, and ignores those whose target says so: what is padded is
+  given such targets. A mean is then over the targets that count (``Graph.accumulation``).
+
+Numbers that the model's Python code has made of the length are those of the planned one. The
+gradient of a position without a target, after which no other has one, is exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import PlanError
+from .graph import Graph, Node, Ref
+from .positions import position_dims
+from .rules import axis_strategies
+from .rules.case import argument
+from .sequence_places import CLASS_LOSSES, MEAN, Places, find_places
+
+_IGNORED = -100
+"""What class losses ignore unless they are told otherwise."""
+
+_KEEPING = frozenset(
+    f"aten.{name}"
+    for name in ("view", "reshape", "_unsafe_view", "flatten", "contiguous", "clone", "alias",
+                 "detach", "_to_copy", "to", "slice", "pad", "constant_pad_nd")
+)  # fmt: skip
+"""Ops whose results are entries of their input in the same order, and perhaps a padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Input ``name`` may be longer in ``dims``; what is added is ``value``."""
+
+    dims: tuple[int, ...]
+    value: int
+
+
+def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
+    """The planned length, and for each input along positions how it is padded.
+
+    Raises PlanError AP560 where padding would not give the same result.
+    """
+    try:
+        places = find_places(graph)
+    except PlanError as error:
+        raise _refused(error.what.replace("run on slices of sequences", "be padded"),
+                       error.why, error.where) from error  # fmt: skip
+    if places.means:
+        node = graph[next(iter(places.means))]
+        raise _of(node, "it divides by the number of positions")
+    targets = dict(_targets(graph, places))
+    dims = position_dims(graph, lambda node: axis_strategies(node, graph, 1))
+    found = {}
+    for node in graph.inputs:
+        batch = graph.batch_dims.get(node.name)
+        own = dims[Ref(node.name)] - {batch[0] if batch else None}
+        along = tuple(sorted(d for d in own if node.spec.shape[d] == places.length))
+        if along:
+            found[node.name] = Padding(along, targets.get(node.name, 0))
+    return places.length, found
+
+
+def _targets(graph: Graph, places: Places) -> list[tuple[str, int]]:
+    """The inputs that have the targets of the losses, and what is ignored in them."""
+    found = []
+    for name in sorted(places.sums):
+        node = graph[name]
+        packet = node.op.rpartition(".")[0]
+        if packet in CLASS_LOSSES:
+            if argument(node, 3, "reduction", MEAN) != MEAN and name != graph.loss.name:
+                raise _of(node, "what its sum is divided by may count positions")
+            ignored = argument(node, 4, "ignore_index", _IGNORED)
+            found.append((_source(graph, places, node, ignored), ignored))
+        elif packet == "aten.sum":
+            raise _of(node, "it adds up all positions, of which it can ignore none")
+    return found
+
+
+def _source(graph: Graph, places: Places, loss: Node, ignored: int) -> str:
+    """The input that the targets of ``loss`` are of, at the positions of its scores or later."""
+    scores = places.places[loss.inputs[0]]
+    at, first = loss.inputs[1], 0
+    reader = loss.name
+    while graph[at.name].kind == "op":
+        node = graph[at.name]
+        packet = node.op.rpartition(".")[0]
+        if packet not in _KEEPING or graph.users[at.name] != (reader,):
+            raise _of(node, "what its targets are made of is not known")
+        if packet == "aten.slice":
+            first += _first(graph, node)
+        if packet in ("aten.pad", "aten.constant_pad_nd"):
+            _check_end(node, ignored, is_plain=packet == "aten.constant_pad_nd")
+        at, reader = node.inputs[0], node.name
+    source = graph[at.name]
+    if source.kind != "input" or graph.users[at.name] != (reader,):
+        raise _of(source, "it is read as targets and as something else, so it has no padding")
+    if first < scores.first:
+        raise _of(loss, "its targets are of earlier positions than its scores")
+    return at.name
+
+
+def _first(graph: Graph, node: Node) -> int:
+    """The position that a slice of targets begins with; 0 where it takes rows whole."""
+    dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", None) or 0
+    shape = graph.spec(node.inputs[0]).shape
+    if shape[dim] == node.spec.shape[dim]:
+        return 0
+    batch = graph.batch_dims.get(node.inputs[0].name)
+    is_plain = argument(node, 4, "step", 1) == 1 and len(shape) == 2 and dim % 2 == 1
+    if not is_plain or (batch and batch[0] == dim % 2):
+        raise _of(node, "which positions of its targets it takes is not known")
+    return start + shape[dim] if start < 0 else start
+
+
+def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
+    """A padding of targets may only come after them, and be ignored."""
+    pads = tuple(argument(node, 1, "pad", ()))
+    mode = "constant" if is_plain else argument(node, 2, "mode", "constant")
+    value = argument(node, 2 if is_plain else 3, "value", 0)
+    if pads[0] or any(pads[2:]) or mode != "constant" or value != ignored:
+        raise _of(node, "it pads targets with what counts")
+
+
+def _of(node: Node, why: str) -> PlanError:
+    name = f"{node.op or 'input'} of {node.module}" if node.module else node.op or node.name
+    return _refused(f"{name} cannot be padded", why, node.source or node.module)
+
+
+def _refused(what: str, why: str, where: str) -> PlanError:
+    return PlanError(
+        "AP560", f"shorter sequences than planned: {what}", why=why, where=where,
+        fix="feed sequences of the planned length, or plan for the shorter ones",
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Shorter batches on real processes: the loss, gradients and steps of one device on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from processes import run_processes
+from test_verification import GLOBAL_BATCH, SEQ, build_optimizer, captured, planned, target
+
+from autoparallel.passes.deferred_init import plain_build
+from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.modes import promote_to_float64
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.plan_file import loads
+from autoparallel.runtime.compare import Verification
+from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.verify import verify
+
+CASES = (
+    ("gpt", "pp=2,microbatches=4,schedule=1f1b"),
+    ("gpt", "pp=2,microbatches=4,schedule=terapipe,slices=3"),
+    ("gpt", "dp=2,zero=2,microbatches=2"),
+    ("gpt", "tp=2"),
+    ("llama", "pp=2,microbatches=4,schedule=zb-h1"),
+)
+LENGTHS = (11, SEQ, 5)
+
+
+def batches(model: str) -> list[dict[str, torch.Tensor]]:
+    """Batches of several lengths, some of whose targets are ignored anyway."""
+    graph = captured(model, "fp64")[1].graph.with_batch_size(GLOBAL_BATCH)
+    found = []
+    for step, length in enumerate(LENGTHS):
+        batch = {
+            name: tensor[:, :length] for name, tensor in random_batch(graph, seed=step).items()
+        }
+        for name in batch.keys() & {"targets", "labels"}:
+            batch[name][: GLOBAL_BATCH // 3, : length // 2] = -100
+        found.append(batch)
+    return found
+
+
+def verified(model: str, text: str) -> Verification:
+    plan = loads(text, "test")
+    plan = replace(plan, model=replace(plan.model, precision="fp64"))
+    deferred, program = captured(model, "fp64")
+    trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build_optimizer)
+    found = target(model)
+
+    def loss(module: torch.nn.Module, inputs) -> torch.Tensor:
+        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
+        return find_loss(call_model(module, batch), batch, found.loss_fn)
+
+    def reference() -> Reference:
+        module = plain_build(found.build_model, 0).double()
+        with promote_to_float64():
+            return run_reference(module, batches(model), loss=loss, build_optimizer=build_optimizer)
+
+    return verify(trainer, batches(model), reference)
+
+
+def verify_all(cases: list[tuple[str, str]]) -> list[Verification]:
+    return [verified(model, text) for model, text in cases]
+
+
+def test_shorter_batches_train_as_on_one_device() -> None:
+    plans = [(model, planned(model, parallel)) for model, parallel in CASES]
+    found = run_processes(2, verify_all, plans, timeout_seconds=280)[0]
+    for case, each in zip(CASES, found, strict=True):
+        assert each.tolerance == 1e-9
+        assert each.passed, (case, each.failures[:3])
+
+
+def refusals(text: str) -> str:
+    """What a rank is told about a shorter batch, before it has begun to do anything."""
+    told: list[str] = []
+    deferred, program = captured("dropout", "fp32")
+    trainer = Trainer(
+        program, loads(text, "test"), deferred, device=torch.device("cpu"),
+        progress=lambda what, waits_for=(): told.append(what),
+    )  # fmt: skip
+    batch = {n: torch.zeros(GLOBAL_BATCH, 9, dtype=torch.int64) for n in program.inputs}
+    with pytest.raises(PlanError) as caught:
+        trainer.step(batch)
+    assert not told
+    return str(caught.value)
+
+
+def test_what_padding_would_change_is_refused_on_every_rank_before_any_message() -> None:
+    found = run_processes(2, refusals, planned("dropout", "pp=2,microbatches=4"))
+    for text in found:
+        assert text.startswith("error[AP560]: shorter sequences than planned")
+        assert "random numbers" in text
