@@ -49,8 +49,8 @@ def sizes(stage: StagePlan) -> dict[str, int]:
 
 
 def test_one_long_sequence_is_split_by_positions_across_hosts() -> None:
-    """As Llama 3 at 131,072 positions (arXiv:2407.21783, table 4): rows are used up, and tp
-    would cross hosts. Queries stay split, keys and values are gathered."""
+    """As Llama 3 at 131,072 positions (arXiv:2407.21783, section 3.3.2): rows are used up, and
+    tp would cross hosts. Queries stay split, keys and values are gathered."""
     stage = one_stage(gpt(32768), "4x8xH100", 1)
     assert "dp" not in sizes(stage)
     assert sizes(stage)["cp"] >= 4
