@@ -375,9 +375,7 @@ class _Ranking:
             lost = self._lost(draft)
             if lost is None:
                 continue
-            for each in candidates(
-                job, draft, refine=True, below=self._step_seconds, without=lost
-            ):
+            for each in candidates(job, draft, refine=True, below=self._step_seconds, without=lost):
                 self._offer(each)
         if not job.is_small and not self._is_late(0.9):
             self._free_axes()

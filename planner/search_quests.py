@@ -91,9 +91,7 @@ class Quest:
         found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
         return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
 
-    def _best_of(
-        self, at: Sequence[int], cutoff: float, numbers: Iterable[int]
-    ) -> Pipeline | None:
+    def _best_of(self, at: Sequence[int], cutoff: float, numbers: Iterable[int]) -> Pipeline | None:
         """The best pipeline with stages cut at some places."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(
