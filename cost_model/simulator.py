@@ -84,6 +84,10 @@ def simulate(
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"
         )
+    if overlap is not None and len(overlap.gradient_buckets) not in (0, schedule.num_parts):
+        raise ValueError(
+            f"buckets of {len(overlap.gradient_buckets)} stages for {schedule.num_parts}"
+        )
     costs = of_replicas(costs, schedule)
     if schedule.edges is not None and costs.edges is not None and schedule.edges != costs.edges:
         raise ValueError(f"costs of the edges {costs.edges} for a schedule of {schedule.edges}")
@@ -158,7 +162,7 @@ class _Simulation:
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
-        books = Collectives(self.overlap.slowdown if self.overlap else 1, self.zero)
+        books = self._books()
         for stage in stages:
             books.gather(stage, costs, self.zero)
         if self.overlap is not None:
@@ -168,6 +172,14 @@ class _Simulation:
         elif stages:
             rank.clock = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
             rank.events += books.events
+
+    def _books(self) -> Collectives:
+        """Those of a rank without collectives so far."""
+        if self.overlap is None:
+            return Collectives(1, self.zero)
+        parts, stages = self.overlap.gradient_buckets, range(self.schedule.num_stages)
+        buckets = [parts[self.schedule.part(stage)] for stage in stages] if parts else ()
+        return Collectives(self.overlap.slowdown, self.zero, buckets)
 
     def _advance(self, rank: SimulatedRank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""

@@ -33,7 +33,7 @@ from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
 from .shares import coordinate_ranks, slowest
 from .slice_costs import slice_shares
 from .stage_cost import StageCost
-from .step import latency_seconds, send_seconds, simulate_stages
+from .step import Pipeline, latency_seconds, send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
 from .weight_backward import late_parts, late_seconds
@@ -75,9 +75,12 @@ def evaluate(
     )  # fmt: skip
     costs = list(with_replica_sums(costs, plan.schedule, cluster, len(plan.stages)))
     timeline = simulate_stages(
-        plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks,
+        Pipeline(
+            plan.schedule, plan.num_microbatches,
+            num_chunks=plan.num_chunks, edges=edges, slices=slices,
+        ),
+        costs,
         latency_seconds=latency_seconds(cluster),
-        slices=slices,
     )  # fmt: skip
     sends = send_seconds(costs, edges)
     return Evaluation(

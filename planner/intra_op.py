@@ -67,6 +67,7 @@ class IntraOp:
     _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
     _refined: set[object] = field(default_factory=set, repr=False)
+    _proven: dict[object, dict[int, float]] = field(default_factory=dict, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
     _noted: dict[object, float] = field(default_factory=dict, repr=False)
 
@@ -303,7 +304,13 @@ class IntraOp:
         if found is None or found.gap <= SAME - 1 or key in self._refined:
             return found
         self._refined.add(key)
-        bound = self.memory_bound_seconds(run, num_microbatches, in_flight)
+        proven = self._proven.setdefault((run.key, num_microbatches), {})
+        # whatever fits with more in flight fits with fewer
+        bound = max((own for held, own in proven.items() if held <= in_flight), default=0.0)
+        if 1 - bound / found.objective <= self.limits.gap:
+            self.answers[key] = replace(found, gap=max(0.0, 1 - bound / found.objective))
+            return self.answers[key]
+        bound = max(bound, self.memory_bound_seconds(run, num_microbatches, in_flight))
         best = self._pool(run).cheapest(run, num_microbatches, in_flight, self.limits.memory_bytes)
         better = self._stage_answer(run, num_microbatches, best)
         assert better is not None, "what fits is still there"
@@ -311,6 +318,7 @@ class IntraOp:
         if found.gap > self.limits.gap:
             most = closing.MOST_SMALL_PROGRAMS if self._is_small_graph else closing.MOST_PROGRAMS
             found = self._closed(found, bound, self.limits.gap, most)
+        proven[in_flight] = found.objective * (1 - found.gap)
         self.answers[key] = found
         return found
 

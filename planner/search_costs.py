@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from .assembly import reserve
 from .inter_op import StageChoice
+from .inter_op_sweep import Band
 from .intra_op import IntraOp, StageAnswer
 from .least_bytes import LeastBytes
 from .search_runs import NO_RUN, Floats, Ints, RunClasses, Series, at_least, chords, samples
@@ -42,6 +43,30 @@ FEW_MICROBATCHES = 16
 
 MANY = 10**9
 """Micro-batches among which the end of a step is nothing."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where runs may begin and end: before the blocks ``at``, ascending from 0 to their number."""
+
+    classes: RunClasses
+    at: tuple[int, ...]
+
+    @cached_property
+    def band(self) -> Ints:
+        """``[k, j]`` the class of the blocks between the cuts k and k + j + 1."""
+        number, at = len(self.at), np.array(self.at)
+        found: Ints = np.full((number, number - 1), len(self.classes.firsts), dtype=np.int64)
+        for start in range(number - 1):
+            found[start, : number - 1 - start] = self.classes.numbers[at[start], at[start + 1 :]]
+        found[found == NO_RUN] = len(self.classes.firsts)
+        return found
+
+    def width(self, num_blocks: int) -> int:
+        """The most cuts that a run of so many blocks goes over."""
+        at = np.array(self.at)
+        stops = np.searchsorted(at, at + num_blocks, side="right") - 1
+        return int((stops - np.arange(len(at))).max())
 
 
 @dataclass(frozen=True)
@@ -61,13 +86,18 @@ class Runs:
         return LeastBytes(self.structure, self.classes)
 
     @cached_property
+    def every(self) -> Cuts:
+        """The cuts between all blocks."""
+        return self.cuts(range(self.classes.num_blocks + 1))
+
+    @property
     def band(self) -> Ints:
         """``[k, j]`` the class of the blocks k to k + j; the number of classes where none."""
-        numbers, size = self.classes.numbers, self.classes.num_blocks
-        found: Ints = np.full((size + 1, size), len(self.classes.firsts), dtype=np.int64)
-        for start in range(size):
-            found[start, : size - start] = numbers[start, start + 1 :]
-        return found
+        return self.every.band
+
+    def cuts(self, at: Iterable[int]) -> Cuts:
+        """Cuts before some blocks, the first and the end among them."""
+        return Cuts(self.classes, tuple(at))
 
     def role(self, first: bool, last: bool) -> Ints:
         """The classes of the runs that may be a first, inner or last stage."""
@@ -419,11 +449,20 @@ class Costs:
 
     def band(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
         """``inter_op_sweep.Band``: of what is known."""
+        return self._band(left, place, first, bound, self.runs.every)
+
+    def band_of(self, cuts: Cuts) -> Band:
+        """The same of runs that begin and end at some cuts only, which number the blocks."""
+        return partial(self._band, cuts=cuts)
+
+    def _band(
+        self, left: int, place: int, first: bool, bound: float, cuts: Cuts
+    ) -> tuple[Floats, Floats]:
         once, slowest = self._seconds(place, left, first)
         within = np.isfinite(once) & (slowest <= bound)
-        width = int(self.runs.classes.lengths[within].max(initial=0))
+        width = cuts.width(int(self.runs.classes.lengths[within].max(initial=0)))
         rows = slice(0, 1) if first else slice(None)
-        band = self.runs.band[rows, :width]
+        band = cuts.band[rows, :width]
         return (
             np.append(np.where(within, once, np.inf), np.inf)[band],
             np.append(np.where(within, slowest, np.inf), np.inf)[band],
