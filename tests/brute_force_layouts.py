@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 ZEROS = (0, 1, 2, 3)
-MOST_ASSIGNMENTS = 200_000
+MOST_ASSIGNMENTS = 250_000
 
 
 class TooManyError(Exception):

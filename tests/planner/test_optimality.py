@@ -138,6 +138,17 @@ def test_the_gap_is_never_smaller_than_it_is(seed: int) -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_outside_of_the_space_is_the_fastest_where_dp_may_do_anything() -> None:
+    """Seed 44, on two by two devices: few enough layouts to try those of the free axes too."""
+    own = solved(44)
+    assert own.found is not None
+    assert own.best is None
+    best = best_of_all(own.case, below=own.seconds * (1 + 1e-6), free=True)
+    assert best is not None
+    assert own.seconds == pytest.approx(best.step_seconds, rel=SAME)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_CASES, 5 * NUM_CASES))
 def test_the_plan_is_the_fastest_of_many_more(seed: int) -> None:
     assert_is_the_best(solved(seed))
