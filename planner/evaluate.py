@@ -347,15 +347,15 @@ class _Walk:
     def _ends(self) -> None:
         """Adds what brings sent values to the boundary and the loss to every rank."""
         position = self.blocks.of_node
-        last: dict[Ref, int] = {}
-        for block in self.blocks.blocks[self.stop :]:
-            for name in block.nodes:
-                for ref in self.graph[name].inputs:
-                    if self.start <= position.get(ref.name, -1) < self.stop:
-                        last[ref] = position[name]
-        for ref in last:
-            if self.graph[ref.name].kind == "op":
-                self._end(ref, boundary_layout(self.made[ref]))
+        for ref, layout in list(self.made.items()):
+            node = self.graph[ref.name]
+            if node.kind == "op" and self.start <= position.get(ref.name, -1) < self.stop:
+                readers = (self.graph[user] for user in self.graph.users[ref.name])
+                if any(
+                    position.get(user.name, -1) >= self.stop and ref in user.inputs
+                    for user in readers
+                ):
+                    self._end(ref, boundary_layout(layout))
         if self.start <= position[self.graph.loss.name] < self.stop:
             self._end(self.graph.loss, (INVARIANT,) * len(self.stage.mesh.shape))
 
