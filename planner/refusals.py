@@ -40,7 +40,7 @@ def does_not_fit(
     return InfeasibleError(
         "AP301",
         "the model does not fit"
-        + (f": the nearest plan is {excess / 1e9:.3g} GB over" if excess > 0 else ""),
+        + (f": the nearest plan is about {excess / 1e9:.3g} GB over" if excess > 0 else ""),
         why=f"each device has {limit / 1e9:.3g} GB",
         fix=" or ".join(tries),
     )
