@@ -36,9 +36,11 @@ def moe(inner: int, num_experts: int) -> Program:
 
 
 def one_stage(program: Program, cluster: str, rows: int) -> StagePlan:
+    """Axes do what they are for, as ``max_tp`` says."""
     request = Request(
-        rows, precision="bf16", forced=Forced(pp=1, num_microbatches=1), time_limit_seconds=300.0
-    )
+        rows, precision="bf16", forced=Forced(pp=1, num_microbatches=1),
+        time_limit_seconds=300.0, max_tp=8,
+    )  # fmt: skip
     found = plan(program.graph, program.blocks, parse_cluster(cluster), request)
     (stage,) = found.stages
     return stage

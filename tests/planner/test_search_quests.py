@@ -25,7 +25,8 @@ def quest() -> Quest:
 @pytest.mark.parametrize("at", [(0, 1, 2, 3), (0, 1, 3, 4, 9, 12), (0, 12)])
 def test_a_band_of_cuts_has_the_class_between_any_two_cuts(at: tuple[int, ...]) -> None:
     runs = quest().costs.runs
-    at = tuple(cut for cut in at if cut < runs.classes.num_blocks) + (runs.classes.num_blocks,)
+    last = runs.classes.num_blocks
+    at = (*(cut for cut in at if cut < last), last)
     band = runs.cuts(at).band
     assert band.shape == (len(at), len(at) - 1)
     for first, start in enumerate(at):
