@@ -32,6 +32,9 @@ Ints = NDArray[np.int64]
 FEW_RUNGS = 400
 """Up to so many ways all are tried."""
 
+MOST_STEPS = 180
+"""Of more equal blocks than this, so many numbers of recomputed ones are tried."""
+
 
 Way = tuple[tuple[int, ...], tuple[int, ...]]
 """Of a few classes how many blocks are recomputed fully, and how many selectively."""
@@ -119,6 +122,7 @@ def ways_of(
 
 
 @lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def num_rungs(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
     """How many rungs a run has."""
     return prod(len(own) for own in ways_of(counts, kinds)[1])
@@ -147,8 +151,13 @@ def _pairs(count: int) -> list[tuple[int, int]]:
 
 
 def _mixes(count: int) -> list[tuple[int, int]]:
-    """Of so many blocks, two of the three ways at a time."""
-    every = range(1, count + 1)
+    """Of so many blocks, two of the three ways at a time; of very many in even steps.
+
+    >>> len(_mixes(100)), len(_mixes(1000)), _mixes(1000)[-1]
+    (300, 540, (994, 6))
+    """
+    steps = min(count, MOST_STEPS)
+    every = [round(count * at / steps) for at in range(1, steps + 1)]
     found = [(0, 0)] + [(0, some) for some in every] + [(full, 0) for full in every]
     return found + [(full, count - full) for full in every[:-1]]
 

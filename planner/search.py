@@ -43,6 +43,7 @@ from .search_quests import Draft, Quest, drafts
 from .search_shares import shared_candidates
 from .search_space import mixed_tiling, uniform_tiling
 from .sources import with_sources
+from .work_bound import work_bound
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
@@ -256,9 +257,16 @@ class _Ranking:
         return spent > max(0.5 * LONG_SECONDS, (began - self.job.began) / 3)
 
     def _uniform(self, rows: int, numbers: tuple[int, ...]) -> Iterator[Quest]:
-        """Stages of one size."""
-        costs = self.job.costs(rows)
+        """Stages of one size; without those whose work and waiting alone take too long.
+
+        Of S stages on D/S devices each, one takes at least a share W/D of a micro-batch's work W,
+        and all of them S·W/D: N micro-batches take at least (N + S − 1)·W/D.
+        """
+        costs, count = self.job.costs(rows), self.job.num_microbatches(rows)
+        work = work_bound(self.job, (rows,)) / count
         for number in numbers:
+            if work * (count + number - 1) >= self._cutoff:
+                continue
             tiling = uniform_tiling(self.job.cluster, number, costs.place)
             if tiling is not None:
                 yield Quest(rows, costs, tiling, (number,))
