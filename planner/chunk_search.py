@@ -94,7 +94,9 @@ def guesses(found: Searched) -> Iterator[Guess]:
                 if chunks < 2 or number > num_blocks or number * count > MOST_ACTIONS:
                     continue
                 try:
-                    seconds = extrapolated(partial(_about, base, name, chunks), ranks, count)
+                    seconds = extrapolated(
+                        partial(_about, base, name, chunks), ranks, chunks, count
+                    )
                 except UsageError:
                     continue
                 yield Guess(seconds, base, name, chunks)
@@ -119,14 +121,16 @@ def _bases(found: Searched) -> list[Candidate]:
     return [each for *_, each in sorted(work.values(), key=lambda own: own[:2])[:MOST_BASES]]
 
 
-def extrapolated(step: Callable[[int], float], num_ranks: int, num_microbatches: int) -> float:
+def extrapolated(
+    step: Callable[[int], float], num_ranks: int, chunks: int, num_microbatches: int
+) -> float:
     """``step(num_microbatches)``, from two shorter ones if there are many micro-batches.
 
-    What a micro-batch adds is the same once the pipeline is full: three and five rounds are
-    simulated, and the rest goes on as between them.
+    What a micro-batch adds is the same once all stages are full: as many micro-batches as two
+    and three times the stages are simulated, and the rest goes on as between them.
     """
-    size = round_size(num_ranks, num_microbatches) or num_microbatches
-    few, many = 3 * size, 5 * size
+    size = chunks * (round_size(num_ranks, num_microbatches) or num_microbatches)
+    few, many = 2 * size, 3 * size
     if num_microbatches <= few + many:
         return step(num_microbatches)
     less, more = step(few), step(many)
