@@ -5,6 +5,8 @@ As ``test_verification``: float64, two AdamW steps, losses, gradients and weight
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache
 from math import prod
 
@@ -105,3 +107,18 @@ def test_the_axis_cp_splits_positions_and_gathers_keys_and_values() -> None:
     assert not key.is_shard
     assert not value.is_shard
     assert attention.outputs[0][1] == shard(2)
+
+
+@pytest.mark.slow
+def test_three_axes_that_the_search_chooses_equal_one_device() -> None:
+    """Two rows for four hosts of two: nothing is forced, one stage is asked for."""
+    settings = {"n_layer": 2, "d_model": 64, "n_head": 4, "seq": 512, "vocab": 256}
+    command = [
+        sys.executable, "-m", "autoparallel", "verify", "examples/gpt.py", "--cluster", "4x2xcpu",
+        "--seq", "512", "--global-batch", "2", "--deny", "pp",
+        *(text for name, value in settings.items() for text in ("--set", f"{name}={value}")),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "dp=2 cp=2 tp=2" in done.stdout
+    assert "verified: 60 tensors" in done.stdout
