@@ -47,6 +47,7 @@ from .actions import (
     Action,
     Schedule,
 )
+from .free_ports import FreePorts
 from .overlap import Collectives
 from .ports import Arrival, Message, Ports
 from .simulated_rank import SimulatedRank
@@ -68,11 +69,13 @@ def simulate(
     *,
     overlap: Overlap | None = None,
     replicas: Sequence[int] = (),
+    ports: type[Ports] | type[FreePorts] = Ports,
 ) -> Timeline:
     """Runs the table once. Raises ValueError if it deadlocks or does not fit the costs.
 
     ``overlap`` lets gradient sums and parameter gathers run beside compute; without it they
     stop their rank. ``replicas``: how many devices each pipeline rank stands for, one by default.
+    ``ports``: whether messages share them.
 
     >>> from autoparallel.cost_model.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -95,13 +98,19 @@ def simulate(
         raise ValueError("the costs are of a chain and the schedule is none, or the reverse")
     if len(replicas) not in (0, schedule.num_ranks):
         raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
-    return _Simulation(schedule, costs, overlap).run(tuple(replicas))
+    return _Simulation(schedule, costs, overlap, ports).run(tuple(replicas))
 
 
 class _Simulation:
     """The state of one run. A message's number is that of the compute action that needs it."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, overlap: Overlap | None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        overlap: Overlap | None,
+        ports: type[Ports] | type[FreePorts],
+    ) -> None:
         stages = schedule.num_stages
         zeros = (0,) * stages
         self.schedule, self.costs, self.overlap = schedule, costs, overlap
@@ -123,7 +132,7 @@ class _Simulation:
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
         number = 2 * stages * schedule.num_microbatches * schedule.num_slices
         self.takes_time = any(map(any, (costs.send_seconds, costs.send_backward_seconds)))
-        self.ports = Ports(schedule.num_ranks, self.zero)
+        self.ports = ports(schedule.num_ranks, self.zero)
         self.sent: dict[tuple[int, int], tuple[float, int]] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
         self.posted: list[float | None] = [None] * number

@@ -12,12 +12,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ..cost_model.actions import versions_held
-from ..cost_model.memory import policy
+from ..cost_model.memory import PrecisionPolicy, policy
 from .errors import InfeasibleError, UsageError
 from .graph import Blocks, Graph
 from .plan import Plan, StagePlan
 from .request import ASYNCHRONOUS, Forced, Request
 from .schedules import build_schedule
+from .stage_cost import StageCost
 
 RULES = {
     "pipedream": "at the weights that a stage had in the forward, up to "
@@ -106,22 +107,47 @@ def num_updates(plan: Plan) -> int:
     return plan.num_microbatches // schedule.per_update
 
 
-def num_versions(plan: Plan, stage: int) -> int:
-    """How many versions of its weights a stage holds at most; 1 in synchronous schedules."""
-    if not is_asynchronous(plan.schedule):
-        return 1
-    schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
-    return versions_held(schedule, stage)
+def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """How many versions of its weights each stage holds at most; 1 in synchronous schedules.
+
+    >>> num_versions("pipedream", 3, 6), num_versions("1f1b", 3, 6)
+    ((3, 2, 1), (1, 1, 1))
+    """
+    if not is_asynchronous(name):
+        return (1,) * num_stages
+    schedule = build_schedule(name, num_stages, num_microbatches)
+    return tuple(versions_held(schedule, stage) for stage in range(num_stages))
 
 
 def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
-    """Bytes of the older versions of a stage's weights, of ``parameters`` bytes in all copies.
-
-    They are kept as the blocks compute with them: in mixed precision without a master copy.
-    """
+    """Bytes of the older versions of a stage's weights, of ``parameters`` bytes in all copies."""
     rules = policy(plan.model.precision, plan.model.optimizer)
+    held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
+    return (held[stage] - 1) * parameters * _version_share(rules)
+
+
+def _version_share(rules: PrecisionPolicy) -> float:
+    """Of the bytes of parameters, in all copies, those that a version of them takes.
+
+    Versions are kept as the blocks compute with them: in mixed precision without a master copy.
+    """
     copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
-    return (num_versions(plan, stage) - 1) * parameters * rules.gathered_bytes / copies
+    return rules.gathered_bytes / copies
+
+
+def with_versions(
+    costs: tuple[StageCost, ...], name: str, num_microbatches: int, rules: PrecisionPolicy
+) -> tuple[StageCost, ...]:
+    """The stages with the bytes of the older versions of their weights under schedule ``name``."""
+    if not is_asynchronous(name):
+        return costs
+    held, share = num_versions(name, len(costs), num_microbatches), _version_share(rules)
+    return tuple(
+        replace(cost, memory_bytes={
+            **cost.memory_bytes, "versions": (count - 1) * cost.memory_bytes["parameters"] * share,
+        })
+        for cost, count in zip(costs, held, strict=True)
+    )  # fmt: skip
 
 
 def check_memory(plan: Plan, request: Request) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from . import search
@@ -130,7 +132,8 @@ def _bounded(
     looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
 ) -> Plan:
     """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
-    least = 0.0 if found.job.stopped else chunk_bound(found.job, numbers, most_chunks)
+    names = found.request.chunked_schedules or (looped.schedule,)
+    least = chunk_bound(found.job, numbers, most_chunks, names)
     step = looped.prediction.step_seconds
     return replace(looped, solver=search.solver_info(step, least, found.spent))
 
@@ -274,21 +277,31 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
     (0, 3, 4)
     """
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     count = len(weights)
-    best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
-    for runs in range(1, number + 1):
-        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for stop in range(runs, count - (number - runs) + 1):
-            row[stop] = min(
-                (max(most, sums[stop] - sums[start]), squares + (sums[stop] - sums[start]) ** 2,
-                 (*starts, start))
-                for start, (most, squares, starts) in best[-1].items() if start < stop
-            )  # fmt: skip
-        best.append(row)
-    return best[-1][count][2]
+    own = sums[None, :] - sums[:, None]  # [start, stop]
+    own[np.tril_indices(count + 1)] = np.inf
+    most, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+    most[0] = squares[0] = 0.0
+    places = np.arange(count + 1)
+    rank = places  # in the order of where the runs up to a stop begin: the earliest cuts win
+    before = []
+    for _ in range(number):
+        heaviest = np.maximum(most[:, None], own)
+        most = heaviest.min(axis=0)
+        both = np.where(heaviest == most, squares[:, None] + own**2, np.inf)
+        squares = both.min(axis=0)
+        start = np.where(both == squares, rank[:, None], count + 1).argmin(axis=0)
+        order = np.lexsort((start, rank[start]))
+        rank = np.empty_like(places)
+        rank[order] = places
+        before.append(start)
+    starts: list[int] = []
+    at = count
+    for start in reversed(before):
+        at = int(start[at])
+        starts.append(at)
+    return tuple(reversed(starts))
 
 
 def priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:

@@ -17,16 +17,19 @@ from typing import Any
 
 from ..cost_model.cluster import Cluster, Device, Link
 from ..cost_model.compute import op_seconds
-from ..cost_model.memory import PrecisionPolicy, state_bytes
+from ..cost_model.memory import PrecisionPolicy, policy, state_bytes
 from ..cost_model.stage_costs import Overlap
 from ..cost_model.timeline import Timeline
 from . import rules as default_rules
+from .asynchronous import with_versions
+from .basis import DEFAULT, Basis
 from .choices import input_specs
 from .configured_stage import beside_compute, selective
 from .errors import UsageError
 from .graph import Blocks, Graph, Node, TensorSpec
 from .intra_op import Effort, IntraOp, Limits
 from .layout import INVARIANT, Layout, Mesh
+from .pins import Pin, by_template, check_priced, pinned_blocks
 from .plan import Precision, Recompute
 from .positions import Dims, position_dims
 from .precision import with_precision
@@ -234,10 +237,18 @@ def price(
     configuration: Configuration,
     *,
     cache: Cache | None = None,
+    basis: Basis = DEFAULT,
+    pins: tuple[Pin, ...] = (),
 ) -> PricedStep:
-    """The step of a configuration. Raises ``UsageError`` where it does not fit model or cluster."""
+    """The step of a configuration. Raises ``UsageError`` where it does not fit model or cluster.
+
+    ``basis`` has what was measured; ``pins`` are layouts that are given.
+    """
     _check(configuration, cluster, graph)
-    work = _Work(graph, blocks, cluster, configuration, cache or Cache())
+    told_apart = pinned_blocks(graph, blocks, pins)
+    work = _Work(
+        graph, told_apart, cluster, configuration, cache or Cache(), basis=basis, pins=pins
+    )
     runs = stage_runs(work.structure, _layers(configuration, work.structure))
     costs = tuple(
         configuration.program.around(
@@ -248,7 +259,11 @@ def price(
         )
         for stage, run in enumerate(runs)
     )
+    check_priced([cost.seconds.forward_compute for cost in costs], pins)
     costs = with_replica_sums(costs, configuration.schedule, cluster, configuration.pp)
+    costs = with_versions(
+        costs, configuration.schedule, configuration.num_microbatches, work.policy
+    )  # fmt: skip
     slices = work.slices()
     buckets = [max(1, run.num_blocks) for run in runs]
     timeline = simulate_stages(
@@ -319,12 +334,20 @@ class _Work:
     cluster: Cluster
     configuration: Configuration
     cache: Cache
+    basis: Basis = DEFAULT
+    pins: tuple[Pin, ...] = ()
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The bytes per parameter."""
+        own = self.configuration
+        return own.policy or policy(own.precision, own.optimizer)
 
     @property
     def structure(self) -> Structure:
         """The graph at the micro-batch's rows, shared by every use of it."""
         own, found = self.configuration, self.cache.structures
-        base = (id(self.graph), own.precision)
+        base = (id(self.graph), own.precision, self.pins)
         if base not in found:
             graph = with_precision(self.graph, own.precision)
             found[base] = (self.graph, Structure(graph, self.blocks))
@@ -397,10 +420,13 @@ class _Work:
         key = (
             id(self.graph), id(self.cluster), own.precision, own.microbatch_size, prices.mesh,
             prices.groups, prices.speed, link, own.sequence_parallel, own.policy,
-            own.optimizer, own.zero,
+            own.optimizer, own.zero, self.pins, prices.profile,
         )  # fmt: skip
         if key not in self.cache.solvers:
-            given = replace(restriction(prices.mesh, forced), gathers=())
+            given = replace(
+                restriction(prices.mesh, forced), gathers=(),
+                pins=by_template(self.graph, self.blocks, self.pins),
+            )  # fmt: skip
             model = StageModel(self.structure, prices, given, link)
             limits = Limits(float("inf"), (own.zero,), "none")
             self.cache.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
@@ -418,6 +444,7 @@ class _Work:
             own.optimizer,
             default_rules,
             shared,
+            self.basis.used,
             given=own.policy,
         )
 

@@ -2,7 +2,7 @@
 
 In: what a graph can gain by them, a submesh, the rows of a micro-batch. Out: meshes besides
 dp × tp, of which the free axis "tp" already splits positions or experts where that is best. So
-only those are left that such a mesh cannot stand for, and of them those that cannot lose at once:
+only those are left that such a mesh cannot stand for, and of them those that may win:
 
 - "cp" splits no more than rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With
   dp·k and cp/k for dp and cp a rank has as many positions, no fewer parameters, and fewer keys
@@ -13,9 +13,8 @@ only those are left that such a mesh cannot stand for, and of them those that ca
   2·g·(1 − 1/ep), with t the bytes of tokens that a rank exchanges in one direction, g those
   of the gradients of its experts. With tp = 1 inside a host the free axis does the same.
 
-Sources: Liu et al. 2023, Ring Attention (arXiv:2310.01889), of which the layouts are these and
-keys and values are gathered, as in Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2;
-Lepikhin et al. 2020, GShard (arXiv:2006.16668).
+Sources: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, for context parallelism
+that gathers keys and values; Lepikhin et al. 2020, GShard (arXiv:2006.16668), for experts.
 """
 
 from __future__ import annotations

@@ -300,6 +300,26 @@ def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) ->
     return replace(plan, alternatives=kept_ones)
 
 
+def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
+    """Raises AP184 where a configuration's seconds have the penalty of a pin that is broken."""
+    if pins and max(seconds) >= PENALTY_SECONDS:
+        raise UsageError(
+            "AP184",
+            f"the configuration cannot meet --pin {' --pin '.join(map(str, pins))}",
+            why="its meshes lay nothing so",
+            fix="leave a pin out, or give the axis it needs in --parallel",
+        )
+
+
+def plain_kind(kind: str) -> str:
+    """A kind of blocks, whatever is pinned in them.
+
+    >>> plain_kind("layers.0@1"), plain_kind("layers.0")
+    ('layers.0', 'layers.0')
+    """
+    return kind.partition("@")[0]
+
+
 def _reason(pin: Pin, graph: Graph) -> str:
     name = next(name for name, own in matched(graph, (pin,)).items() if pin in own)
     shape = " × ".join(map(str, graph[name].spec.shape))

@@ -9,7 +9,7 @@ winner's whole step is simulated.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ..cost_model.timeline import Timeline
@@ -108,9 +108,10 @@ def candidate(
 
 
 def candidates(
-    job: Job, draft: Draft, *, refine: bool, below: float = float("inf")
-) -> Iterator[Candidate]:
-    """The draft under every schedule that is allowed and fits.
+    job: Job, draft: Draft, *, refine: bool, below: float = float("inf"),
+    without: Collection[str] = (),
+) -> Iterator[Candidate]:  # fmt: skip
+    """The draft under every schedule that is allowed and fits, ``without`` some.
 
     A schedule that splits backwards only where it can take less than the first of the others
     that fits, and than ``below``: the stages' own work takes as long in any order, and with more
@@ -120,7 +121,7 @@ def candidates(
     needs = edges(job, draft.rows, stages)
     work = 0.0
     for schedule in schedules(job, len(stages), is_chain=needs is None):
-        if splits(schedule) and work >= below:
+        if schedule in without or (splits(schedule) and work >= below):
             continue
         found = candidate(job, draft, schedule, refine=refine)
         if found is not None:

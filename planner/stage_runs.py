@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from .errors import UsageError
+from .pins import plain_kind
 from .structure import Run, Structure
 
 FEWEST_LAYERS = 4
@@ -41,18 +42,18 @@ class LayersFirst(Run):
 
     @cached_property
     def recompute_order(self) -> tuple[int, ...]:
-        is_layer = [kind == self.layer_kind for kind in self.kinds]
+        is_layer = [plain_kind(kind) == self.layer_kind for kind in self.kinds]
         layers = [offset for offset, found in enumerate(is_layer) if found]
         return (*layers, *(offset for offset, found in enumerate(is_layer) if not found))
 
     @property
     def num_layers(self) -> int:
-        return sum(kind == self.layer_kind for kind in self.kinds)
+        return sum(plain_kind(kind) == self.layer_kind for kind in self.kinds)
 
 
 def find_layers(structure: Structure) -> Layers:
-    """The longest run of equal blocks."""
-    kinds = [block.kind for block in structure.blocks.blocks]
+    """The longest run of blocks that are equal but for what is pinned in them."""
+    kinds = [plain_kind(block.kind) for block in structure.blocks.blocks]
     kind = Counter(kinds).most_common(1)[0][0]
     start = best = position = 0
     while position < len(kinds):

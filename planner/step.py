@@ -11,6 +11,8 @@ from functools import lru_cache
 
 from ..cost_model.actions import Edges, Schedule, chain
 from ..cost_model.cluster import Cluster
+from ..cost_model.free_ports import FreePorts
+from ..cost_model.ports import Ports
 from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import Overlap, StageCosts
 from ..cost_model.timeline import Timeline
@@ -73,10 +75,12 @@ def simulate_figures(
     *,
     edges: WeightedEdges | None = None,
     latency_seconds: float = 0.0,
+    shared: bool = True,
 ) -> float:
     """The step's seconds from the five figures of each stage: forward, backward, receive
     forward, receive backward, end of the step; of a split backward the first half, and the
-    weights' half as a sixth. The same as ``simulate_stages``, for many."""
+    weights' half as a sixth. The same as ``simulate_stages``, for many. Not ``shared``: as if no
+    messages shared a port (``free_ports``)."""
     forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
     weights = late[0] if late else ()
     if late:
@@ -99,9 +103,8 @@ def simulate_figures(
         edges=pairs,
         send_latency_seconds=(latency_seconds,) * len(received),
     )
-    return float(
-        simulate(_table(schedule, len(figures), num_microbatches, pairs), costs).step_seconds
-    )
+    table = _table(schedule, len(figures), num_microbatches, pairs)
+    return float(simulate(table, costs, ports=Ports if shared else FreePorts).step_seconds)
 
 
 def latency_seconds(cluster: Cluster) -> float:

@@ -16,6 +16,9 @@ from .heterogeneous import run_sizes
 from .layout import Mesh
 from .request import Forced, divisors
 
+MOST_FREE = 2
+"""Axes that are left to the solver at once."""
+
 
 def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
     """How many ranks a stage that starts at rank ``first`` may have.
@@ -78,17 +81,20 @@ def num_row_parts(mesh: Mesh) -> int:
 
 
 def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
-    """What the axes of a mesh are for. ``free`` leaves what is not forced to the solver."""
+    """What the axes of a mesh are for. ``free`` leaves what is not forced to the solver, of
+    three axes all but "dp": tables of as many free ones are too wide."""
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 
-    def named(name: str) -> tuple[int, ...]:
-        return (of[name],) if name in of else ()
+    def kept(name: str, degree: int | None) -> tuple[int, ...]:
+        is_free = free and degree is None and (name != "dp" or len(of) < MOST_FREE + 1)
+        return (of[name],) if name in of and not is_free else ()
 
+    cp, ep = kept("cp", forced.cp), kept("ep", forced.ep)
     return Restriction(
-        () if free and forced.dp is None else named("dp"),
+        kept("dp", forced.dp),
         () if forced.tp is None else tuple(i for i, n in enumerate(mesh.axes) if n == "tp"),
         forced.sequence_parallel,
-        named("cp"),
-        split_experts=named("ep"),
-        gathers=(*named("ep"), *named("cp")),
+        cp,
+        split_experts=ep,
+        gathers=(*ep, *cp),
     )

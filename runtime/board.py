@@ -24,6 +24,8 @@ GATHER_SECONDS = 4.0
 """How long a rank that ends waits for the others' notes, to say who failed."""
 ANSWER_SECONDS = 1.0
 """How long the store may take to answer."""
+MOST_FAILURES = 3
+"""How often a store may be out of reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Note:
 
 
 class Board(Protocol):
-    """Where notes are left. No call takes longer than ``ANSWER_SECONDS``, and none raises."""
+    """Where notes are left. No call takes longer than twice ``ANSWER_SECONDS``, and none raises."""
 
     def tell(self, note: Note) -> None: ...
     def read(self) -> dict[int, Note]: ...
@@ -82,15 +84,23 @@ class FolderBoard:
 class StoreBoard:
     """Notes in the store of MASTER_ADDR and MASTER_PORT, by a connection of its own.
 
-    A store that does not answer is not asked again.
+    Nothing more is asked of a store while it owes an answer, or when it cannot be reached for
+    ``MOST_FAILURES`` times. Where no agent of torchrun keeps the store, rank 0 makes it with the
+    process group; it is not asked before. Made in the main thread: two threads that import
+    ``torch.distributed`` at once would end the process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        import torch.distributed  # noqa: F401
+
         self._address = (environment.get("MASTER_ADDR"), environment.get("MASTER_PORT"))
         restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._key = f"autoparallel/notes/{restart}"
         self._store: Any = None
-        self._is_lost = None in self._address
+        self._has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._failures = MOST_FAILURES if None in self._address else 0
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
 
     def tell(self, note: Note) -> None:
         text = json.dumps(asdict(note)) + "\n"
@@ -108,7 +118,19 @@ class StoreBoard:
         return not self._ask(lambda store: store.check([self._key]), False)
 
     def _ask(self, question: Callable[[Any], T], otherwise: T) -> T:
-        if self._is_lost:
+        if not self._lock.acquire(timeout=ANSWER_SECONDS):
+            return otherwise
+        try:
+            return self._asked(question, otherwise)
+        finally:
+            self._lock.release()
+
+    def _asked(self, question: Callable[[Any], T], otherwise: T) -> T:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        if self._asking is not None:
+            self._asking.join(ANSWER_SECONDS)
+        is_owing = self._asking is not None and self._asking.is_alive()
+        if is_owing or self._failures >= MOST_FAILURES or not self._is_there():
             return otherwise
         answers: list[T] = []
 
@@ -117,14 +139,20 @@ class StoreBoard:
                 if self._store is None:
                     self._store = self._connect()
                 answers.append(question(self._store))
+                self._failures = 0
             except RuntimeError:
-                return
+                self._store = None
+                self._failures += 1
 
-        thread = threading.Thread(target=ask, name="board", daemon=True)
-        thread.start()
-        thread.join(ANSWER_SECONDS)
-        self._is_lost = not answers
+        self._asking = threading.Thread(target=ask, name="board", daemon=True)
+        self._asking.start()
+        self._asking.join(max(0.0, deadline - time.monotonic()))
         return answers[0] if answers else otherwise
+
+    def _is_there(self) -> bool:
+        import torch.distributed as dist
+
+        return self._has_agent or dist.is_initialized()
 
     def _connect(self) -> Any:
         import torch.distributed as dist

@@ -27,6 +27,7 @@ from typing import IO, Any
 from ..planner.errors import AutoparallelError, HangError, UsageError, WorkerError
 from .board import FolderBoard, Note, blame
 from .process import RESULT, Job, call, current_worker, read_failure
+from .termination import on_termination
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
@@ -55,7 +56,8 @@ def launch(
     ``log_folder/rank1.log`` …, or to stderr with their rank before them. A worker that tells
     its watchdog nothing for ``timeout_seconds`` counts as hanging.
 
-    Under torchrun the function runs in this process as its rank. Raises UsageError AP152 if
+    Under torchrun the function runs in this process as its rank; when torchrun ends it because
+    another rank has failed, it says what it was doing. Raises UsageError AP152 if
     torchrun started another number, else the error of the first worker that failed.
     """
     environment = os.environ if environment is None else environment
@@ -66,7 +68,9 @@ def launch(
                 "AP152", f"the plan is for {num_processes} processes, torchrun started {started}",
                 where="torchrun", fix="start as many as the plan has devices, or plan again",
             )  # fmt: skip
-        return call(entry, current_worker(environment, timeout_seconds), arguments)
+        worker = current_worker(environment, timeout_seconds)
+        with on_termination(worker.watchdog.terminate):
+            return call(entry, worker, arguments)
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
         job_path = Path(folder) / "job.json"

@@ -66,6 +66,7 @@ class Watchdog:
         self._last = Doing("starting", (), time.monotonic())
         self._watched = threading.main_thread().ident
         self._stopped = threading.Event()
+        self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
@@ -79,6 +80,10 @@ class Watchdog:
     def last(self) -> Doing:
         """The last thing told."""
         return self._last
+
+    def terminate(self) -> None:
+        """Ends the process as its launcher wants it, and says what it was doing and why."""
+        self._give_up("AP821", "is ended by its launcher (SIGTERM)")
 
     def __enter__(self) -> Watchdog:
         self.progress("starting")
@@ -106,14 +111,17 @@ class Watchdog:
                 return self._give_up("AP821", "ends because another rank has failed")
 
     def _give_up(self, code: str, what: str) -> None:
-        """Reports what the process was doing and who failed to come, and ends it."""
+        """Reports what the process was doing and who failed to come, and ends it; only once."""
+        if not self._giving_up.acquire(blocking=False):
+            return
         doing, place = self._last, self._place()
         why = doing.what
         if self.ranks is not None:
             why += f"; {self.ranks.blame(Note(self.ranks.rank, doing.what, doing.waits_for))}"
         error = HangError(
             code, f"{self._name} {what}", why=why, where=place,
-            fix="see which rank is late, and why; a longer --timeout if it was only slow",
+            fix="see which rank is late, and why"
+            + ("; a longer --timeout if it was only slow" if code == "AP802" else ""),
         )  # fmt: skip
         if self._stopped.is_set():
             return

@@ -9,11 +9,14 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
+    DatabaseOption,
     GlobalBatchOption,
     JsonOption,
     MicroBatchOption,
     OptimizerOption,
+    PinOption,
     PrecisionOption,
+    ProfileOption,
     SeqOption,
     SetOption,
     TargetArgument,
@@ -71,6 +74,9 @@ def simulate(
     overlap: OverlapOption = False,
     slowdown: SlowdownOption = None,
     trace: TraceOption = None,
+    pin: PinOption = None,
+    profile: ProfileOption = "auto",
+    database: DatabaseOption = None,
     settings: SetOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -78,7 +84,7 @@ def simulate(
     own, rest = split_parallel(parallel)
     options = plan_options(
         global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
-        optimizer=optimizer, parallel=rest,
+        optimizer=optimizer, parallel=rest, pin=pin, profile=profile, database=database,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
     from autoparallel.planning import find_cluster
@@ -87,7 +93,7 @@ def simulate(
     configuration = configured(options, own, found, layers)
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.cost_model.stage_costs import MEASURED_SLOWDOWN, Overlap
-    from autoparallel.planning import capture_target
+    from autoparallel.planning import basis_for, capture_target
     from autoparallel.progress import progress
     from autoparallel.targets import load_target
 
@@ -96,7 +102,10 @@ def simulate(
     with progress() as observe:
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
-        step = simulated(program, found, configuration, beside, options.seq)
+        step = simulated(
+            program, found, configuration, beside, options.seq,
+            basis=basis_for(found, options, loaded), pins=options.pins,
+        )  # fmt: skip
         observe("simulate", 1, 1)
     if trace is not None:
         write_trace(step, trace)

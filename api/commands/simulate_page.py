@@ -18,10 +18,12 @@ from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.cost_model.trace import chrome_trace, rank_name
+from autoparallel.planner.basis import DEFAULT, Basis
 from autoparallel.planner.choices import input_specs
 from autoparallel.planner.configuration import Configuration, PricedStep, price
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
+from autoparallel.planner.pins import Pin
 from autoparallel.planner.rules import work
 from autoparallel.planner.stage_runs import even_layers, find_layers
 from autoparallel.planner.step import Pipeline, latency_seconds, simulate_stages
@@ -67,13 +69,18 @@ def simulated(
     configuration: Configuration,
     overlap: Overlap | None,
     seq: int | None,
+    *,
+    basis: Basis = DEFAULT,
+    pins: tuple[Pin, ...] = (),
 ) -> SimulatedStep:
     """Prices and simulates a configuration. Raises ``UsageError`` where it does not fit."""
     from autoparallel.planning import captured_seq
 
     configuration = with_rows(program.graph, configuration)
     layers = check_layers(program, configuration)
-    priced = price(program.graph, program.blocks, cluster, configuration)
+    priced = price(
+        program.graph, program.blocks, cluster, configuration, basis=basis, pins=pins
+    )  # fmt: skip
     per_rank = configuration.num_devices // configuration.pp
     timeline = simulate_stages(
         Pipeline(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autoparallel.planner.asynchronous import num_updates
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.schedules import parts_of_ranks
 from autoparallel.planner.strategy import NodeLayout
 from autoparallel.report.words import held_text
 
@@ -36,33 +37,58 @@ def usable_bytes(plan: Plan, stage: StagePlan) -> int:
     return min(plan.cluster.device(rank).usable_memory_bytes for rank in stage.devices)
 
 
-def stage_seconds(plan: Plan, stage: StagePlan) -> dict[str, float]:
-    """Where a rank of ``stage`` spends a step, in seconds; what is left is waiting.
+def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The stages that each pipeline rank runs; under Chimera those that it has a replica of."""
+    if plan.schedule == "chimera" and plan.has_pipeline:
+        return parts_of_ranks(plan.schedule, len(plan.stages), 1)
+    found: dict[frozenset[int], list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        found.setdefault(frozenset(stage.devices), []).append(index)
+    return tuple(map(tuple, found.values()))
+
+
+def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
+    """Where a rank that runs ``stages`` spends a step, in seconds; what is left is waiting.
 
     ``prediction.seconds`` counts compute, communication and send per micro-batch, and
     gradient_sync and optimizer per update.
     """
-    seconds, updates = stage.prediction.seconds, num_updates(plan)
-    parts = {
-        "compute": seconds.get("compute", 0.0) * plan.num_microbatches,
-        "communication inside the stage": seconds.get("communication", 0.0) * plan.num_microbatches,
-        "sending to the next stage": seconds.get("send", 0.0) * plan.num_microbatches,
-        "gradient synchronization": seconds.get("gradient_sync", 0.0) * updates,
-        "optimizer": seconds.get("optimizer", 0.0) * updates,
-    }
+    updates, parts = num_updates(plan), dict.fromkeys(SPENT, 0.0)
+    for stage in stages:
+        seconds = plan.stages[stage].prediction.seconds
+        for name, key in SPENT.items():
+            times = updates if key in ("gradient_sync", "optimizer") else _num_runs(plan)
+            parts[name] += seconds.get(key, 0.0) * times
     waiting = plan.prediction.step_seconds - sum(parts.values())
     other = "waiting for other stages" if plan.has_pipeline else "other"
     parts[other] = waiting if waiting > 1e-3 * plan.prediction.step_seconds else 0.0
     return {name: value for name, value in parts.items() if value > 0}
 
 
-def busiest_stage(plan: Plan) -> int:
-    """The stage that sets the pace: the most seconds per micro-batch."""
-    busy = [
-        stage.prediction.seconds.get("forward", 0.0) + stage.prediction.seconds.get("backward", 0.0)
-        for stage in plan.stages
-    ]
-    return busy.index(max(busy))
+SPENT = {
+    "compute": "compute",
+    "communication inside the stage": "communication",
+    "sending to the next stage": "send",
+    "gradient synchronization": "gradient_sync",
+    "optimizer": "optimizer",
+}
+"""What a rank does, and its name in a prediction."""
+
+
+def _num_runs(plan: Plan) -> float:
+    """How many micro-batches a rank runs through each of its stages; of two replicas, half."""
+    is_both_ways = plan.schedule == "chimera" and plan.has_pipeline
+    return plan.num_microbatches / (2 if is_both_ways else 1)
+
+
+def busiest_rank(plan: Plan) -> tuple[int, ...]:
+    """The stages of the rank that sets the pace: the most seconds per micro-batch."""
+
+    def busy(stages: Sequence[int]) -> float:
+        own = [plan.stages[stage].prediction.seconds for stage in stages]
+        return sum(each.get("forward", 0.0) + each.get("backward", 0.0) for each in own)
+
+    return max(stages_of_ranks(plan), key=busy)
 
 
 @dataclass(frozen=True, slots=True)

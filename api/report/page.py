@@ -21,12 +21,12 @@ from autoparallel.report.facts import (
     AxisUse,
     KindSplit,
     axis_uses,
-    busiest_stage,
+    busiest_rank,
     folded_names,
     memory_source,
     merged_splits,
     planning_seconds,
-    stage_seconds,
+    rank_seconds,
     uniform,
     usable_bytes,
     worst_stage,
@@ -290,10 +290,12 @@ MEMORY_STYLES = {
 
 
 def time(plan: Plan) -> tuple[str, RenderableType]:
-    """Where the step's time goes on the stage that sets the pace."""
-    index = busiest_stage(plan)
-    values = stage_seconds(plan, plan.stages[index])
-    where = f", stage {index}" if plan.has_pipeline else ""
+    """Where the step's time goes on the rank that sets the pace."""
+    stages = busiest_rank(plan)
+    values = rank_seconds(plan, stages)
+    names = ", ".join(map(str, stages))
+    where = f", a rank of stages {names}" if len(stages) > 1 else f", stage {names}"
+    where = where if plan.has_pipeline else ""
     title = f"Where the step goes{where}: {seconds_text(plan.prediction.step_seconds)}"
     return title, bars(
         values, seconds_text, {"compute": "green", "waiting for other stages": "red"}

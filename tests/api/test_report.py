@@ -8,8 +8,14 @@ import pytest
 from handmade import GIB, flat_plan, pipeline_plan
 
 from autoparallel import describe
-from autoparallel.planner.plan import GoalReport, Tried
-from autoparallel.report.facts import busiest_stage, merged_splits, stage_seconds, worst_stage
+from autoparallel.planner.plan import GoalReport, Plan, Tried
+from autoparallel.report.facts import (
+    busiest_rank,
+    merged_splits,
+    rank_seconds,
+    stages_of_ranks,
+    worst_stage,
+)
 
 
 def test_no_line_is_wider_than_80_columns() -> None:
@@ -60,10 +66,44 @@ def test_the_worst_rank_is_the_one_with_the_most_memory() -> None:
 
 def test_the_parts_of_the_step_add_up_to_the_step() -> None:
     plan = pipeline_plan()
-    parts = stage_seconds(plan, plan.stages[busiest_stage(plan)])
+    parts = rank_seconds(plan, busiest_rank(plan))
     assert sum(parts.values()) == pytest.approx(plan.prediction.step_seconds)
     assert parts["compute"] == pytest.approx(16 * 0.101)
     assert "waiting for other stages" in parts
+
+
+def with_two_stages_per_rank(plan: Plan) -> Plan:
+    """Each stage cut in two halves on its devices, in the order of interleaved stages."""
+    halves = tuple(
+        replace(stage, prediction=replace(
+            stage.prediction,
+            seconds={name: value / 2 for name, value in stage.prediction.seconds.items()},
+        ))
+        for stage in plan.stages
+    )  # fmt: skip
+    return replace(plan, stages=(*halves, *halves), schedule="interleaved")
+
+
+def test_a_rank_of_several_stages_waits_for_what_none_of_them_takes() -> None:
+    """Cut in two, the stages of a rank take together what the one took, and wait as long."""
+    one = pipeline_plan()
+    two = with_two_stages_per_rank(one)
+    assert stages_of_ranks(one) == ((0,), (1,))
+    assert stages_of_ranks(two) == ((0, 2), (1, 3))
+    whole, parts = rank_seconds(one, busiest_rank(one)), rank_seconds(two, busiest_rank(two))
+    assert parts.keys() == whole.keys()
+    for name, seconds in whole.items():
+        assert parts[name] == pytest.approx(seconds)
+    names = ", ".join(map(str, busiest_rank(two)))
+    assert f"Where the step goes, a rank of stages {names}: " in describe(two)
+
+
+def test_a_rank_of_two_replicas_runs_half_of_the_micro_batches_through_each() -> None:
+    plan = replace(pipeline_plan(), schedule="chimera")
+    assert stages_of_ranks(plan) == ((0, 1), (1, 0))
+    own = [stage.prediction.seconds["compute"] for stage in plan.stages]
+    found = rank_seconds(plan, (0, 1))
+    assert found["compute"] == pytest.approx(plan.num_microbatches * sum(own) / 2)
 
 
 def test_what_lost_is_listed_with_its_distance_and_reason() -> None:

@@ -177,3 +177,75 @@ def test_what_cannot_be_simulated_is_refused_in_words(
     assert f"error[{code}]" in captured.err
     assert says in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "copies"),
+    [("1f1b", (0, 0, 0, 0)), ("pipedream", (3, 2, 1, 0)), ("pipedream-2bw", (1, 1, 1, 1)),
+     ("ampnet", (0, 0, 0, 0))],
+)  # fmt: skip
+def test_the_older_versions_of_weights_are_in_the_memory_of_asynchronous_schedules(
+    deep_file: str, capsys: pytest.CaptureFixture[str], schedule: str, copies: tuple[int, ...]
+) -> None:
+    found = figures(capsys, deep_file, f"dp=2,pp=4,microbatches=16,schedule={schedule}")
+    for memory, count in zip(found["memory_bytes"], copies, strict=True):
+        assert memory.get("versions", 0) == count * memory["parameters"]
+
+
+def test_a_version_in_mixed_precision_has_no_master_copy(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parallel = "dp=2,pp=4,microbatches=16,schedule=pipedream"
+    found = figures(capsys, deep_file, parallel, "--precision", "bf16")
+    first = found["memory_bytes"][0]
+    assert first["versions"] == 3 * first["parameters"] * 2 / (2 + 4)
+
+
+PINNED = "layers.*.up.weight"
+
+
+def test_a_pin_decides_how_a_weight_lies(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First columns, then rows is what is best anyway; the other way round more is summed."""
+
+    def seconds(up: str, down: str) -> float:
+        pins = (f"layers.*.up.weight={up}@tp", f"layers.*.down.weight={down}@tp")
+        asked = [part for pin in pins for part in ("--pin", pin)]
+        return figures(capsys, deep_file, "dp=4,tp=2,microbatches=16", *asked)["step_seconds"]
+
+    free = figures(capsys, deep_file, "dp=4,tp=2,microbatches=16")["step_seconds"]
+    assert seconds("S(0)", "S(1)") == pytest.approx(free)
+    assert seconds("S(1)", "S(0)") > free
+
+
+def test_a_pin_on_one_layer_leaves_the_layers_as_they_are_counted(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parallel = "dp=2,tp=2,pp=2,microbatches=16"
+    free, pinned = (
+        figures(capsys, deep_file, parallel, *pin)["stage_seconds"]
+        for pin in ((), ("--pin", "layers.3.up.weight=S(1)@tp"))
+    )
+    assert len(pinned) == 2
+    assert pinned[0] != free[0]
+    assert pinned[1] == free[1]
+
+
+def test_a_pin_that_the_configuration_cannot_keep_is_refused(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(deep_file, "dp=8,microbatches=8", "--pin", f"{PINNED}=S(0)@tp") == 2
+    assert "error[AP184]" in capsys.readouterr().err
+    assert simulate(deep_file, "dp=8,microbatches=8", "--pin", "layers.*.upp.weight=R@tp") == 2
+    assert "error[AP181]" in capsys.readouterr().err
+
+
+def test_measured_times_are_asked_for_as_when_planning(
+    deep_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "none.db")
+    assert simulate(deep_file, "dp=8,microbatches=8", "--database", missing) == 2
+    assert "error[AP171]" in capsys.readouterr().err
+    plain = figures(capsys, deep_file, "dp=8,microbatches=8", "--profile", "analytic")
+    assert plain["step_seconds"] > 0

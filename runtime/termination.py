@@ -1,0 +1,47 @@
+"""A SIGTERM from whoever started this process, heard even while a message is waited for.
+
+In: what to do when it comes. Out: nothing while it does not. torchrun ends all ranks so when one
+of them has failed, a scheduler when the time is up. Python runs handlers in the main thread
+alone, which may sit in a collective and never return; so a thread of its own hears of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def on_termination(act: Callable[[], None]) -> Iterator[None]:
+    """Calls ``act`` in another thread when SIGTERM comes while the block runs.
+
+    Leaves a program alone that handles SIGTERM itself, and does nothing outside the main thread.
+    After an error in the block the signal is ignored: the process is about to say so and to end.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    listening, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def listen() -> None:
+        while number := os.read(listening, 1):
+            if number[0] == signal.SIGTERM:
+                act()
+        os.close(listening)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=listen, name="termination", daemon=True).start()
+    after = signal.SIG_IGN
+    try:
+        yield
+        after = signal.SIG_DFL
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGTERM, after)
+        os.close(told)
