@@ -50,9 +50,10 @@ class GradientReducer:
         self._is_last = False
 
     def attach(self, parameters: Iterable[StageParameter]) -> None:
-        """Watch the parameters' gradients come."""
+        """Watch the gradients come that are to be reduced, or moved into the master dtype."""
         for parameter in parameters:
-            attach_gradient_hook(parameter, self._arrived)
+            if parameter.name in self._bucket_of or parameter.has_copy:
+                attach_gradient_hook(parameter, self._arrived)
 
     def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:
         """Before each backward; only the last one launches reductions.

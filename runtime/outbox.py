@@ -7,12 +7,15 @@ receiver waits for them in order, and a slow receiver keeps nobody else's memory
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
+
+LOOK_SECONDS = 0.005
+"""How long what has gone may be kept by a thread that does not know of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,37 +63,68 @@ class Outbox:
 
 
 class _Lane:
-    """The messages to one rank, and the thread that waits for them."""
+    """The messages to one rank in order, and the thread that waits for them.
+
+    While a step sends, the thread looks for new ones by itself: a rank that had to wake it for
+    each would lose its turn on a busy processor to do so.
+    """
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
-        self.num_waiting = 0
-        self.first = ""
-        self._queue: queue.SimpleQueue[_Sent] = queue.SimpleQueue()
-        self._idle = threading.Condition()
+        self._sent: deque[_Sent] = deque()
+        self._changed = threading.Condition()
+        self._sleeps = True
+        self._finishing = False
         self._error: RuntimeError | None = None
         threading.Thread(target=self._run, name=f"outbox {peer}", daemon=True).start()
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sent)
+
+    @property
+    def first(self) -> str:
+        """The name of the first message that has not gone."""
+        return next((sent.what for sent in self._sent.copy()), "")
+
     def add(self, sent: _Sent) -> None:
-        with self._idle:
-            self.num_waiting += 1
-        self._queue.put(sent)
+        self._finishing = False
+        self._sent.append(sent)
+        if self._sleeps:
+            with self._changed:
+                self._changed.notify_all()
 
     def finish(self) -> None:
-        with self._idle:
-            self._idle.wait_for(lambda: self.num_waiting == 0)
+        with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._sent)
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         while True:
-            sent = self._queue.get()
-            self.first = sent.what
-            try:
-                sent.work.wait()
-            except RuntimeError as error:
-                self._error = error
-            del sent
-            with self._idle:
-                self.num_waiting -= 1
-                self._idle.notify_all()
+            self._look()
+            self._wait()
+
+    def _look(self) -> None:
+        """Until there is a message: after a step until it is woken, in one from time to time."""
+        with self._changed:
+            while not self._sent:
+                self._sleeps = self._finishing
+                if not self._sent:  # What is added from here on wakes a thread that sleeps.
+                    self._changed.wait(None if self._sleeps else LOOK_SECONDS)
+            self._sleeps = False
+
+    def _wait(self) -> None:
+        """For the first message, which is freed then."""
+        sent = self._sent[0]
+        try:
+            sent.work.wait()
+        except RuntimeError as error:
+            self._error = error
+        del sent
+        with self._changed:
+            self._sent.popleft()
+            if not self._sent:
+                self._changed.notify_all()

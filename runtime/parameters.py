@@ -57,9 +57,9 @@ class StageParameter:
     @property
     def local(self) -> Tensor:
         """This rank's part of the master, sharing its memory."""
-        master = self.master.detach()
-        assert isinstance(master, DTensor)
-        return master.to_local()
+        assert isinstance(self.master, DTensor)
+        with torch.no_grad():
+            return self.master.to_local().detach()
 
     @property
     def gradient(self) -> Tensor | None:
@@ -85,7 +85,7 @@ class StageParameter:
 
     def as_dtensor(self, local: Tensor) -> DTensor:
         """``local``, a tensor over this rank's region, as a DTensor laid out like the master."""
-        master = self.master.detach()
+        master = self.master
         assert isinstance(master, DTensor)
         return DTensor.from_local(
             local,

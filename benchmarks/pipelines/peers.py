@@ -226,7 +226,7 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
 
         def forward(self, x: Any, targets: Any = None) -> Any:
             # The targets of the whole batch are counted once a step; the batch stays the same.
-            values = {**self.constants, **self.executor._counts, self.entry: x}
+            values = {**self.constants, **self.executor._counts[0], self.entry: x}
             if targets is not None:
                 values["targets"] = targets
             value = self.stage(values)[self.exit]
