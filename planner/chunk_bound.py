@@ -22,8 +22,10 @@ from .search_job import Job
 from .search_space import uniform_tiling
 
 
-def chunk_bound(job: Job, numbers: tuple[int, ...], most_chunks: int) -> float:
-    """No plan of several stages on each of so many ranks takes less than this; infinite where
+def chunk_bound(
+    job: Job, numbers: tuple[int, ...], most_chunks: int, *, fewest_chunks: int = 2
+) -> float:
+    """No plan of so many stages on each of so many ranks takes less than this; infinite where
     there is none."""
     least = float("inf")
     for each in microbatch_rows(job.structure.graph, job.request, job.cluster):
@@ -32,7 +34,7 @@ def chunk_bound(job: Job, numbers: tuple[int, ...], most_chunks: int) -> float:
             ranks = uniform_tiling(job.cluster, number, costs.place) if number > 1 else None
             most = min(most_chunks, costs.runs.classes.num_blocks // number)
             if ranks is not None:
-                for chunks in range(2, most + 1):
+                for chunks in range(fewest_chunks, most + 1):
                     least = min(least, _of_chunks(job, each, ranks, chunks))
     return least
 
