@@ -23,7 +23,10 @@ UNITS = {
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
-DEGREES = ("dp", "tp", "pp", "zero", "recompute", "schedule", "microbatches", "chunks", "slices")
+DEGREES = (
+    "dp", "tp", "pp", "cp", "ep", "zero", "recompute", "schedule", "microbatches", "chunks",
+    "slices",
+)  # fmt: skip
 """What ``--parallel`` can force."""
 
 RECOMPUTE = ("none", "selective", "full")

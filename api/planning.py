@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from autoparallel.collection import rare_collections
 from autoparallel.planner.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.features import Features
@@ -121,6 +122,7 @@ def make_plan(
     return replace(found, solver=replace(found.solver, seconds=spent))
 
 
+@rare_collections()
 def plan_program(
     program: Program,
     target: Target,

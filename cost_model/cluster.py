@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 Source = Literal["measured", "interpolated", "spec"]
@@ -108,9 +109,20 @@ class Cluster:
     inter_link: Link
     rack_link: Link | None = None
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         return sum(host.num_devices for host in self.hosts)
+
+    @cached_property
+    def host_size(self) -> int | None:
+        """How many devices every host has; None where that differs."""
+        sizes = {host.num_devices for host in self.hosts}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """For each host its first rank."""
+        return tuple(accumulate((host.num_devices for host in self.hosts[:-1]), initial=0))
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ is timed, all that runs beside it is known and has no gaps: it lasts to ``busy_u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .actions import GATHER, REDUCE, Action
@@ -21,11 +22,12 @@ class Collectives:
 
     ``gathered[stage]``: when each bucket of the stage's parameters is there, in order;
     ``reduced[stage]``: when all of its gradients are summed. ``lost_seconds``: how much longer
-    compute has taken beside collectives.
+    compute has taken beside collectives. ``buckets``: those of each stage, one where this is empty.
     """
 
     slowdown: float
     busy_until: float
+    buckets: Sequence[int] = ()
     free: dict[Stream, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     gathered: dict[int, list[float]] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class Collectives:
 
     def gather(self, stage: int, costs: StageCosts, now: float) -> None:
         """Launches the gathering of a stage's parameters, bucket by bucket."""
-        parts = buckets(costs, stage)
+        parts = self.buckets[stage] if self.buckets else 1
         seconds = costs.gather_seconds[stage] / parts
         self.gathered[stage] = [
             self.launch(Action(GATHER, stage), "parameter gather", now, seconds)
@@ -82,15 +84,10 @@ class Collectives:
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
         """A backward whose every share completes a bucket of gradients; when it ends."""
-        parts = buckets(costs, stage)
+        parts = self.buckets[stage] if self.buckets else 1
         share, seconds = work / parts, costs.gradient_sync_seconds[stage] / parts
         now = start
         for _ in range(parts):
             now = self.finish(now, share)
             self.reduced[stage] = self.launch(Action(REDUCE, stage), "gradient sync", now, seconds)
         return now
-
-
-def buckets(costs: StageCosts, stage: int) -> int:
-    """Into how many equal parts a stage's gradients and parameters travel."""
-    return costs.gradient_buckets[stage] if costs.gradient_buckets else 1

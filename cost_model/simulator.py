@@ -47,6 +47,7 @@ from .actions import (
     Action,
     Schedule,
 )
+from .free_ports import FreePorts
 from .overlap import Collectives
 from .ports import Arrival, Message, Ports
 from .simulated_rank import SimulatedRank
@@ -68,11 +69,13 @@ def simulate(
     *,
     overlap: Overlap | None = None,
     replicas: Sequence[int] = (),
+    ports: type[Ports] | type[FreePorts] = Ports,
 ) -> Timeline:
     """Runs the table once. Raises ValueError if it deadlocks or does not fit the costs.
 
     ``overlap`` lets gradient sums and parameter gathers run beside compute; without it they
     stop their rank. ``replicas``: how many devices each pipeline rank stands for, one by default.
+    ``ports``: whether messages share them.
 
     >>> from autoparallel.cost_model.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -84,6 +87,10 @@ def simulate(
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"
         )
+    if overlap is not None and len(overlap.gradient_buckets) not in (0, schedule.num_parts):
+        raise ValueError(
+            f"buckets of {len(overlap.gradient_buckets)} stages for {schedule.num_parts}"
+        )
     costs = of_replicas(costs, schedule)
     if schedule.edges is not None and costs.edges is not None and schedule.edges != costs.edges:
         raise ValueError(f"costs of the edges {costs.edges} for a schedule of {schedule.edges}")
@@ -91,13 +98,19 @@ def simulate(
         raise ValueError("the costs are of a chain and the schedule is none, or the reverse")
     if len(replicas) not in (0, schedule.num_ranks):
         raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
-    return _Simulation(schedule, costs, overlap).run(tuple(replicas))
+    return _Simulation(schedule, costs, overlap, ports).run(tuple(replicas))
 
 
 class _Simulation:
     """The state of one run. A message's number is that of the compute action that needs it."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, overlap: Overlap | None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        overlap: Overlap | None,
+        ports: type[Ports] | type[FreePorts],
+    ) -> None:
         stages = schedule.num_stages
         zeros = (0,) * stages
         self.schedule, self.costs, self.overlap = schedule, costs, overlap
@@ -119,7 +132,7 @@ class _Simulation:
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
         number = 2 * stages * schedule.num_microbatches * schedule.num_slices
         self.takes_time = any(map(any, (costs.send_seconds, costs.send_backward_seconds)))
-        self.ports = Ports(schedule.num_ranks, self.zero)
+        self.ports = ports(schedule.num_ranks, self.zero)
         self.sent: dict[tuple[int, int], tuple[float, int]] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
         self.posted: list[float | None] = [None] * number
@@ -158,7 +171,7 @@ class _Simulation:
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
-        books = Collectives(self.overlap.slowdown if self.overlap else 1, self.zero)
+        books = self._books()
         for stage in stages:
             books.gather(stage, costs, self.zero)
         if self.overlap is not None:
@@ -168,6 +181,14 @@ class _Simulation:
         elif stages:
             rank.clock = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
             rank.events += books.events
+
+    def _books(self) -> Collectives:
+        """Those of a rank without collectives so far."""
+        if self.overlap is None:
+            return Collectives(1, self.zero)
+        parts, stages = self.overlap.gradient_buckets, range(self.schedule.num_stages)
+        buckets = [parts[self.schedule.part(stage)] for stage in stages] if parts else ()
+        return Collectives(self.overlap.slowdown, self.zero, buckets)
 
     def _advance(self, rank: SimulatedRank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""

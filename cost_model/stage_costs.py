@@ -22,13 +22,18 @@ class Overlap:
     """Collectives of gradients and parameters run beside compute, which they slow down.
 
     ``slowdown``: seconds that a second's work takes while one of them runs on the same device.
+    ``gradient_buckets``: into how many equal parts the gradients and parameters of each part of
+    the model travel (its blocks); into one where this is empty.
     """
 
     slowdown: float = MEASURED_SLOWDOWN
+    gradient_buckets: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.slowdown < 1:
             raise ValueError(f"a slowdown of {self.slowdown} would be a speedup")
+        if any(buckets < 1 for buckets in self.gradient_buckets):
+            raise ValueError("a stage's gradients are at least one bucket")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,7 @@ class StageCosts:
     way from the beginning of the call. All three are for both directions.
     ``gather_seconds``: gathering sharded parameters, once, before the first forward.
     ``gradient_sync_seconds``: summing gradients, once, after the last backward; with an
-    ``Overlap`` both go bucket by bucket beside that forward and that backward, in
-    ``gradient_buckets`` equal parts (one by default, and blocks in a model).
+    ``Overlap`` both go bucket by bucket beside that forward and that backward.
     ``step_seconds``: the optimizer, once.
     ``activation_bytes``: what one micro-batch keeps until its backward, on the worst rank.
     ``static_bytes``: everything held throughout. ``weight_backward_seconds``: the part of the
@@ -68,7 +72,6 @@ class StageCosts:
     weight_backward_seconds: Sequence[float] = ()
     gradient_sync_seconds: Sequence[float] = ()
     gather_seconds: Sequence[float] = ()
-    gradient_buckets: Sequence[int] = ()
     forward_communication_seconds: Sequence[float] = ()
     backward_communication_seconds: Sequence[float] = ()
     edges: Edges | None = None
@@ -89,8 +92,6 @@ class StageCosts:
             length = num_edges if name.startswith(OF_EDGES) else stages
             if found != length and not (found == 0 and name != "backward_seconds"):
                 raise ValueError(f"{name} has {found} entries for {stages} stages, not {length}")
-        if any(buckets < 1 for buckets in self.gradient_buckets):
-            raise ValueError("a stage's gradients are at least one bucket")
 
 
 def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:

@@ -5,17 +5,13 @@ What another rank holds reads as zero, so the results are partial sums.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..planner.graph import Ref
 from .collectives import Rank
 from .local_loss import part_of
-
-if TYPE_CHECKING:
-    from .local_ops import Call, LocalOp
+from .local_op import Call, LocalOp
 
 
 def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from .search import Searched
 from .sequence_places import find_places
 from .slice_costs import MOST_UNITS, SliceShares, even_lengths, shares_by_work
 from .stage_cost import StageCost
-from .step import latency_seconds, simulate_stages
+from .step import Pipeline, latency_seconds, simulate_stages
 
 MOST_PRICED = 2
 """Arranged pipelines that are priced node by node."""
@@ -108,7 +108,7 @@ def _both_ways(found: Searched, base: Candidate) -> Iterator[Guess]:
         check_replicas(found.graph)
         summed = with_replica_sums(costs, "chimera", found.cluster, ranks)
         timeline = simulate_stages(
-            "chimera", count, summed, latency_seconds=latency_seconds(found.cluster)
+            Pipeline("chimera", count), summed, latency_seconds=latency_seconds(found.cluster)
         )
     except (PlanError, UsageError):
         return
@@ -143,8 +143,9 @@ def _sliced(found: Searched, base: Candidate, bar: float) -> Iterator[Guess]:
 def _step(found: Searched, costs: list[StageCost], count: int, shares: SliceShares) -> float:
     """The step in slices of these shares."""
     timeline = simulate_stages(
-        "terapipe", count, costs, latency_seconds=latency_seconds(found.cluster), slices=shares
-    )
+        Pipeline("terapipe", count, slices=shares), costs,
+        latency_seconds=latency_seconds(found.cluster),
+    )  # fmt: skip
     return timeline.step_seconds
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 
 from .batch import rows_apart
+from .expert_dims import ExpertDims, by_experts, expert_dims
 from .feature_strategies import allowed
 from .features import Features
 from .graph import Graph, Node, TensorSpec
@@ -50,8 +51,11 @@ class Restriction:
     used split where an op can; ``sequence_parallel`` says whether values outside such ops are
     split along positions there, as in Megatron-LM with and without sequence parallelism (None
     leaves it to the solver). On one of ``split_positions`` every value that counts positions
-    is split along them and parameters are replicated (context parallelism). ``pins`` are the
-    layouts that the user asks for, by node of a kind, ``features`` the means that are allowed.
+    is split along them and parameters are replicated (context parallelism); on one of
+    ``split_experts`` the weights of experts are split by expert and all else as on one of
+    ``split_batch`` (expert parallelism). ``pins`` are the layouts that the user asks for, by
+    node of a kind, ``features`` the means that are allowed. On axes of ``gathers`` a parameter
+    that is used whole may still be held split, along its first dimension, and gathered.
     """
 
     split_batch: tuple[int, ...] = ()
@@ -60,6 +64,13 @@ class Restriction:
     split_positions: tuple[int, ...] = ()
     pins: Pins = field(default_factory=dict)
     features: Features = field(default_factory=Features)
+    split_experts: tuple[int, ...] = ()
+    gathers: tuple[int, ...] = ()
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The axes that leave nothing to the solver but what they are not for."""
+        return (*self.split_batch, *self.split_positions, *self.split_experts)
 
 
 def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
@@ -137,11 +148,14 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = _strategies(node, graph, size, prices)
-    if axis not in (*restriction.split_batch, *restriction.split_positions):
+    if axis not in restriction.given:
         dims = partial(_dims, graph, size, prices)
         strategies = allowed(node, graph, strategies, dims, restriction.features)
     if axis in restriction.split_batch and (graph.batch_dims or graph.batch_size % size == 0):
         return _batch_split(node, batch_dims(graph, prices), strategies)
+    if axis in restriction.split_experts:
+        by_rows = _batch_split(node, batch_dims(graph, prices), strategies)
+        return by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
     if axis in restriction.split_parameters:
         fitting = _batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
@@ -171,6 +185,16 @@ def _dims(graph: Graph, size: int, prices: Prices) -> Dims:
     found: Dims | None = prices.cache.get(key)
     if found is None:
         found = position_dims(graph, lambda node: _strategies(node, graph, size, prices))
+        prices.cache[key] = found
+    return found
+
+
+def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
+    """What counts experts on an axis of a size, made once per graph."""
+    key = ("experts", size, graph.batch_size)
+    found: ExpertDims | None = prices.cache.get(key)
+    if found is None:
+        found = expert_dims(graph, lambda node: _strategies(node, graph, size, prices))
         prices.cache[key] = found
     return found
 
@@ -289,7 +313,9 @@ def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[
     options: list[list[Placement]] = []
     for axis, size in enumerate(prices.mesh.shape):
         splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
-        if axis in (*restriction.split_batch, *restriction.split_positions) or size == 1:
+        if axis in restriction.gathers and size > 1:
+            options.append([*(each for each in splits if each.dim == 0), REPLICATE])
+        elif axis in restriction.given or size == 1:
             options.append([REPLICATE])
         elif axis in restriction.split_parameters and len(shape) >= 2 and splits:
             options.append(list(splits))

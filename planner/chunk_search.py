@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import StageCosts
@@ -22,6 +23,7 @@ from .errors import UsageError
 from .plan import Alternative, Plan
 from .report_plan import Candidate
 from .schedules import build_schedule, find_schedule
+from .schedules_orders import round_size
 from .search import Searched
 from .search_candidates import edges
 
@@ -92,9 +94,12 @@ def guesses(found: Searched) -> Iterator[Guess]:
                 if chunks < 2 or number > num_blocks or number * count > MOST_ACTIONS:
                     continue
                 try:
-                    yield Guess(_about(base, name, chunks), base, name, chunks)
+                    seconds = extrapolated(
+                        partial(_about, base, name, chunks), ranks, chunks, count
+                    )
                 except UsageError:
                     continue
+                yield Guess(seconds, base, name, chunks)
 
 
 def bases(found: Searched) -> list[Candidate]:
@@ -116,10 +121,26 @@ def bases(found: Searched) -> list[Candidate]:
     return [each for *_, each in sorted(work.values(), key=lambda own: own[:2])[:MOST_BASES]]
 
 
-def _about(base: Candidate, name: str, chunks: int) -> float:
+def extrapolated(
+    step: Callable[[int], float], num_ranks: int, chunks: int, num_microbatches: int
+) -> float:
+    """``step(num_microbatches)``, from two shorter ones if there are many micro-batches.
+
+    What a micro-batch adds is the same once all stages are full: as many micro-batches as two
+    and three times the stages are simulated, and the rest goes on as between them.
+    """
+    size = chunks * (round_size(num_ranks, num_microbatches) or num_microbatches)
+    few, many = 2 * size, 3 * size
+    if num_microbatches <= few + many:
+        return step(num_microbatches)
+    less, more = step(few), step(many)
+    return more + (more - less) / (many - few) * (num_microbatches - many)
+
+
+def _about(base: Candidate, name: str, chunks: int, num_microbatches: int) -> float:
     """The step where each chunk takes its share of its rank's seconds. Raises UsageError."""
     ranks = len(base.stages)
-    schedule = build_schedule(name, ranks * chunks, base.num_microbatches, num_chunks=chunks)
+    schedule = build_schedule(name, ranks * chunks, num_microbatches, num_chunks=chunks)
     costs = [base.answers[rank][1].cost for rank in schedule.stage_rank]
     own = [answer.figures.late(answer.run)[0] / chunks for _, answer in base.answers]
     late = [own[rank] for rank in schedule.stage_rank]

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from . import search
@@ -28,6 +30,7 @@ from .errors import InfeasibleError, UsageError
 from .evaluate import at_microbatch, evaluate, priced_stages
 from .graph import Blocks, Graph
 from .layout import Layout
+from .options import microbatch_rows
 from .plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
 from .prices import Rules, boundary_layout
 from .report_plan import leaf_layout
@@ -37,6 +40,7 @@ from .slice_costs import best_lengths
 from .sources import with_sources
 from .stage_cost import StageCost
 from .strategy import NodeLayout
+from .work_bound import work_bound
 
 OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
 """Schedules of two chunks where nothing is said."""
@@ -161,31 +165,28 @@ def _under_others(
 def _gauged(other: Plan, found: search.Searched) -> Plan:
     """The plan with a bound of what was searched.
 
-    Slices skip masked pairs of attention, which the bounds count: there is none for them.
+    Of replicas it is the work alone. Slices skip masked pairs of attention, which the bounds
+    count: there is none for them.
     """
-    fewest = 2 if other.num_chunks > 1 else 1
-    if other.slices:
-        solver = search.solver_info(other.prediction.step_seconds, 0.0, found.spent)
-        return replace(other, solver=solver)
-    other = _bounded(other, found, found.job.stage_numbers, MOST_CHUNKS, fewest=fewest)
-    if found.request.allows_one_stage and found.bound_seconds < other.solver.bound_seconds:
-        step = other.prediction.step_seconds
-        other = replace(other, solver=search.solver_info(step, found.bound_seconds, found.spent))
-    return other
+    step, job = other.prediction.step_seconds, found.job
+    if other.num_chunks > 1:
+        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
+    elif other.slices:
+        least = 0.0
+    else:
+        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+        least = work_bound(job, rows)
+    if found.request.allows_one_stage:
+        least = min(least, found.bound_seconds)
+    return replace(other, solver=search.solver_info(step, least, found.spent))
 
 
 def _bounded(
-    looped: Plan,
-    found: search.Searched,
-    numbers: tuple[int, ...],
-    most_chunks: int,
-    *,
-    fewest: int = 2,
+    looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
 ) -> Plan:
     """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
-    least = 0.0
-    if not found.job.stopped:
-        least = chunk_bound(found.job, numbers, most_chunks, fewest_chunks=fewest)
+    names = found.request.chunked_schedules or (looped.schedule,)
+    least = chunk_bound(found.job, numbers, most_chunks, names)
     step = looped.prediction.step_seconds
     return replace(looped, solver=search.solver_info(step, least, found.spent))
 
@@ -224,9 +225,10 @@ def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) ->
         return base
     largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
     degrees = dict(zip(largest.axes, largest.shape, strict=True))
-    if set(degrees) <= {"dp", "tp", "cp"}:
+    if set(degrees) <= {"dp", "ep", "cp", "tp"}:
         dp, tp, cp = degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("cp")
-        base = found(replace(asked, forced=replace(asked.forced, dp=dp, tp=tp, cp=cp)))
+        own = replace(asked.forced, dp=dp, tp=tp, cp=cp, ep=degrees.get("ep"))
+        base = found(replace(asked, forced=own))
     if len({stage.mesh for stage in base.stages}) > 1:
         raise _refused("the ranks of the pipeline have different meshes", "dp= and tp=")
     return base
@@ -328,21 +330,31 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
     (0, 3, 4)
     """
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     count = len(weights)
-    best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
-    for runs in range(1, number + 1):
-        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for stop in range(runs, count - (number - runs) + 1):
-            row[stop] = min(
-                (max(most, sums[stop] - sums[start]), squares + (sums[stop] - sums[start]) ** 2,
-                 (*starts, start))
-                for start, (most, squares, starts) in best[-1].items() if start < stop
-            )  # fmt: skip
-        best.append(row)
-    return best[-1][count][2]
+    own = sums[None, :] - sums[:, None]  # [start, stop]
+    own[np.tril_indices(count + 1)] = np.inf
+    most, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+    most[0] = squares[0] = 0.0
+    places = np.arange(count + 1)
+    rank = places  # in the order of where the runs up to a stop begin: the earliest cuts win
+    before = []
+    for _ in range(number):
+        heaviest = np.maximum(most[:, None], own)
+        most = heaviest.min(axis=0)
+        both = np.where(heaviest == most, squares[:, None] + own**2, np.inf)
+        squares = both.min(axis=0)
+        start = np.where(both == squares, rank[:, None], count + 1).argmin(axis=0)
+        order = np.lexsort((start, rank[start]))
+        rank = np.empty_like(places)
+        rank[order] = places
+        before.append(start)
+    starts: list[int] = []
+    at = count
+    for start in reversed(before):
+        at = int(start[at])
+        starts.append(at)
+    return tuple(reversed(starts))
 
 
 def priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:

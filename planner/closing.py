@@ -13,7 +13,7 @@ bound over the few discrete choices outside of the program).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,12 @@ from .kind_tables import Rates
 from .ladder import Rungs, forced, rungs
 from .plan import Recompute
 from .structure import Run
+
+MOST_PROGRAMS, MOST_SMALL_PROGRAMS = 2, 8
+"""Integer programs that are solved to narrow a stage's gap; the second in a small graph."""
+
+PROGRAM_SECONDS = 1.0
+"""What such a program may take, but in a small graph; its bound then is what was proven."""
 
 
 def priced(
@@ -91,6 +97,35 @@ def bounds(
     total += family.sync_seconds((run,), rates)[0].reshape(prices.shape)[..., None]
     found: Floats = (total - (prices * free_bytes)[..., None]).max(axis=1)
     return found
+
+
+def lagrangian(
+    family: Family,
+    run: Run,
+    ways: Callable[[Sequence[int], Sequence[float]], Sequence[Rates]],
+    zeros: Sequence[int],
+    scale: tuple[float, float],
+) -> tuple[float, int, list[float]]:
+    """A lower bound of what fits in memory, the ZeRO stage that has it, the prices near the λ.
+
+    ``ways`` are the problems of some stages and prices; ``scale`` is the free bytes and the
+    price of a byte at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
+    """
+    free, unit = scale
+    grid = np.geomspace(1e-3, 1e2, 12) * unit
+    least = dict.fromkeys(zeros, 0.0)
+    for size in (6, 6, 0):
+        found = family.bound(run, ways(zeros, grid.tolist()))
+        values = found.reshape(len(zeros), -1) - free * grid
+        for zero, own in zip(zeros, values.max(axis=1).tolist(), strict=True):
+            least[zero] = max(least[zero], own)
+        zero = min(zeros, key=least.__getitem__)
+        best = int(values[zeros.index(zero)].argmax())
+        near = grid[max(best - 1, 0) : best + 2]
+        if size:
+            zeros = tuple(each for each in zeros if least[each] <= least[zero] * 1.05)
+            grid = np.geomspace(near[0], near[-1], size)
+    return min(least.values()), zero, near.tolist()
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:

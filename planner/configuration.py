@@ -5,7 +5,7 @@ timeline, seconds and bytes of every stage. Nothing is searched but what the con
 leaves open, the layouts inside a stage; they come from the same integer program, tables and
 simulator as in the search.
 
-Stage ``s`` has the ranks from ``(s mod pp)·dp·cp·tp`` on, "tp" innermost and pipeline stages
+Stage ``s`` has the ranks from ``(s mod pp)·dp·ep·cp·tp`` on, "tp" innermost and pipeline stages
 outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473, section 3).
 """
 
@@ -44,7 +44,7 @@ from .slice_costs import SliceShares, carried_by_layers, even_lengths, shares_by
 from .stage_cost import StageCost
 from .stage_model import StageModel
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
-from .step import latency_seconds, simulate_stages
+from .step import Pipeline, latency_seconds, simulate_stages
 from .structure import Structure
 from .submesh import mesh_of, restriction
 
@@ -113,6 +113,7 @@ class Configuration:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     zero: int = 0
     recompute: Recompute = "none"
     microbatch_size: int = 1
@@ -131,7 +132,7 @@ class Configuration:
 
     @property
     def num_devices(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
+        return self.dp * self.ep * self.cp * self.tp * self.pp
 
     @property
     def num_stages(self) -> int:
@@ -265,16 +266,16 @@ def price(
         costs, configuration.schedule, configuration.num_microbatches, work.policy
     )  # fmt: skip
     slices = work.slices()
+    buckets = [max(1, run.num_blocks) for run in runs]
     timeline = simulate_stages(
-        configuration.schedule,
-        configuration.num_microbatches,
+        Pipeline(
+            configuration.schedule, configuration.num_microbatches,
+            num_chunks=configuration.num_chunks, slices=slices,
+        ),
         costs,
-        overlap=OVERLAP if configuration.overlap else None,
-        gradient_buckets=[max(1, run.num_blocks) for run in runs],
-        num_chunks=configuration.num_chunks,
+        overlap=replace(OVERLAP, gradient_buckets=buckets) if configuration.overlap else None,
         latency_seconds=latency_seconds(cluster),
-        slices=slices,
-    )
+    )  # fmt: skip
     ranks = tuple(
         _rank_bytes(tuple(costs[part] for part in parts), timeline.peak_activation_bytes[rank])
         for rank, parts in enumerate(
@@ -299,15 +300,18 @@ def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None
     if own.num_devices != total:
         raise UsageError(
             "AP127",
-            f"dp={own.dp} × tp={own.tp} × pp={own.pp} × cp={own.cp} is {own.num_devices} "
+            f"dp={own.dp} × tp={own.tp} × pp={own.pp} × cp={own.cp} × ep={own.ep} is "
+            f"{own.num_devices} "
             f"devices, the cluster has {total}",
             fix=f"degrees whose product is {total}",
         )
-    if own.microbatch_size % own.dp:
+    parts = own.dp * own.ep
+    if own.microbatch_size % parts:
+        over = f"dp={own.dp}" + (f" × ep={own.ep}" if own.ep > 1 else "")
         raise UsageError(
             "AP124",
-            f"micro-batches of {own.microbatch_size} rows cannot be split over dp={own.dp}",
-            fix=f"a multiple of {own.dp} rows",
+            f"micro-batches of {own.microbatch_size} rows cannot be split over {over}",
+            fix=f"a multiple of {parts} rows",
         )
     if not graph.batch_dims and own.microbatch_size != graph.batch_size:
         raise UsageError(
@@ -367,7 +371,8 @@ class _Work:
 
     @property
     def mesh(self) -> Mesh:
-        return mesh_of(self.configuration.dp, self.configuration.tp, self.configuration.cp)
+        own = self.configuration
+        return mesh_of(own.dp, own.tp, own.cp, own.ep)
 
     def stage(self, stage: int, run: LayersFirst) -> StageCost:
         """The cost of a stage, recomputed and overlapped as configured."""
@@ -418,16 +423,20 @@ class _Work:
     def _solver(self, first: int, link: Link) -> IntraOp:
         own = self.configuration
         prices = self._prices(first)
-        forced = Forced(dp=own.dp, tp=own.tp, cp=own.cp, sequence_parallel=own.sequence_parallel)
+        forced = Forced(
+            dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, sequence_parallel=own.sequence_parallel
+        )  # fmt: skip
         key = (
             id(self.graph), id(self.cluster), own.precision, own.microbatch_size, prices.mesh,
             prices.groups, prices.speed, link, own.sequence_parallel, own.policy,
             own.optimizer, own.zero, self.pins, prices.profile,
         )  # fmt: skip
         if key not in self.cache.solvers:
-            given = by_template(self.graph, self.blocks, self.pins)
-            restricted = replace(restriction(prices.mesh, forced), pins=given)
-            model = StageModel(self.structure, prices, restricted, link)
+            given = replace(
+                restriction(prices.mesh, forced), gathers=(),
+                pins=by_template(self.graph, self.blocks, self.pins),
+            )  # fmt: skip
+            model = StageModel(self.structure, prices, given, link)
             limits = Limits(float("inf"), (own.zero,), "none")
             self.cache.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
         return self.cache.solvers[key]

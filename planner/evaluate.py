@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.memory import reserve_bytes
@@ -32,7 +33,7 @@ from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
 from .shares import coordinate_ranks, slowest
 from .slice_costs import carried_bytes, is_attention, slice_shares
 from .stage_cost import StageCost
-from .step import latency_seconds, send_seconds, simulate_stages
+from .step import Pipeline, latency_seconds, send_seconds, simulate_stages
 from .strategy import NodeLayout
 from .structure import Structure
 from .weight_backward import late_parts, late_seconds
@@ -74,9 +75,12 @@ def evaluate(
     )  # fmt: skip
     costs = list(with_replica_sums(costs, plan.schedule, cluster, len(plan.stages)))
     timeline = simulate_stages(
-        plan.schedule, plan.num_microbatches, costs, edges=edges, num_chunks=plan.num_chunks,
+        Pipeline(
+            plan.schedule, plan.num_microbatches,
+            num_chunks=plan.num_chunks, edges=edges, slices=slices,
+        ),
+        costs,
         latency_seconds=latency_seconds(cluster),
-        slices=slices,
     )  # fmt: skip
     sends = send_seconds(costs, edges)
     return Evaluation(
@@ -107,11 +111,14 @@ def priced_stages(
     """What each stage costs. ``graph`` is ``at_microbatch``, or a slice of that."""
     depths = stage_depths(_edges(graph, blocks, plan), len(plan.stages))
     starts, costs = 0, []
+    cache: dict[Any, Any] = {}
     for index, stage in enumerate(plan.stages):
         stop = starts + len(stage.blocks)
         own = []
         for rows, ranks in _groups(stage, graph.batch_size):
-            prices = _prices(plan, stage, plan.cluster, ranks, rules=rules, basis=basis)
+            if basis.asked is not None:
+                cache = {}  # it must hear of every stage's groups
+            prices = _prices(plan, stage, ranks, cache, rules=rules, basis=basis)
             part = graph.with_batch_size(rows)
             own.append(_Walk(part, blocks, plan, index, prices, starts, stop, depths[index]).cost())
         costs.append(slowest(own))
@@ -163,8 +170,8 @@ def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...
 def _prices(
     plan: Plan,
     stage: StagePlan,
-    cluster: Cluster,
     ranks: tuple[int, ...],
+    cache: dict[Any, Any],
     *,
     rules: Rules,
     basis: Basis,
@@ -172,7 +179,7 @@ def _prices(
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(
-        stage.mesh, cluster, stage.devices, model.precision, model.optimizer, rules,
+        stage.mesh, plan.cluster, stage.devices, model.precision, model.optimizer, rules, cache,
         profile=basis.used, asked=asked, only=basis.only, own=ranks,
     )  # fmt: skip
 
@@ -343,15 +350,15 @@ class _Walk:
     def _ends(self) -> None:
         """Adds what brings sent values to the boundary and the loss to every rank."""
         position = self.blocks.of_node
-        last: dict[Ref, int] = {}
-        for block in self.blocks.blocks[self.stop :]:
-            for name in block.nodes:
-                for ref in self.graph[name].inputs:
-                    if self.start <= position.get(ref.name, -1) < self.stop:
-                        last[ref] = position[name]
-        for ref in last:
-            if self.graph[ref.name].kind == "op":
-                self._end(ref, boundary_layout(self.made[ref]))
+        for ref, layout in list(self.made.items()):
+            node = self.graph[ref.name]
+            if node.kind == "op" and self.start <= position.get(ref.name, -1) < self.stop:
+                readers = (self.graph[user] for user in self.graph.users[ref.name])
+                if any(
+                    position.get(user.name, -1) >= self.stop and ref in user.inputs
+                    for user in readers
+                ):
+                    self._end(ref, boundary_layout(layout))
         if self.start <= position[self.graph.loss.name] < self.stop:
             self._end(self.graph.loss, (INVARIANT,) * len(self.stage.mesh.shape))
 

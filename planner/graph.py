@@ -240,13 +240,21 @@ class Graph:
             return self
         if not self.batch_dims:
             raise ValueError("this graph's batch dimension is not known: it cannot be rescaled")
-        nodes = tuple(
-            replace(node, outputs=tuple(
-                _scaled(spec, dim, batch_size, self.batch_size)
-                for spec, dim in zip(node.outputs, self.batch_dims[node.name], strict=True)
-            )) for node in self.nodes
-        )  # fmt: skip
-        return replace(self, nodes=nodes, batch_size=batch_size)
+        known: dict[object, tuple[TensorSpec, ...]] = {}
+
+        def scaled(node: Node) -> Node:
+            dims = self.batch_dims[node.name]
+            if all(dim is None for dim in dims):
+                return node
+            key = (node.outputs, dims)
+            if key not in known:
+                known[key] = tuple(
+                    _scaled(spec, dim, batch_size, self.batch_size)
+                    for spec, dim in zip(node.outputs, dims, strict=True)
+                )
+            return replace(node, outputs=known[key])
+
+        return replace(self, nodes=tuple(map(scaled, self.nodes)), batch_size=batch_size)
 
     @cached_property
     def fingerprint(self) -> str:

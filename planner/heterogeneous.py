@@ -123,10 +123,11 @@ def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
     (4, 8, 4)
     """
     found: list[int] = []
-    host, start = -1, first
+    starts = cluster.first_ranks
+    start = first
     while start < first + size:
         host = cluster.host_of[start]
-        end = cluster.host_of.index(host) + cluster.hosts[host].num_devices
+        end = starts[host] + cluster.hosts[host].num_devices
         found.append(min(end, first + size) - start)
         start = end
     return tuple(found)
@@ -138,8 +139,14 @@ def inner_size(cluster: Cluster, first: int, size: int) -> int:
     >>> from autoparallel.cost_model.shorthand import parse_cluster
     >>> inner_size(parse_cluster("2x8xH100+4xH100"), 0, 20)
     4
+    >>> inner_size(parse_cluster("2048x8xH100"), 4, 16000)
+    4
     """
-    return gcd(*pieces(cluster, first, size))
+    own = cluster.host_size
+    if own is None:
+        return gcd(*pieces(cluster, first, size))
+    head = min(size, own - first % own)
+    return gcd(head, size - head, own) if size - head >= own else gcd(head, size - head)
 
 
 def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
@@ -154,7 +161,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
     ((1, 2, 4, 8, 12), (1, 2, 4, 5, 9), (1, 2, 4))
     """
     host = cluster.host_of[first]
-    left = cluster.host_of.index(host) + cluster.hosts[host].num_devices - first
+    left = cluster.first_ranks[host] + cluster.hosts[host].num_devices - first
     sizes = {each.num_devices for each in cluster.hosts}
     found = {n for n in range(1, left + 1) if any(size % n == 0 for size in sizes)} | {left}
     total = left

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .classes import classes_of
 from .errors import TimeLimitError
 from .highs import Floats, Ints, Program, Raw, Status, solve
 
@@ -138,24 +139,13 @@ def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Fl
     consumers share a conversion its targets stay apart (``merge_columns`` false), but for
     those that are free.
     """
-    rows, row_of = _firsts([costs[:, row].tobytes() for row in range(costs.shape[1])])
+    row_of, rows = classes_of([costs[:, row].tobytes() for row in range(costs.shape[1])])
     reduced = costs[:, rows]
     keys: list[object] = [reduced[:, :, column].tobytes() for column in range(costs.shape[2])]
     if not merge_columns:
         keys = [column if reduced[:, :, column].any() else -1 for column in range(reduced.shape[2])]
-    columns, column_of = _firsts(keys)
+    column_of, columns = classes_of(keys)
     return row_of, column_of, reduced[:, :, columns]
-
-
-def _firsts(keys: Sequence[object]) -> tuple[list[int], Ints]:
-    """The first index of each distinct key, and for each key its distinct one's number."""
-    numbers: dict[object, int] = {}
-    firsts: list[int] = []
-    for index, key in enumerate(keys):
-        if key not in numbers:
-            numbers[key] = len(firsts)
-            firsts.append(index)
-    return firsts, np.array([numbers[key] for key in keys])
 
 
 def _add_coupling(program: Program, choices: Sequence[Ints], coupling: Coupling) -> None:

@@ -24,16 +24,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from . import ilp
-from .assembly import Assembly, Setting, Solution, fixed_bytes
-from .closing import allowed_rungs, bounds, lowest_first, priced, rounded
+from . import closing, ilp
+from .assembly import Assembly, Setting, fixed_bytes
 from .errors import TimeLimitError
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .ladder import forced
+from .ladder import forced, num_rungs
+from .ladder_front import MOST_RUNGS
 from .plan import Recompute
 from .pool import SAME, Found, Pool
-from .stage_cost import Figures, StageCost
+from .stage_answer import StageAnswer as StageAnswer
+from .stage_answer import gap_between
 from .stage_limits import Effort as Effort
 from .stage_limits import Limits as Limits
 from .stage_model import StageModel
@@ -42,38 +43,11 @@ from .structure import Run
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
 
-MOST_PROGRAMS, MOST_SMALL_PROGRAMS = 2, 8
-"""Integer programs that are solved to narrow a stage's gap; the second in a small graph."""
-
-PROGRAM_SECONDS = 1.0
-"""What such a program may take, but in a small graph; its bound then is what was proven."""
-
 SMALL = 60
 """In a small graph, programs of up to so many binaries are solved to the end for every run."""
 
 SMALL_GRAPH = 30
 """Ops of all kinds of blocks, at most, of a small graph."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageAnswer:
-    """A stage's best way: its choices (by kind), setting, objective, and the solver's gap."""
-
-    run: Run
-    figures: Figures
-    solution: Solution
-    setting: Setting
-    objective: float
-    gap: float
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The rows of each coordinate of "dp"; () where they are split evenly."""
-        return ()
-
-    @property
-    def cost(self) -> StageCost:
-        return self.figures.price(self.run, self.setting)
 
 
 _Bounded = tuple[Sequence[Run], Rates]
@@ -93,7 +67,9 @@ class IntraOp:
     _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
     _refined: set[object] = field(default_factory=set, repr=False)
+    _proven: dict[object, dict[int, float]] = field(default_factory=dict, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
+    _noted: dict[object, float] = field(default_factory=dict, repr=False)
 
     @property
     def zeros(self) -> tuple[int, ...]:
@@ -109,25 +85,35 @@ class IntraOp:
     @property
     def excess_bytes(self) -> dict[object, float]:
         """By how much what did not fit is over the limit, by run and setting."""
-        found: dict[object, float] = {}
+        found = dict(self._noted)
         for pool in self.pools.values():
             found |= pool.excess_bytes
         return found
 
+    def note_excess(self, num_bytes: float) -> None:
+        """Some run cannot fit: it needs at least so many bytes more than there are."""
+        self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
+
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
         """Solves runs of one family without the memory limit."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
-        if not new:
-            return
-        rates = Rates(num_microbatches, self.zeros, self.modes[0])
-        solved = self._solve(new, rates)
+        if new and not self._prepare_by_tables(new, num_microbatches):
+            self._solve_programs(new, self._plain(num_microbatches))
+
+    def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
+        """Bounds runs of one family; False where tables are too wide, or the time is up."""
+        rates = self._plain(num_microbatches)
+        solved = self._solve(runs, rates)
         if solved is None:
-            self._solve_programs(new, rates)
-            return
-        for number, run in enumerate(new):
-            least = solved.least[number]
-            self._bounds[run.key, rates.num_microbatches] = float(least.min())
-        self._bounded.setdefault(new[0].family, []).append((new, rates))
+            return False
+        for number, run in enumerate(runs):
+            self._bounds[run.key, num_microbatches] = float(solved.least[number].min())
+        self._bounded.setdefault(runs[0].family, []).append((runs, rates))
+        return True
+
+    def _plain(self, num_microbatches: int) -> Rates:
+        """What counts where bytes do not."""
+        return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
         """The solutions of a run's family; those of runs that were only bounded are made now."""
@@ -163,7 +149,9 @@ class IntraOp:
         """Whether a run is solved by tables, or its graph is so small that programs are quick."""
         if self._is_small_graph:
             return True
-        return self._solve((run,), Rates(num_microbatches, self.zeros, self.modes[0])) is not None
+        if (run.key, num_microbatches) in self._bounds:
+            return self._family(run) is not None
+        return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
         """Runs of one family from the tables of their kinds; None where these are too wide."""
@@ -231,7 +219,7 @@ class IntraOp:
         if best is None:
             return float("inf")
         bound = self._bounds.get((run.key, num_microbatches), 0.0)
-        return max(0.0, 1 - bound / best.objective)
+        return gap_between(bound, best.objective)
 
     def _stage_answer(
         self, run: Run, num_microbatches: int, best: Found | None
@@ -256,23 +244,19 @@ class IntraOp:
             return False
         self._thrifty.add(key)
         pool = self._pool(run)
-        unit = rounded(self._price_unit(run, num_microbatches))
+        unit = closing.rounded(self._price_unit(run, num_microbatches))
         in_flight = 1 << (in_flight.bit_length() - 1)
         before = len(pool.entries)
+        zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # all are tried with them
         for mode in self.modes:
             prices = [unit * price for price in PRICES]
-            rates = priced(num_microbatches, in_flight, mode, self._some_zeros, prices)
+            rates = closing.priced(num_microbatches, in_flight, mode, zeros, prices)
             solved = self._solve((run,), rates)
             if solved is not None:
                 self._take(pool, solved)
             elif nothing_fits:
                 self._thriftiest_program(run, rates, in_flight)
         return len(pool.entries) > before
-
-    @property
-    def _some_zeros(self) -> tuple[int, ...]:
-        """The ZeRO stages whose layouts are worth finding: every solution is tried under all."""
-        return tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))
 
     def _price_unit(self, run: Run, num_microbatches: int) -> float:
         """Seconds per byte at which all of a device's bytes cost as much as the stage."""
@@ -290,35 +274,27 @@ class IntraOp:
         if family is None or not np.isfinite(self.limits.memory_bytes):
             return bound
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
-        grid = np.geomspace(1e-3, 1e2, 12) * rounded(self._price_unit(run, num_microbatches))
-        least = dict.fromkeys(self.zeros, 0.0)
-        zeros = self.zeros
-        for size in (6, 6, 0):
-            ways = self._ways(num_microbatches, in_flight, zeros, grid.tolist())
-            try:
-                found = family.bound(run, list(ways.values()))
-            except TooWideError:
-                return bound
-            values = found.reshape(len(zeros), -1) - free * grid
-            for zero, own in zip(zeros, values.max(axis=1).tolist(), strict=True):
-                least[zero] = max(least[zero], own)
-            zero = min(zeros, key=least.__getitem__)
-            best = int(values[zeros.index(zero)].argmax())
-            near = grid[max(best - 1, 0) : best + 2]
-            if size:
-                zeros = tuple(each for each in zeros if least[each] <= least[zero] * 1.05)
-                grid = np.geomspace(near[0], near[-1], size)
-        for rates in self._ways(num_microbatches, in_flight, (zero,), near.tolist()).values():
+        unit = closing.rounded(self._price_unit(run, num_microbatches))
+
+        def ways(zeros: Sequence[int], prices: Sequence[float]) -> list[Rates]:
+            return list(self._ways(num_microbatches, in_flight, zeros, prices).values())
+
+        try:
+            least, zero, near = closing.lagrangian(family, run, ways, self.zeros, (free, unit))
+        except TooWideError:
+            return bound
+        for rates in ways((zero,), near):
             solved = self._solve((run,), rates)
             if solved is not None:
                 self._take(self._pool(run), solved)
-        return max(bound, min(least.values()))
+        return max(bound, least)
 
     def _ways(
         self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
     ) -> dict[Recompute, Rates]:
         return {
-            mode: priced(num_microbatches, in_flight, mode, zeros, prices) for mode in self.modes
+            mode: closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            for mode in self.modes
         }
 
     def refine(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
@@ -328,14 +304,21 @@ class IntraOp:
         if found is None or found.gap <= SAME - 1 or key in self._refined:
             return found
         self._refined.add(key)
-        bound = self.memory_bound_seconds(run, num_microbatches, in_flight)
+        proven = self._proven.setdefault((run.key, num_microbatches), {})
+        # whatever fits with more in flight fits with fewer
+        bound = max((own for held, own in proven.items() if held <= in_flight), default=0.0)
+        if 1 - bound / found.objective <= self.limits.gap:
+            self.answers[key] = replace(found, gap=max(0.0, 1 - bound / found.objective))
+            return self.answers[key]
+        bound = max(bound, self.memory_bound_seconds(run, num_microbatches, in_flight))
         best = self._pool(run).cheapest(run, num_microbatches, in_flight, self.limits.memory_bytes)
         better = self._stage_answer(run, num_microbatches, best)
         assert better is not None, "what fits is still there"
-        found = replace(better, gap=max(0.0, 1 - bound / better.objective))
+        found = replace(better, gap=gap_between(bound, better.objective))
         if found.gap > self.limits.gap:
-            most = MOST_SMALL_PROGRAMS if self._is_small_graph else MOST_PROGRAMS
+            most = closing.MOST_SMALL_PROGRAMS if self._is_small_graph else closing.MOST_PROGRAMS
             found = self._closed(found, bound, self.limits.gap, most)
+        proven[in_flight] = found.objective * (1 - found.gap)
         self.answers[key] = found
         return found
 
@@ -343,18 +326,18 @@ class IntraOp:
         """The best after up to ``most`` integer programs, until the gap is no more than asked."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
-        if family is None:
+        if family is None or num_rungs(*run.class_counts) > MOST_RUNGS:
             return found
-        on = allowed_rungs(run, self.limits.recompute, self.limits.modes)
+        on = closing.allowed_rungs(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
-        values = bounds(
+        values = closing.bounds(
             family, run, self._ways(count, base.in_flight, self.zeros, prices), on,
             num_zeros=len(self.zeros), free_bytes=free,
         )  # fmt: skip
         least = found.objective
         solved: list[float] = []
-        for number, (value, zero, rung) in enumerate(lowest_first(values)):
+        for number, (value, zero, rung) in enumerate(closing.lowest_first(values)):
             bound = max(bound, min([value, *solved]))
             if min(value, least) >= least * (1 - gap) or number >= most:
                 break
@@ -371,7 +354,7 @@ class IntraOp:
         best = self._pool(run).cheapest(run, count, base.in_flight, self.limits.memory_bytes)
         improved = self._stage_answer(run, count, best)
         assert improved is not None, "what fits is still there"
-        return replace(improved, gap=max(0.0, 1 - bound / improved.objective))
+        return replace(improved, gap=gap_between(bound, improved.objective))
 
     def _program(
         self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf
@@ -389,7 +372,7 @@ class IntraOp:
         try:
             left = self.effort.left_seconds
             if np.isfinite(cutoff) and not self._is_small_graph:
-                left = min(left, PROGRAM_SECONDS)
+                left = min(left, closing.PROGRAM_SECONDS)
             answer = ilp.optimize(problem, time_limit_seconds=left, gap=gap, cutoff=cutoff)
         except TimeLimitError:
             return None

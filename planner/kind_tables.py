@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
 from .assignments import assignments
+from .classes import classes_of
 from .elimination import Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
 from .plan import Recompute
 from .stage_model import KindModel, StageModel
@@ -76,21 +76,6 @@ class End:
     decision: int
     classes: Ints
     firsts: Ints
-
-
-def classes_of(keys: Sequence[object]) -> tuple[Ints, Ints]:
-    """Equal keys as one class: the class of each, and the first of each class.
-
-    >>> [found.tolist() for found in classes_of("abca")]
-    [[0, 1, 2, 0], [0, 1, 2]]
-    """
-    numbers: dict[object, int] = {}
-    firsts: list[int] = []
-    for index, key in enumerate(keys):
-        if key not in numbers:
-            numbers[key] = len(firsts)
-            firsts.append(index)
-    return np.array([numbers[key] for key in keys]), np.array(firsts)
 
 
 def shared_cost(matrix: Floats, num_uses: int) -> Floats:
@@ -300,7 +285,3 @@ class KindTables:
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         parts = np.split(cost, ends, axis=1)
         return [Factor((number,), part[None]) for number, part in enumerate(parts)]
-
-    @property
-    def num_end_cells(self) -> int:
-        return prod(self.sizes[variable] for variable in self.kept)

@@ -33,6 +33,10 @@ FEW_RUNGS = 400
 """Up to so many ways all are tried."""
 
 
+Way = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a few classes how many blocks are recomputed fully, and how many selectively."""
+
+
 class Rung(NamedTuple):
     """How many blocks of each class are recomputed, fully and selectively; () is none."""
 
@@ -92,6 +96,34 @@ def only(rung: Rung, num_classes: int) -> Rungs:
     return Rungs(full, selective)
 
 
+def ways_of(
+    counts: tuple[int, ...], kinds: tuple[str, ...]
+) -> tuple[list[list[int]], list[list[Way]]]:
+    """Groups of classes, and the ways of each that are combined with all ways of the others."""
+    if prod(comb(count + 2, 2) for count in counts) <= FEW_RUNGS:
+        return (
+            [[number] for number in range(len(counts))],
+            [[((full,), (some,)) for full, some in _pairs(count)] for count in counts],
+        )
+    places = [[n for n, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)]
+    sizes = [sum(counts[n] for n in place) for place in places]
+    commonest = sizes.index(max(sizes))
+    return places, [
+        [
+            (_filled(0, full, own), _filled(full, some, own))
+            for full, some in (_mixes(size) if number == commonest else _uniform(size))
+        ]
+        for number, (place, size) in enumerate(zip(places, sizes, strict=True))
+        for own in ([counts[n] for n in place],)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def num_rungs(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
+    """How many rungs a run has."""
+    return prod(len(own) for own in ways_of(counts, kinds)[1])
+
+
 @lru_cache(maxsize=4096)
 def rungs(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Rungs:
     """The rungs of a run with so many blocks of each class, which is of that kind.
@@ -100,24 +132,7 @@ def rungs(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Rungs:
     >>> [tuple(found[number]) for number in range(3)]
     [((0,), (0,)), ((0,), (1,)), ((1,), (0,))]
     """
-    ways: list[list[tuple[tuple[int, ...], tuple[int, ...]]]]
-    if prod(comb(count + 2, 2) for count in counts) <= FEW_RUNGS:
-        ways = [[((full,), (some,)) for full, some in _pairs(count)] for count in counts]
-        places = [[number] for number in range(len(counts))]
-    else:
-        places = [
-            [n for n, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)
-        ]
-        sizes = [sum(counts[n] for n in place) for place in places]
-        commonest = sizes.index(max(sizes))
-        ways = [
-            [
-                (_filled(0, full, own), _filled(full, some, own))
-                for full, some in (_mixes(size) if number == commonest else _uniform(size))
-            ]
-            for number, (place, size) in enumerate(zip(places, sizes, strict=True))
-            for own in ([counts[n] for n in place],)
-        ]
+    places, ways = ways_of(counts, kinds)
     order = np.argsort([n for place in places for n in place])
     full, selective = (
         np.array([[n for own in way for n in own[side]] for way in product(*ways)])[:, order]

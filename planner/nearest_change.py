@@ -155,7 +155,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
         yield without("zero", f"zero={forced.zero}")
     if forced.schedule is not None:
         yield without("schedule", f"schedule={forced.schedule}")
-    for name in ("dp", "tp", "pp", "cp"):
+    for name in ("dp", "tp", "pp", "cp", "ep"):
         if getattr(forced, name) is not None:
             yield without(name, f"{name}={getattr(forced, name)}")
     for pin in request.pins:

@@ -18,7 +18,7 @@ def check_degrees(forced: Forced, cluster: Cluster) -> None:
     """Raises ``UsageError`` where the forced degrees cannot use every device exactly once."""
     degrees = {
         name: value
-        for name in ("dp", "tp", "pp", "cp")
+        for name in ("dp", "ep", "cp", "tp", "pp")
         if (value := getattr(forced, name)) is not None
     }
     product = 1
@@ -67,13 +67,14 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
         rows = (request.microbatch_size,)
     if forced.num_microbatches is not None:
         rows = tuple(each for each in rows if each * forced.num_microbatches == batch)
-    rows = tuple(each for each in rows if each % (forced.dp or 1) == 0)
+    parts = (forced.dp or 1) * (forced.ep or 1)
+    rows = tuple(each for each in rows if each % parts == 0)
     if not rows:
         raise UsageError(
             "AP124",
             f"a global batch of {batch} rows cannot be cut as asked",
             why=_asked(request),
-            fix=f"micro-batches of a multiple of dp={forced.dp or 1} rows",
+            fix=f"micro-batches of a multiple of {_split_by(forced)} rows",
         )
     middle = log2(2 * cluster.num_devices)
     return tuple(sorted(rows, key=lambda each: (abs(log2(each) - middle), each)))
@@ -97,8 +98,20 @@ def _asked(request: Request) -> str:
         "micro-batch size": request.microbatch_size,
         "number of micro-batches": forced.num_microbatches,
         "dp": forced.dp,
+        "ep": forced.ep,
     }
     return ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
+
+
+def _split_by(forced: Forced) -> str:
+    """The degrees that split rows.
+
+    >>> _split_by(Forced(dp=2, ep=4)), _split_by(Forced())
+    ('dp=2 × ep=4', 'dp=1')
+    """
+    degrees = {"dp": forced.dp or 1, "ep": forced.ep or 1}
+    said = [f"{name}={size}" for name, size in degrees.items() if size > 1]
+    return " × ".join(said) or "dp=1"
 
 
 def stage_numbers(
@@ -130,7 +143,8 @@ def stage_numbers(
     if forced is not None:
         return (forced,)
     asked = request.forced
-    most = cluster.num_devices // ((asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1))
+    degrees = (asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1) * (asked.ep or 1)
+    most = cluster.num_devices // degrees
     if not request.features.allows("pp"):
         return (1,)
     found = tuple(range(least, min(most, num_blocks) + 1))

@@ -26,7 +26,7 @@ from .graph import Block, Blocks, Graph
 from .layout import INVARIANT, Layout, Mesh, Placement, parse_placement
 from .plan import Plan, StagePlan
 
-AXES = ("dp", "cp", "tp")
+AXES = ("dp", "ep", "cp", "tp")
 """The axes that meshes may have."""
 
 PENALTY_SECONDS = 1e6

@@ -41,7 +41,8 @@ class Forced:
     ``tp=k``: a mesh axis "tp" of size k that does not split the batch of the inputs and
     splits, and computes split with, every parameter of two or more dimensions that it
     divides. ``pp=k``: k stages, or k times ``chunks`` where a schedule runs several per rank.
-    ``cp=k``: a mesh axis "cp" of size k that splits positions. ``sequence_parallel``: whether
+    ``cp=k``: a mesh axis "cp" of size k that splits positions; ``ep=k``: one that splits the
+    weights of experts by expert and all else by rows. ``sequence_parallel``: whether
     values between the split parameters of "tp" are split along positions (True), whole
     (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
     that the planner chooses, as it does for None where the schedule has slices.
@@ -55,12 +56,13 @@ class Forced:
     schedule: str | None = None
     num_microbatches: int | None = None
     cp: int | None = None
+    ep: int | None = None
     sequence_parallel: bool | None = None
     chunks: int | None = None
     slices: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "num_microbatches", "chunks"):
+        for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")
@@ -180,7 +182,7 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
             "AP186", f"tp={forced.tp} is forced, but at most {max_tp} is allowed",
             fix="leave one of --parallel tp and --max-tp out",
         )  # fmt: skip
-    wanted = [name for name in ("dp", "tp", "pp", "cp") if (getattr(forced, name) or 1) > 1]
+    wanted = [name for name in ("dp", "tp", "pp", "cp", "ep") if (getattr(forced, name) or 1) > 1]
     wanted += [f"zero{forced.zero}"] if forced.zero else []
     wanted += [forced.recompute] if forced.recompute not in (None, "none") else []
     wanted += [forced.schedule] if forced.schedule is not None else []

@@ -93,6 +93,18 @@ def build_schedule(
     )  # fmt: skip
 
 
+def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
+    """The forwards and backwards of each rank in a schedule's order, without messages.
+
+    >>> from autoparallel.cost_model.actions import format_table
+    >>> print(format_table(compute_orders("1f1b", 2, 2)))
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+    """
+    info = find_schedule(name)
+    return info.orders(_size(info, num_stages, num_microbatches, num_chunks))
+
+
 def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
     """The parts of the model that each rank holds: its stages, or those that they replicate.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..cost_model.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from .schedules import build_schedule, find_schedule, in_flight
+from .schedules import compute_orders, find_schedule, in_flight
 from .schedules_list import Size
 
 Halves = tuple[tuple[int, int], ...]
@@ -35,6 +35,7 @@ def splits(name: str) -> bool:
     return any(action.kind == WEIGHT_BACKWARD for row in orders for action in row)
 
 
+@lru_cache(maxsize=65536)
 def halves(name: str, depth: int, num_stages: int, num_microbatches: int) -> Halves:
     """Of a stage with ``depth`` stages to come, itself included, one stage per rank."""
     if not splits(name):
@@ -46,15 +47,14 @@ def halves(name: str, depth: int, num_stages: int, num_microbatches: int) -> Hal
     return found[num_stages - depth]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def stage_halves(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[Halves, ...]:
     """Of every stage, by its table."""
-    schedule = build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
-    for row in schedule.table:
+    for row in compute_orders(name, num_stages, num_microbatches, num_chunks):
         for kind, stage, *_ in row:
             own = held[stage]
             if kind == FORWARD:

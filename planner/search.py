@@ -372,9 +372,10 @@ class _Ranking:
         for draft in best:
             if self._is_late(0.8):
                 break
-            if not self._may_win(draft):
+            lost = self._lost(draft)
+            if lost is None:
                 continue
-            for each in candidates(job, draft, refine=True, below=self._step_seconds):
+            for each in candidates(job, draft, refine=True, below=self._step_seconds, without=lost):
                 self._offer(each)
         if not job.is_small and not self._is_late(0.9):
             self._free_axes()
@@ -412,14 +413,20 @@ class _Ranking:
             if found is not None:
                 self._offer(found)
 
-    def _may_win(self, draft: Draft) -> bool:
-        """Whether its stages' gaps, if they were closed, could make a draft the best."""
-        least = min(
-            found.step_seconds * (1 - max(answer.gap for _, answer in found.answers))
-            for found in self.known
-            if self.drawn.get(id(found)) == draft
-        )
-        return least < self._step_seconds * (1 - self.job.request.gap)
+    def _lost(self, draft: Draft) -> set[str] | None:
+        """The schedules under which a draft cannot be the best, whatever its stages' gaps hide.
+
+        None if it is none of any.
+        """
+        bar = self._step_seconds * (1 - self.job.request.gap)
+        least: dict[str, float] = {}
+        for found in self.known:
+            if self.drawn.get(id(found)) == draft:
+                gap = max(answer.gap for _, answer in found.answers)
+                own = found.step_seconds * (1 - gap)
+                least[found.schedule] = min(own, least.get(found.schedule, own))
+        lost = {name for name, own in least.items() if own >= bar}
+        return None if len(lost) == len(least) else lost
 
     def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Goes through a small space to the end; of a large one says what nothing is below.

@@ -21,7 +21,13 @@ chain: then only the second form holds.
 
 Where a schedule may put the gradients of weights off, the way to a stage and back is shorter by
 theirs, and they need not come between its first and its last micro-batch: in the first form all
-Q but the first stage's count without the most that these can take.
+Q but the first stage's count without the most that these can take. Then there is a third form,
+of a stage that does all of its work after the first micro-batch has come: with F the least that
+a forward takes
+
+    max_i  Σ_{j<i} F_j + N·(W_i - R_i).
+
+Before any of this each part of the space has the bound of ``work_bound``, which takes no time.
 """
 
 from __future__ import annotations
@@ -29,8 +35,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count as counting
 
 import numpy as np
@@ -38,142 +44,42 @@ import numpy as np
 from .branches import block_edges
 from .inter_op_sweep import Move, Sweep, Tiling, larger, turning
 from .schedules_held import splits
-from .search_costs import MANY, Costs, MeshCosts
+from .search_costs import Costs
 from .search_job import Job
-from .search_runs import Floats, Ints, Series, at_least
+from .search_runs import Floats
 from .search_space import tilings
+from .stage_bounds import FORMS, Form, StageBounds
+from .work_bound import work_bound
 
 BOUND_SHARE = 0.1
 LEAST_SECONDS = 1.5
 """Of the time that the search took, and at least: what narrowing the bound may take besides."""
 
-MOST_RAISED = 8
+ROUNDING = 1e-6
+"""Of bytes and rows that are no whole numbers of each device."""
+
+MOST_RAISED = 32
 """Bounds of stages that are found again with the memory limit."""
 
 Stages = Sequence[tuple[int, int, Move]]
 
 
-@dataclass
-class StageBounds:
-    """Bounds of every class of runs on one place in one role, ``held`` micro-batches in flight.
-
-    By mesh: ``micro`` are Q, ``share`` W, ``alone`` E, ``received`` R; ``splits``: gradients of
-    weights may be put off.
-    """
-
-    meshes: Sequence[MeshCosts]
-    series: tuple[Series, ...]
-    numbers: Ints
-    count: int
-    first: bool
-    held: int
-    splits: bool = False
-    _raised: set[tuple[str, int, int]] = field(default_factory=set)
-
-    @cached_property
-    def share(self) -> list[Floats]:
-        return [mesh.least(self.series, self.count) for mesh in self.meshes]
-
-    @cached_property
-    def micro(self) -> list[Floats]:
-        return [mesh.least(self.series, MANY) for mesh in self.meshes]
-
-    @cached_property
-    def sooner(self) -> list[Floats]:
-        """Q without gradients of weights: by the most seconds and the largest share they have."""
-        if not self.splits or self.first:
-            return self.micro
-        found = []
-        for mesh, micro in zip(self.meshes, self.micro, strict=True):
-            least = micro.copy()
-            for number in self.numbers.tolist():
-                counts = mesh.runs.run(number).counts
-                most = {kind: mesh.solver.model.most_late(kind) for kind in counts}
-                share = max(share for share, _ in most.values())
-                seconds = sum(count * most[kind][1] for kind, count in counts.items())
-                own = micro[number]
-                least[number] = max(own * (1 - share), own - seconds, 0.0)
-            found.append(least)
-        return found
-
-    @cached_property
-    def alone(self) -> list[Floats]:
-        if not self.first:
-            return self.micro
-        return [mesh.least(self.series, 1) for mesh in self.meshes]
-
-    @cached_property
-    def received(self) -> list[Floats]:
-        return [mesh.most_received(self.series) for mesh in self.meshes]
-
-    def turning(self) -> tuple[Floats, Floats]:
-        """By class what a stage takes once, and more for all other micro-batches."""
-        more = self.count - 1
-        micro = self.sooner
-        alone = self.alone if self.first else micro
-        once = [np.maximum(a, q) for a, q in zip(alone, micro, strict=True)]
-        rest = [more * np.maximum(q - r, 0.0) for q, r in zip(micro, self.received, strict=True)]
-        if self.first:
-            whole = [self.count * each for each in self.share]
-            rest = [
-                np.maximum(np.where(np.isfinite(w), w, 0.0) - np.where(np.isfinite(o), o, 0.0), r)
-                for w, o, r in zip(whole, once, rest, strict=True)
-            ]
-        return self._least(once), self._least(rest)
-
-    def largest(self) -> tuple[Floats, Floats]:
-        """By class nothing, and all that a stage takes."""
-        own = zip(self.share, self.received, strict=True)
-        every = self._least([self.count * np.maximum(w - r, 0.0) for w, r in own])
-        return np.where(np.isfinite(every), 0.0, np.inf), every
-
-    def _least(self, every: list[Floats]) -> Floats:
-        found = np.full(len(self.meshes[0].runs.classes.firsts), np.inf)
-        found[self.numbers] = np.minimum.reduce(every)[self.numbers]
-        return found
-
-    def raise_by_memory(self, number: int, *, alone: bool) -> int:
-        """Bounds a class with its memory on the meshes that may be its best; on how many.
-
-        Only what counts for the role: W of a pipeline of one stage, Q of a later stage.
-        """
-        forms = [("share", self.count)] if self.first else []
-        forms += [] if alone else [("micro", MANY)]
-        raised = 0
-        for name, count in forms:
-            every: list[Floats] = getattr(self, name)
-            while True:
-                at = min(range(len(every)), key=lambda each: float(every[each][number]))
-                if (name, at, number) in self._raised:
-                    break
-                self._raised.add((name, at, number))
-                self._raise(every, at, number, count)
-                raised += 1
-        return raised
-
-    def _raise(self, every: list[Floats], at: int, number: int, count: int) -> None:
-        """A run takes at least what a shorter one of its series does."""
-        mesh = self.meshes[at]
-        found = mesh.solver.memory_bound_seconds(mesh.runs.run(number), count, self.held)
-        if found <= every[at][number]:
-            return
-        every[at] = every[at].copy()
-        every[at][number] = found
-        for series in self.series:
-            own = list(series.classes)
-            if number in own:
-                every[at][own] = at_least(series.lengths, every[at][own], 0.0)
+class _LateError(Exception):
+    """There is no time left for a better bound; caught below."""
 
 
 @dataclass
 class Space:
-    """The pipelines of a tiling at one micro-batch size."""
+    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``."""
 
     costs: Costs
     tiling: Tiling
     is_chain: bool
     splits: bool
     _bounds: dict[tuple[int, bool, bool, int], StageBounds] = field(default_factory=dict)
+    until: float = float("inf")
+    has_memory: bool = False
+    _sweeps: dict[tuple[int, Form], Sweep] = field(default_factory=dict)
 
     def stage(self, left: int, place: int, first: bool) -> StageBounds | None:
         """The bounds of a stage; None on a place without meshes."""
@@ -191,37 +97,66 @@ class Space:
         return self._bounds.get(key)
 
     def band(
-        self, left: int, place: int, first: bool, bound: float, *, turns: bool
+        self, left: int, place: int, first: bool, bound: float, *, form: Form
     ) -> tuple[Floats, Floats]:
-        """``inter_op_sweep.Band``."""
+        """``inter_op_sweep.Band``. Raises ``_LateError`` where the time is up."""
+        if time.perf_counter() > self.until:
+            raise _LateError
         runs = self.costs.runs
         rows = slice(0, 1) if first else slice(None)
         own = self.stage(left, place, first)
         if own is None:
             nothing = np.full((1 if first else len(runs.band), 0), np.inf)
             return nothing, nothing
-        once, slowest = own.turning() if turns else own.largest()
+        once, slowest = FORMS[form](own)
         band = runs.band[rows]
         return np.append(once, np.inf)[band], np.append(slowest, np.inf)[band]
 
-    def least(self, num_stages: int, *, turns: bool) -> tuple[float, Stages]:
-        """The bound of so many stages, of the one form or the other, and who has it."""
-        sweep = Sweep.of(
-            self.tiling, self.costs.runs.classes.num_blocks,
-            lambda *asked: self.band(*asked, turns=turns), turning if turns else larger,
-            most=num_stages,
-        )  # fmt: skip
-        found = sweep.least(num_stages)
-        return found, sweep.stages(num_stages) if found < float("inf") else ()
+    def passes(self, left: int, place: int, first: bool, *, both: bool) -> Floats:
+        """As ``band``: what a forward, or both passes, of a stage compute at least."""
+        runs, own = self.costs.runs, self.stage(left, place, first)
+        rows = slice(0, 1) if first else slice(None)
+        if own is None:
+            return np.full((1 if first else len(runs.band), 0), np.inf)
+        return np.append(own.passes(both=both), np.inf)[runs.band[rows]]
 
-    def raise_by_memory(self, stages: Stages) -> int:
+    def least(self, num_stages: int, form: Form) -> float:
+        """The bound of so many stages, of one form."""
+        return self._sweep(num_stages, form).least(num_stages)
+
+    def stages(self, num_stages: int, form: Form) -> Stages:
+        """Who has that bound."""
+        return self._sweep(num_stages, form).stages(num_stages)
+
+    def _sweep(self, num_stages: int, form: Form) -> Sweep:
+        """One sweep is for all numbers of stages, until a stage's bound is raised."""
+        number = num_stages if self.tiling.fixed else self.tiling.most
+        if (number, form) not in self._sweeps:
+            self._sweeps[number, form] = Sweep.of(
+                self.tiling, self.costs.runs.classes.num_blocks,
+                lambda *asked: self.band(*asked, form=form),
+                larger if form == "largest" else turning,
+                most=number,
+            )  # fmt: skip
+        return self._sweeps[number, form]
+
+    def forms(self, number: int) -> tuple[Form, ...]:
+        """The forms that hold of so many stages."""
+        if number == 1 or not self.is_chain:
+            return ("largest",)
+        return ("largest", "filling", "turning") if self.splits else ("largest", "turning")
+
+    def raise_by_memory(self, stages: Stages, form: Form) -> int:
         """Bounds the stages of a pipeline with their memory; how many bounds that were."""
         raised = 0
         for at, (start, stop, move) in enumerate(stages):
             own = self.stage(len(stages) - at, move.place, at == 0)
             number = int(self.costs.runs.classes.numbers[start, stop])
             if own is not None:
-                raised += own.raise_by_memory(number, alone=len(stages) == 1)
+                raised += own.raise_by_memory(number, form)
+        if raised:
+            self.has_memory = True
+            self._sweeps.clear()
         return raised
 
 
@@ -229,28 +164,67 @@ class Space:
 class _Part:
     """The pipelines of one number of stages, and what none of them is faster than.
 
-    ``stages`` have that bound by the form that is ``turned`` or not; none are known at first.
+    Of the forms that were ``tried``, ``best`` has the bound.
     """
 
     least: float
     order: int
     space: Space = field(compare=False)
     number: int = field(compare=False)
-    turned: bool = field(default=False, compare=False)
-    stages: Stages = field(default=(), compare=False)
+    tried: list[Form] = field(default_factory=list, compare=False)
+    best: Form = field(default="largest", compare=False)
 
     def narrow(self, left: int) -> int | None:
         """Finds a better bound; how many stages that bounded by memory, None if there is none."""
-        before, raised = self.least, 0
-        if self.stages and not self.turned and self.space.is_chain and self.number > 1:
-            self.turned = True
-        elif self.stages:
-            raised = self.space.raise_by_memory(self.stages) if left > 0 else 0
-            if not raised:
-                return None
-        found, self.stages = self.space.least(self.number, turns=self.turned)
-        self.least = max(before, found)
+        untried = [each for each in self.space.forms(self.number) if each not in self.tried]
+        if untried:
+            self.tried.append(untried[0])
+            self._take()
+            return 0
+        raised = 0
+        if left > 0 and self.least < float("inf"):
+            stages = self.space.stages(self.number, self.best)
+            raised = self.space.raise_by_memory(stages, self.best)
+        if not raised:
+            return None
+        self._take()
         return raised
+
+    def _take(self) -> None:
+        found = {form: self.space.least(self.number, form) for form in self.tried}
+        self.best = max(found, key=found.__getitem__)
+        self.least = max(self.least, found[self.best])
+
+    @property
+    def count(self) -> int:
+        return self.space.costs.runs.count
+
+    @property
+    def key(self) -> tuple[bool, int]:
+        """Equal for the same tiling at any micro-batch size."""
+        return self.space.tiling.fixed, self.number
+
+
+@dataclass
+class _Fewer:
+    """What pipelines take at least with fewer, larger micro-batches: so do they with more.
+
+    Under specifications twice the rows take at most twice as long, whatever the layout, the ends
+    of a step are the same, and a mesh that is allowed for few rows is so for many. That holds of
+    work alone, so of the form "largest" where memory is left out.
+    """
+
+    holds: bool
+    known: dict[tuple[bool, int], dict[int, float]] = field(default_factory=dict)
+
+    def take(self, part: _Part) -> None:
+        if self.holds and not part.space.has_memory and "largest" in part.tried:
+            found = part.space.least(part.number, "largest")
+            self.known.setdefault(part.key, {}).setdefault(part.count, found * (1 - ROUNDING))
+
+    def least(self, part: _Part) -> float:
+        own = self.known.get(part.key, {})
+        return max((own[count] for count in own if part.count % count == 0), default=0.0)
 
 
 def step_bound(
@@ -258,20 +232,33 @@ def step_bound(
 ) -> float:
     """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough."""
     began = time.perf_counter()
-    order = counting()
-    heap = [_Part(0.0, next(order), *each) for each in spaces(job, rows, numbers)]
-    left = MOST_RAISED
     until = began + max(LEAST_SECONDS, BOUND_SHARE * (began - job.began))
-    while heap[0].least < step * (1 - gap) and job.effort.left_seconds > 0:
-        if time.perf_counter() > until:
-            break
-        raised = heap[0].narrow(left)
-        if raised is None:
-            break
-        left -= raised
-        heapq.heapreplace(heap, heap[0])
+    until = min(until, job.effort.deadline)
+    order, least = counting(), work_bound(job, rows)
+    largest_first = tuple(sorted(rows, reverse=True))
+    every = spaces(job, largest_first, numbers, until)
+    heap = [_Part(least, next(order), *each) for each in every]
+    fewer = _Fewer(job.basis.used is None and job.basis.only is None)
+    with suppress(_LateError):
+        _narrow(heap, fewer, step * (1 - gap))
     job.took("bound", time.perf_counter() - began)
     return min(heap[0].least, step)
+
+
+def _narrow(heap: list[_Part], fewer: _Fewer, enough: float) -> None:
+    """Narrows the parts, the least first, until that is enough or cannot be narrowed."""
+    left = MOST_RAISED
+    while heap[0].least < enough:
+        part, inherited = heap[0], fewer.least(heap[0])
+        if inherited > part.least:
+            part.least = inherited
+        else:
+            raised = part.narrow(left)
+            if raised is None:
+                return
+            left -= raised
+            fewer.take(part)
+        heapq.heapreplace(heap, part)
 
 
 def space_of(costs: Costs, tiling: Tiling) -> Space:
@@ -280,7 +267,7 @@ def space_of(costs: Costs, tiling: Tiling) -> Space:
 
 
 def spaces(
-    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
+    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...], until: float = float("inf")
 ) -> Iterator[tuple[Space, int]]:
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
@@ -289,5 +276,9 @@ def spaces(
     mixed = job.request.features.allows("mixed-stages")
     for each in rows:
         costs = job.costs(each)
+        known: dict[int, Space] = {}
         for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            yield Space(costs, tiling, is_chain, has_split), number
+            own = known.setdefault(
+                id(tiling), Space(costs, tiling, is_chain, has_split, until=until)
+            )
+            yield own, number

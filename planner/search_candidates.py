@@ -9,7 +9,7 @@ winner's whole step is simulated.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ..cost_model.timeline import Timeline
@@ -23,7 +23,7 @@ from .schedules_held import Halves, is_split, most_held, splits
 from .search_job import Job
 from .search_quests import Draft
 from .stage_cost import StageCost
-from .step import latency_seconds, simulate_stages
+from .step import Pipeline, latency_seconds, simulate_stages
 
 Chosen = tuple[IntraOp, StageAnswer]
 
@@ -108,9 +108,10 @@ def candidate(
 
 
 def candidates(
-    job: Job, draft: Draft, *, refine: bool, below: float = float("inf")
-) -> Iterator[Candidate]:
-    """The draft under every schedule that is allowed and fits.
+    job: Job, draft: Draft, *, refine: bool, below: float = float("inf"),
+    without: Collection[str] = (),
+) -> Iterator[Candidate]:  # fmt: skip
+    """The draft under every schedule that is allowed and fits, ``without`` some.
 
     A schedule that splits backwards only where it can take less than the first of the others
     that fits, and than ``below``: the stages' own work takes as long in any order, and with more
@@ -120,7 +121,7 @@ def candidates(
     needs = edges(job, draft.rows, stages)
     work = 0.0
     for schedule in schedules(job, len(stages), is_chain=needs is None):
-        if splits(schedule) and work >= below:
+        if schedule in without or (splits(schedule) and work >= below):
             continue
         found = candidate(job, draft, schedule, refine=refine)
         if found is not None:
@@ -174,7 +175,9 @@ def _step(
 
     def run(number: int) -> Timeline:
         least = latency_seconds(job.cluster)
-        return simulate_stages(schedule, number, costs, edges=needs, latency_seconds=least)
+        return simulate_stages(
+            Pipeline(schedule, number, edges=needs), costs, latency_seconds=least
+        )
 
     few = (4 if splits(schedule) else 2) * len(costs)
     more = few + max(len(costs) // 2, 1)

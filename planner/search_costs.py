@@ -21,17 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
+from .assembly import reserve
 from .inter_op import StageChoice
+from .inter_op_sweep import Band
 from .intra_op import IntraOp, StageAnswer
-from .search_runs import NO_RUN, Floats, Ints, RunClasses, Series, at_least, chords, samples
-from .structure import Run, Structure
-
-NEIGHBOURS = 2
-"""With a run, so many next shorter and next longer ones of its series are priced."""
+from .search_cuts import Cuts
+from .search_cuts import Runs as Runs
+from .search_runs import NO_RUN, Floats, Series, at_least, chords, samples
+from .structure import Run
 
 SAME = 1 + 1e-9
 
@@ -40,51 +41,6 @@ FEW_MICROBATCHES = 16
 
 MANY = 10**9
 """Micro-batches among which the end of a step is nothing."""
-
-
-@dataclass(frozen=True)
-class Runs:
-    """The runs of a graph at one micro-batch size; ``count`` micro-batches make a step."""
-
-    structure: Structure
-    classes: RunClasses
-    count: int
-
-    def run(self, number: int) -> Run:
-        """A run of a class."""
-        return self.structure.run(*self.classes.firsts[number])
-
-    @cached_property
-    def band(self) -> Ints:
-        """``[k, j]`` the class of the blocks k to k + j; the number of classes where none."""
-        numbers, size = self.classes.numbers, self.classes.num_blocks
-        found: Ints = np.full((size + 1, size), len(self.classes.firsts), dtype=np.int64)
-        for start in range(size):
-            found[start, : size - start] = numbers[start, start + 1 :]
-        return found
-
-    def role(self, first: bool, last: bool) -> Ints:
-        """The classes of the runs that may be a first, inner or last stage."""
-        size = self.classes.num_blocks
-        starts = slice(0, 1) if first else slice(1, size)
-        stops = slice(size, size + 1) if last else slice(1, size)
-        found: Ints = np.unique(self.classes.numbers[starts, stops])
-        kept: Ints = found[found != NO_RUN]
-        return kept
-
-    @cached_property
-    def series_of(self) -> dict[int, tuple[Series, int]]:
-        """For each class its series and where in it the class is."""
-        return {
-            number: (series, at)
-            for series in self.classes.series
-            for at, number in enumerate(series.classes)
-        }
-
-    def near(self, number: int) -> tuple[int, ...]:
-        """A class with its neighbours in length."""
-        series, at = self.series_of[number]
-        return series.classes[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1]
 
 
 @dataclass(frozen=True)
@@ -140,8 +96,13 @@ class MeshCosts:
         self.lower, self.once, self.slowest = (np.full(number, np.nan) for _ in range(3))
 
     def bound(self, wanted: Iterable[Series]) -> None:
-        """Makes lower bounds for all classes of some series."""
-        new = [series for series in wanted if series not in self._bounded]
+        """Makes lower bounds for all classes of some series; infinite for what cannot fit."""
+        asked_for = [series for series in wanted if series not in self._bounded]
+        self._bounded.update(asked_for)
+        for series in asked_for:
+            numbers = list(series.classes)
+            self.lower[numbers] = self.once[numbers] = self.slowest[numbers] = np.inf
+        new = [each for each in map(self._fitting, asked_for) if each.classes]
         asked = {series: samples(series) for series in new}
         number = {
             (series, length): own
@@ -165,7 +126,22 @@ class MeshCosts:
             least = np.maximum(self.lower[numbers] - received, 0.0)
             every = (self.runs.count - 1) * np.where(np.isfinite(least), least, 0.0)
             self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
-            self._bounded.add(series)
+
+    def _fitting(self, series: Series) -> Series:
+        """A series without the lengths that no way to run them fits."""
+        excess = self.excess_bytes[list(series.classes)]
+        number = int(np.argmax(excess > 0)) if (excess > 0).any() else len(excess)
+        if number < len(excess):
+            self.solver.note_excess(float(excess[number]))
+        return Series(series.classes[:number], series.lengths[:number], series.regular)
+
+    @cached_property
+    def excess_bytes(self) -> Floats:
+        """By class what it needs at least, less what a device has."""
+        model, limit = self.solver.model, self.solver.limits.memory_bytes
+        least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
+        found: Floats = least + reserve(model) - limit
+        return found
 
     def least(self, wanted: Iterable[Series], count: int) -> Floats:
         """By class at least c + r + e / ``count``, without the memory limit; 0 elsewhere."""
@@ -393,11 +369,20 @@ class Costs:
 
     def band(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
         """``inter_op_sweep.Band``: of what is known."""
+        return self._band(left, place, first, bound, self.runs.every)
+
+    def band_of(self, cuts: Cuts) -> Band:
+        """The same of runs that begin and end at some cuts only, which number the blocks."""
+        return partial(self._band, cuts=cuts)
+
+    def _band(
+        self, left: int, place: int, first: bool, bound: float, cuts: Cuts
+    ) -> tuple[Floats, Floats]:
         once, slowest = self._seconds(place, left, first)
         within = np.isfinite(once) & (slowest <= bound)
-        width = int(self.runs.classes.lengths[within].max(initial=0))
+        width = cuts.width(int(self.runs.classes.lengths[within].max(initial=0)))
         rows = slice(0, 1) if first else slice(None)
-        band = self.runs.band[rows, :width]
+        band = cuts.band[rows, :width]
         return (
             np.append(np.where(within, once, np.inf), np.inf)[band],
             np.append(np.where(within, slowest, np.inf), np.inf)[band],

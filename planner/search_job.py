@@ -26,6 +26,7 @@ from .heterogeneous import inner_size
 from .inter_op import Floats, Table
 from .intra_op import SMALL_GRAPH, Effort, IntraOp, Limits
 from .layout import Mesh
+from .mesh_proposals import Proposals, proposals
 from .options import stage_numbers
 from .pins import Pins, by_template
 from .precision import with_precision
@@ -39,7 +40,7 @@ from .search_space import place_key
 from .stage_at import stage_begins, without_inner
 from .stage_model import StageModel
 from .structure import Structure
-from .submesh import meshes, restriction, submesh_sizes
+from .submesh import meshes, num_row_parts, restriction, submesh_sizes
 
 
 @dataclass
@@ -128,6 +129,11 @@ class Job:
         return without_inner(found, begins)
 
     @cached_property
+    def proposals(self) -> Proposals:
+        """The meshes of more axes than dp × tp that are worth trying."""
+        return proposals(self.structure.graph, self.cluster, self.request, self.rules)
+
+    @cached_property
     def stage_numbers(self) -> tuple[int, ...]:
         """The numbers of stages to try. Raises ``UsageError`` where there is none."""
         structure, begins = self.structure, self.request.stage_at
@@ -179,16 +185,21 @@ class Job:
 
     def _least_held(self, left: int, count: int) -> int:
         """Whole micro-batches that a stage holds under the thriftiest schedule, at least."""
-        return min(halves(name, left, 2, count)[0][0] for name in self.request.schedules)
+        names = self.request.schedules
+        if "1f1b" in names:  # of the schedules of one stage per rank none holds less
+            return halves("1f1b", left, 2, count)[0][0]
+        return min(halves(name, left, 2, count)[0][0] for name in names)
 
     def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
         """A solver for each mesh on the submesh."""
         found = []
-        for mesh in meshes(size, inner_size(self.cluster, first, size), self.request.forced):
+        inner = inner_size(self.cluster, first, size)
+        proposed = self.proposals.meshes(size, inner, rows)
+        for mesh in (*meshes(size, inner, self.request.forced), *proposed):
             if not self.request.features.allows_mesh(mesh, self.request.max_tp):
                 continue
             has_rows = rows > 1 or bool(self.structure.graph.batch_dims)
-            if mesh.axes[0] == "dp" and has_rows and rows % mesh.shape[0]:
+            if has_rows and rows % num_row_parts(mesh):
                 continue
             found.append(self.solver(rows, mesh, first, free=False))
         return found

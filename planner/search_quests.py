@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from .inter_op import Pipeline, PipelineSearch, StageChoice
@@ -22,6 +22,15 @@ from .search_costs import Costs
 
 TOLERANCE = 1e-3
 """T may be worse than the least by this part."""
+
+MOST_CUTS = 256
+"""With more blocks, stages of any sizes are first cut between groups of blocks."""
+
+COARSE = 0.05
+"""What cutting between groups may cost, at most, before it is made good."""
+
+NEAR = 4
+"""Then so many cuts before and after each are tried, as many times closer to each other."""
 
 PATIENCE = 1.01
 """A pipeline is priced on while it is at most this factor worse than the next quest's."""
@@ -57,14 +66,38 @@ class Quest:
     def look(self, cutoff: float) -> None:
         """Finds the best pipeline under what is known; the estimate is infinite if none is.
 
-        Some pipeline, the even cut or the best so far, says what no better one takes.
+        Some pipeline, the even cut or the best so far, says what no better one takes. Of very
+        many blocks stages of any sizes are cut at some places only, then near those.
         """
         known = [self._known_seconds(stages) for stages in self._tries()]
+        cutoff = min([cutoff, *(seconds * (1 + TOLERANCE) for seconds in known)])
+        step = -(-self.num_blocks // MOST_CUTS)
+        if self.tiling.fixed or step == 1:
+            best = self._best_of(range(self.num_blocks + 1), cutoff, self.numbers)
+        else:
+            few = (*range(0, self.num_blocks, step), self.num_blocks)
+            best = self._best_of(few, cutoff * (1 + COARSE), self.numbers)
+            while best is not None and step > 1:
+                step = -(-step // NEAR)
+                nearer = self._best_of(self._near(best, step), best.seconds, (len(best.stages),))
+                best = best if nearer is None else nearer
+            best = best if best is not None and best.seconds < cutoff else None
+        self._best = best
+        self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
+
+    def _near(self, best: Pipeline, step: int) -> list[int]:
+        """The cuts of a pipeline and some before and after each."""
+        own = [stage.start for stage in best.stages[1:]]
+        found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
+        return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
+
+    def _best_of(self, at: Sequence[int], cutoff: float, numbers: Iterable[int]) -> Pipeline | None:
+        """The best pipeline with stages cut at some places."""
+        cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(
-            self.tiling, self.num_blocks, self.costs.band, TOLERANCE,
-            min([cutoff, *(seconds * (1 + TOLERANCE) for seconds in known)]),
-        )  # fmt: skip
-        bounds = sorted((search.bound(number), number) for number in self.numbers)
+            self.tiling, len(at) - 1, self.costs.band_of(cuts), TOLERANCE, cutoff
+        )
+        bounds = sorted((search.bound(number), number) for number in numbers)
         best: Pipeline | None = None
         for bound, number in bounds:
             if bound >= (search.cutoff if best is None else best.seconds):
@@ -72,8 +105,10 @@ class Quest:
             found = search.best(number)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
-        self._best = best
-        self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
+        if best is None:
+            return None
+        stages = tuple(replace(s, start=at[s.start], stop=at[s.stop]) for s in best.stages)
+        return replace(best, stages=stages)
 
     def _tries(self) -> Iterator[tuple[StageChoice, ...]]:
         if self._best is not None and len(self._best.stages) in self.numbers:

@@ -58,7 +58,8 @@ def shared_candidates(job: Job, rows: Sequence[int]) -> Iterator[tuple[Candidate
     """A candidate, if any, and a bound for each micro-batch size and mesh."""
     request, size = job.request, job.cluster.num_devices
     allowed = request.features.allows("uneven-shares") and 1 in job.stage_numbers
-    if not allowed or request.forced.cp not in (None, 1) or job.basis.asked is not None:
+    more = max(request.forced.cp or 1, request.forced.ep or 1)
+    if not allowed or more > 1 or job.basis.asked is not None:
         return
     if why_not(job.structure.graph, (), lambda name: None):
         return

@@ -20,7 +20,8 @@ from .assembly import (
     reserve,
 )
 from .decisions import ZEROS, Floats
-from .ladder import NOTHING, Ladder, Rungs, only, rungs
+from .ladder import NOTHING, Ladder, Rungs, num_rungs, only, rungs
+from .ladder_front import MOST_RUNGS, Blocks, front
 from .plan import Recompute
 from .prices import Seconds
 from .schedules_held import held_bytes
@@ -202,15 +203,23 @@ class Figures:
 
     def _ladder(self, run: Run, on: Rungs | None = None) -> Ladder:
         classes, _ = run.classes
-        if on is None:
-            on = rungs(*run.class_counts)
         own = np.array([self._block(each.kind, each.edges) for each in classes])
         again, partly, saved, held, selected = own.T
+        kinds = [self.kinds[each.kind] for each in classes]
+        if on is None and num_rungs(*run.class_counts) <= MOST_RUNGS:
+            on = rungs(*run.class_counts)
+        elif on is None:
+            blocks = Blocks(
+                np.array([again, partly]),
+                np.array([held - saved, selected - saved]),
+                np.array(self._made_again(kinds)),
+            )
+            on = front(*run.class_counts, blocks)
         return Ladder(
             on,
             on.sums(again, partly),
             on.sums(held - saved, selected - saved),
-            self._transients([self.kinds[each.kind] for each in classes], on),
+            self._transients(kinds, on),
         )
 
     def _block(self, kind: str, edges: tuple[Edge, ...]) -> tuple[float, ...]:
@@ -223,13 +232,23 @@ class Figures:
 
     def _transients(self, kinds: Sequence[_KindFigures], on: Rungs) -> Floats:
         """Per ZeRO stage and rung: the largest op, whole parameters and a block made again."""
-        whole = np.array([GATHERED_BLOCKS * kind.states[:, 3] for kind in kinds]).T
-        back = whole + [kind.saved_bytes for kind in kinds]
-        partly = back - [kind.overlap_bytes for kind in kinds]
+        whole = self._gathered(kinds)
         working = max(kind.working_bytes for kind in kinds)
-        most = np.maximum(whole.max(axis=1)[:, None], on.most(back, partly))
+        most = np.maximum(whole.max(axis=1)[:, None], on.most(*self._made_again(kinds)))
         found: Floats = working + most
         return found
+
+    @staticmethod
+    def _gathered(kinds: Sequence[_KindFigures]) -> Floats:
+        """Whole parameters of blocks of some kinds, ``[zero, kind]``."""
+        return np.array([GATHERED_BLOCKS * kind.states[:, 3] for kind in kinds]).T
+
+    @classmethod
+    def _made_again(cls, kinds: Sequence[_KindFigures]) -> tuple[Floats, Floats]:
+        """The same with what a block of the kind holds when it is run again, fully and
+        selectively."""
+        back = cls._gathered(kinds) + [kind.saved_bytes for kind in kinds]
+        return back, back - [kind.overlap_bytes for kind in kinds]
 
     def seconds_per_byte(self, modes: tuple[Recompute, ...]) -> tuple[float, float]:
         """The cheapest second per byte that recomputing a block costs, and the share of what

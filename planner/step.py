@@ -6,51 +6,63 @@ In: a schedule, how many micro-batches, what each stage costs. Out: the timeline
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..cost_model.actions import Edges, Schedule, chain
 from ..cost_model.cluster import Cluster
+from ..cost_model.free_ports import FreePorts
+from ..cost_model.ports import Ports
 from ..cost_model.simulator import simulate
 from ..cost_model.stage_costs import Overlap, StageCosts
 from ..cost_model.timeline import Timeline
+from .branches import WeightedEdges
 from .schedules import build_schedule
 from .slice_costs import SliceShares
 from .stage_cost import StageCost
 
 
-def simulate_stages(  # noqa: PLR0913 — one for each thing that a step depends on
-    schedule: str,
-    num_microbatches: int,
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A schedule by name, of so many micro-batches.
+
+    ``edges`` say which stage needs which (earlier, later), and the share of what the later one
+    receives that comes from there; without them each stage needs the one before. ``slices``
+    are those of the sequences, where they are sliced.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int = 1
+    edges: WeightedEdges | None = None
+    slices: SliceShares | None = None
+
+
+def simulate_stages(
+    pipeline: Pipeline,
     costs: Sequence[StageCost],
     *,
     overlap: Overlap | None = None,
-    gradient_buckets: Sequence[int] = (),
-    num_chunks: int = 1,
-    edges: Sequence[tuple[int, int, float]] | None = None,
     latency_seconds: float = 0.0,
-    slices: SliceShares | None = None,
 ) -> Timeline:
     """The step of a pipeline of these stages.
 
-    ``edges`` say which stage needs which (earlier, later), and the share of what the later one
-    receives that comes from there; without them each stage needs the one before.
-
-    With an ``overlap`` gradients are summed beside the last backward, in ``gradient_buckets``
-    parts per stage (its blocks), and slow it down; without one they are summed after it.
-    ``latency_seconds``: of every message, what keeps no other from being sent.
-    ``slices`` are those of the sequences, where they are sliced.
+    With an ``overlap`` gradients are summed beside the last backward and slow it down; without
+    one they are summed after it. ``latency_seconds``: of every message, what keeps no other from
+    being sent.
     """
+    edges, slices = pipeline.edges, pipeline.slices
     pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
     if pairs == chain(len(costs)):
         pairs = edges = None
-    own = stage_costs(costs, gradient_buckets, edges, latency_seconds=latency_seconds)
+    own = stage_costs(costs, edges, latency_seconds=latency_seconds)
     if slices is not None:
         own = replace(
             own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward
         )
     table = build_schedule(
-        schedule, len(costs), num_microbatches, num_chunks=num_chunks, edges=pairs,
+        pipeline.schedule, len(costs), pipeline.num_microbatches,
+        num_chunks=pipeline.num_chunks, edges=pairs,
         slices=slices.lengths if slices is not None else (),
     )  # fmt: skip
     return simulate(table, own, overlap=overlap)
@@ -61,12 +73,14 @@ def simulate_figures(
     num_microbatches: int,
     figures: Sequence[Sequence[float]],
     *,
-    edges: Sequence[tuple[int, int, float]] | None = None,
+    edges: WeightedEdges | None = None,
     latency_seconds: float = 0.0,
+    shared: bool = True,
 ) -> float:
     """The step's seconds from the five figures of each stage: forward, backward, receive
     forward, receive backward, end of the step; of a split backward the first half, and the
-    weights' half as a sixth. The same as ``simulate_stages``, for many."""
+    weights' half as a sixth. The same as ``simulate_stages``, for many. Not ``shared``: as if no
+    messages shared a port (``free_ports``)."""
     forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
     weights = late[0] if late else ()
     if late:
@@ -89,9 +103,8 @@ def simulate_figures(
         edges=pairs,
         send_latency_seconds=(latency_seconds,) * len(received),
     )
-    return float(
-        simulate(_table(schedule, len(figures), num_microbatches, pairs), costs).step_seconds
-    )
+    table = _table(schedule, len(figures), num_microbatches, pairs)
+    return float(simulate(table, costs, ports=Ports if shared else FreePorts).step_seconds)
 
 
 def latency_seconds(cluster: Cluster) -> float:
@@ -106,9 +119,7 @@ def _table(schedule: str, num_stages: int, num_microbatches: int, pairs: Edges |
     return build_schedule(schedule, num_stages, num_microbatches, edges=pairs)
 
 
-def send_seconds(
-    costs: Sequence[StageCost], edges: Sequence[tuple[int, int, float]] | None = None
-) -> list[float]:
+def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
     """For each stage the seconds of a micro-batch's messages to the stages that need it."""
     found = [0.0] * len(costs)
     chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
@@ -119,8 +130,7 @@ def send_seconds(
 
 def stage_costs(
     costs: Sequence[StageCost],
-    gradient_buckets: Sequence[int] = (),
-    edges: Sequence[tuple[int, int, float]] | None = None,
+    edges: WeightedEdges | None = None,
     *,
     latency_seconds: float = 0.0,
 ) -> StageCosts:
@@ -144,7 +154,6 @@ def stage_costs(
         send_backward_seconds=[backward for _, backward in receives],
         gradient_sync_seconds=[each.gradient_sync for each in own],
         step_seconds=[each.optimizer for each in own],
-        gradient_buckets=gradient_buckets,
         activation_bytes=[int(cost.activation_bytes) for cost in costs],
         forward_communication_seconds=[e.forward_communication + e.forward_states for e in own],
         backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],

@@ -1,18 +1,23 @@
 """Submeshes: the runs of ranks a stage may have, and the logical meshes on them.
 
 Stages take ranks in order, so a submesh is a run of ranks: of neighbours within a host, or
-whole hosts (of unequal hosts see ``heterogeneous.run_sizes``). On it lie the meshes dp × tp
-(dp × cp × tp where asked for), "tp" innermost, where the links are fastest; axes of size 1 are
-left out.
+whole hosts (of unequal hosts see ``heterogeneous.run_sizes``). On it lie the meshes dp × tp, and
+those with "ep" and "cp" that are asked for or worth trying (``mesh_proposals``), "tp" innermost,
+where the links are fastest; axes of size 1 are left out.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 from ..cost_model.cluster import Cluster
 from .choices import Restriction
 from .heterogeneous import run_sizes
 from .layout import Mesh
 from .request import Forced, divisors
+
+MOST_FREE = 2
+"""Axes that are left to the solver at once."""
 
 
 def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
@@ -41,39 +46,55 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
     [(4,), (2, 2), (4,)]
     """
     found = []
-    cp = forced.cp or 1
-    for tp in divisors(num_devices // cp) if num_devices % cp == 0 else ():
-        dp = num_devices // (tp * cp)
+    cp, ep = forced.cp or 1, forced.ep or 1
+    for tp in divisors(num_devices // (cp * ep)) if num_devices % (cp * ep) == 0 else ():
+        dp = num_devices // (tp * cp * ep)
         if forced.dp not in (None, dp) or forced.tp not in (None, tp):
             continue
         if host_size > 1 and host_size % tp and forced.tp is None and forced.dp is None:
             continue
-        found.append(mesh_of(dp, tp, cp))
+        found.append(mesh_of(dp, tp, cp, ep))
     return tuple(found)
 
 
-def mesh_of(dp: int, tp: int, cp: int = 1) -> Mesh:
-    """The mesh of these degrees without axes of size 1, in the order dp, cp, tp.
+def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
+    """The mesh of these degrees without axes of size 1, in the order dp, ep, cp, tp.
 
     >>> mesh_of(1, 1), mesh_of(1, 4)
     (Mesh(axes=('dp',), shape=(1,)), Mesh(axes=('tp',), shape=(4,)))
     >>> mesh_of(2, 4, 2)
     Mesh(axes=('dp', 'cp', 'tp'), shape=(2, 2, 4))
     """
-    sizes = {name: size for name, size in (("dp", dp), ("cp", cp), ("tp", tp)) if size > 1}
-    sizes = sizes or {"dp": 1}
+    degrees = (("dp", dp), ("ep", ep), ("cp", cp), ("tp", tp))
+    sizes = {name: size for name, size in degrees if size > 1} or {"dp": 1}
     return Mesh(tuple(sizes), tuple(sizes.values()))
 
 
+def num_row_parts(mesh: Mesh) -> int:
+    """Into how many parts a mesh must be able to cut a micro-batch: "dp" times "ep".
+
+    >>> num_row_parts(mesh_of(2, 4, ep=2))
+    4
+    """
+    sizes = zip(mesh.axes, mesh.shape, strict=True)
+    return prod(size for name, size in sizes if name in ("dp", "ep"))
+
+
 def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
-    """What the axes of a mesh are for. ``free`` leaves what is not forced to the solver."""
-    split_batch = tuple(
-        axis
-        for axis, name in enumerate(mesh.axes)
-        if name == "dp" and mesh.shape[axis] > 1 and not (free and forced.dp is None)
+    """What the axes of a mesh are for. ``free`` leaves what is not forced to the solver, of
+    three axes all but "dp": tables of as many free ones are too wide."""
+    of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
+
+    def kept(name: str, degree: int | None) -> tuple[int, ...]:
+        is_free = free and degree is None and (name != "dp" or len(of) < MOST_FREE + 1)
+        return (of[name],) if name in of and not is_free else ()
+
+    cp, ep = kept("cp", forced.cp), kept("ep", forced.ep)
+    return Restriction(
+        kept("dp", forced.dp),
+        () if forced.tp is None else tuple(i for i, n in enumerate(mesh.axes) if n == "tp"),
+        forced.sequence_parallel,
+        cp,
+        split_experts=ep,
+        gathers=(*ep, *cp),
     )
-    split_parameters = tuple(
-        axis for axis, name in enumerate(mesh.axes) if name == "tp" and forced.tp is not None
-    )
-    split_positions = tuple(axis for axis, name in enumerate(mesh.axes) if name == "cp")
-    return Restriction(split_batch, split_parameters, forced.sequence_parallel, split_positions)

@@ -7,7 +7,9 @@ backward, receive forward, receive backward, end of the step; for a schedule tha
 backwards the first half in place of the whole, and the gradients of weights as a sixth.
 
 Made of the kinds' ways (``ways_kind``) as ``stage_cost`` makes a stage's price of a solution,
-for all solutions at once; a test holds the two together.
+for all solutions at once; a test holds the two together. They are combined kind by kind: what
+takes longer than a given step, with the fastest ways of the kinds that are to come and nothing
+between kinds, goes no further.
 """
 
 from __future__ import annotations
@@ -15,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
-from .assignments import assignments
 from .closing import allowed_rungs
 from .decisions import Floats
 from .intra_op import IntraOp, StageAnswer
@@ -29,9 +29,9 @@ from .schedules_held import Halves, is_split, most_held
 from .stage_cost import Figures
 from .stage_model import StageModel
 from .structure import Edge, Run
+from .ways_below import below
 from .ways_kind import (
     KindWays,
-    TooManyError,
     distinct_sum,
     front,
     kind_ways,
@@ -39,8 +39,7 @@ from .ways_kind import (
     undominated,
 )
 
-MOST_WAYS = 200_000
-"""Combinations of the kinds' ways of a run that are looked at one by one."""
+NO_BAR = (1, float("inf"))
 
 MOST_CELLS = 4_000_000
 """Ways times rungs that are priced at once."""
@@ -113,16 +112,21 @@ class MeshWays:
             )  # fmt: skip
         return self._pruned[key]
 
-    def points(self, run: Run, held: Halves, limit_bytes: float) -> list[Points]:
-        """Per ZeRO stage the ways that fit and can be of use. Raises ``TooManyError``."""
+    def points(
+        self, run: Run, held: Halves, limit_bytes: float, bar: tuple[int, float] = NO_BAR
+    ) -> list[Points]:
+        """Per ZeRO stage the ways that fit and can be of use. Raises ``TooManyError``.
+
+        ``bar``: so many micro-batches in so many seconds; what takes longer is left out.
+        """
         found = []
         on = allowed_rungs(run, self.solver.limits.recompute, self.solver.limits.modes)
         is_free = not on.full[0].any() and not on.selective[0].any()
         for zero in self.solver.zeros:
             if is_free and self._most_bytes(run, zero, held) <= limit_bytes:
-                found.append(_Space(self, run, zero, held, time_only=True).unlimited(on))
+                found.append(_Space(self, run, zero, held, bar, time_only=True).unlimited(on))
             else:
-                space = _Space(self, run, zero, held, time_only=False)
+                space = _Space(self, run, zero, held, bar, time_only=False)
                 found.append(space.within(on, limit_bytes))
         return [each for each in found if len(each.seconds)]
 
@@ -146,7 +150,14 @@ class _Space:
     """All combinations of the kinds' ways of a run at one ZeRO stage, priced."""
 
     def __init__(
-        self, mesh: MeshWays, run: Run, zero: int, held: Halves, *, time_only: bool
+        self,
+        mesh: MeshWays,
+        run: Run,
+        zero: int,
+        held: Halves,
+        bar: tuple[int, float],
+        *,
+        time_only: bool,
     ) -> None:
         self.mesh, self.run, self.zero, self.held = mesh, run, zero, held
         self.splits = is_split(held)
@@ -155,11 +166,7 @@ class _Space:
             kind: mesh.kind(kind, zero, time_only=time_only, splits=self.splits)
             for kind in run.counts
         }
-        sizes = [len(ways) for ways in self.kinds.values()]
-        sizes += [len(self.model.shared(name).choices) for name in run.shared]
-        if prod(sizes) > MOST_WAYS:
-            raise TooManyError
-        rows = assignments(sizes)
+        rows = below(self._works(bar[0]), bar[1])
         self.num = rows.shape[1]
         self.row: dict[str, Ints] = dict(zip((*run.counts, *run.shared), rows, strict=True))
         self.edges: dict[Edge, tuple[Floats, Floats, Floats]] = {
@@ -168,6 +175,16 @@ class _Space:
             if edge.origin != "parameter" or edge.name in run.shared
         }
         self.own = self._own_seconds()
+
+    def _works(self, count: int) -> list[Floats]:
+        """What each way of each kind, and of each shared parameter, adds to a step alone."""
+        each = np.array([count] * 6 + [1] * 2, dtype=np.float64)
+        found: list[Floats] = [
+            number * (self.kinds[kind].seconds[:, self.zero, :8] @ each)
+            for kind, number in self.run.counts.items()
+        ]
+        shared = [self.model.shared(name).seconds[self.zero] for name in self.run.shared]
+        return found + [seconds[:, :8] @ each for seconds in shared]
 
     def _chosen(self, node: str) -> Ints:
         """The choice of a member's decision, by way."""

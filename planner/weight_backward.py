@@ -84,10 +84,10 @@ def _is_of_parameters(ref: Ref, graph: Graph, prices: Prices) -> bool:
     """Whether a value is computed from parameters and nothing else."""
     known: dict[str, bool] = prices.cache.setdefault("of parameters", {})
     if ref.name not in known:
-        node = graph[ref.name]
-        known[ref.name] = node.kind == "parameter" or (
-            node.kind == "op"
-            and bool(node.inputs)
-            and all(_is_of_parameters(each, graph, prices) for each in node.inputs)
-        )
+        for node in graph:
+            known[node.name] = node.kind == "parameter" or (
+                node.kind == "op"
+                and bool(node.inputs)
+                and all(known[each.name] for each in node.inputs)
+            )
     return known[ref.name]

@@ -99,31 +99,26 @@ class Exchange:
 
     def __init__(
         self,
-        boundaries: Sequence[Boundary],
+        boundaries: Sequence[Sequence[Boundary]],
         *,
         stages: Sequence[StagePlace],
         rank: int,
         device: torch.device,
-        dtypes: Mapping[str, torch.dtype] | None = None,
         pair_groups: bool | None = None,
         progress: Progress | None = None,
-        of_slices: Sequence[Sequence[Boundary]] = (),
     ) -> None:
-        """``boundaries`` are at least those of the rank's own stage.
+        """``boundaries`` are at least those of the rank's own stage, for each slice of the
+        sequences; of one where these are whole. A message is of a slice: slice ``j`` of
+        micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
 
-        ``dtypes`` overrides, by key, the dtype that a value has at run time. ``pair_groups``:
-        one group per ordered pair of ranks; by default on devices other than the CPU.
-        ``of_slices``: the boundaries of each slice of the sequences, where these are sliced; a
-        message is then of a slice, slice ``j`` of micro-batch ``m`` counts as micro-batch
-        ``m * num_slices + j``.
+        ``pair_groups``: one group per ordered pair of ranks; by default on devices other than
+        the CPU.
         """
         self._progress = progress
         self._rank = rank
         self._device = device
         self._stages = stages
-        self._ports = [
-            _make_ports(each, stages, rank, dtypes or {}) for each in of_slices or (boundaries,)
-        ]
+        self._ports = [_make_ports(each, stages, rank) for each in boundaries]
         self._posted: dict[tuple[Direction, int, int], list[_Posted]] = {}
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._outbox = Outbox(polls=device.type != "cpu")
@@ -263,7 +258,6 @@ def _make_ports(
     boundaries: Sequence[Boundary],
     stages: Sequence[StagePlace],
     rank: int,
-    dtypes: Mapping[str, torch.dtype],
 ) -> tuple[_PortTable, _PortTable]:
     """What the rank sends and what it receives, by direction and stage."""
     sends: _PortTable = {}
@@ -284,7 +278,7 @@ def _make_ports(
                     if rank in stages[stage].devices:
                         port = _port(
                             boundary, direction, stages, rank=rank, is_sender=is_sender,
-                            dtype=dtypes.get(boundary.key), numbers=numbers,
+                            numbers=numbers,
                         )  # fmt: skip
                         table[direction, stage] = (*table.get((direction, stage), ()), port)
     return sends, receives
@@ -301,7 +295,6 @@ def _port(
     *,
     rank: int,
     is_sender: bool,
-    dtype: torch.dtype | None,
     numbers: tuple[int, int],
 ) -> _Port:
     """The port of ``rank`` for one boundary in one direction."""
@@ -329,7 +322,7 @@ def _port(
         boundary.key,
         boundary.source_stage if direction == "forward" else boundary.target_stage,
         local_shape(shape, layout, place.mesh.shape),
-        getattr(torch, boundary.spec.dtype) if dtype is None else dtype,
+        getattr(torch, boundary.spec.dtype),
         numbers[0],
         numbers[1],
         pieces,

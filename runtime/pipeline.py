@@ -10,6 +10,7 @@ handed over.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,6 +77,24 @@ class ActionTiming(NamedTuple):
     end_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a runner calls besides its executors.
+
+    ``complete`` when all of them have reduced their gradients, ``update`` at each STEP.
+    ``progress`` is told what the rank is about to do, for a watchdog. ``clock`` returns the
+    second and turns on ``timings``; on an accelerator it should synchronize first.
+    """
+
+    complete: Callable[[], None] | None = None
+    update: Callable[[], None] | None = None
+    progress: Callable[[str], None] | None = None
+    clock: Callable[[], float] | None = None
+
+
+NO_HOOKS = Hooks()
+
+
 class PipelineRunner:
     """Runs training steps on one rank; ``timings`` holds the last step's if it has a clock."""
 
@@ -86,17 +105,11 @@ class PipelineRunner:
         exchange: Exchange,
         *,
         handover: LocalHandover | None = None,
-        complete: Callable[[], None] | None = None,
-        update: Callable[[], None] | None = None,
-        progress: Callable[[str], None] | None = None,
-        clock: Callable[[], float] | None = None,
+        hooks: Hooks = NO_HOOKS,
     ) -> None:
         """``executors`` are those of the stages this rank works for; none if it is left idle.
 
-        ``handover`` carries what its stages make for each other. ``complete`` runs when all of
-        them have reduced their gradients, ``update`` at each STEP. ``progress`` is told what
-        the rank is about to do, for a watchdog. ``clock`` returns the second and turns on
-        ``timings``; on an accelerator it should synchronize first.
+        ``handover`` carries what its stages make for each other.
         """
         self.schedule = schedule
         self.timings: tuple[ActionTiming, ...] = ()
@@ -104,10 +117,8 @@ class PipelineRunner:
         self._exchange = exchange
         self._handover = handover
         self._row = row_of(schedule, frozenset(executors))
-        self._complete = complete
-        self._update = update
-        self._progress = progress
-        self._clock = clock
+        self._complete, self._update = hooks.complete, hooks.update
+        self._progress, self._clock = hooks.progress, hooks.clock
         self._outputs: dict[Action, Values] = {}
         self._posted: set[tuple[Direction, int, int]] = set()
         self._sends = frozenset(action for action in self._row if action.kind in SENDS)

@@ -42,7 +42,7 @@ from .optimizer import (
 )
 from .padded import SequencePadding
 from .parameters import StageParameter
-from .pipeline import PipelineRunner
+from .pipeline import Hooks, PipelineRunner
 from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .replay import UpdateRule
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
@@ -174,17 +174,18 @@ class Trainer:
             self.schedule,
             self.executors,
             Exchange(
-                sent,
+                boundaries_of(self.slices) or [sent],
                 stages=stages,
                 rank=self.rank,
                 device=self.device,
                 progress=progress,
-                of_slices=boundaries_of(self.slices),
             ),
             handover=Handover(handed, stages=stages, rank=self.rank, device=self.device),
-            complete=self._sum_tied,
-            update=self._update_early if self.schedule.is_asynchronous else None,
-            progress=progress,
+            hooks=Hooks(
+                self._sum_tied,
+                self._update_early if self.schedule.is_asynchronous else None,
+                progress,
+            ),
         )
 
     def _update_early(self) -> None:

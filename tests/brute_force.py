@@ -17,8 +17,9 @@ that fits, over
 
 Ways of a stage that are no better in any of the figures the simulator sees (forward,
 backward, receive forward and backward, end of step; of a split backward either half) are left
-out, which is exact as the simulated step never gets shorter when a figure grows; and a pipeline
-is not simulated when a bound on its step from below already exceeds the best known.
+out; and a pipeline is not simulated when a bound on its step from below already exceeds the best
+known. Leaving out is exact where the simulated step does not get shorter when a figure grows: up
+to two stages, and in longer ones but for messages that share a port (``test_free_ports``).
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class Expanded:
     ends: dict[tuple[Device, str], Fraction]
 
 
-def expand(schedule: Schedule, costs: StageCosts, replicas: int, slowdown) -> Expanded:
-    """Runs every device of ``replicas`` copies; ``slowdown`` None is without overlap."""
-    return _Engine(schedule, costs, replicas, slowdown).run()
+def expand(schedule: Schedule, costs: StageCosts, replicas: int, overlap) -> Expanded:
+    """Runs every device of ``replicas`` copies; ``overlap`` as of ``simulate``."""
+    return _Engine(schedule, costs, replicas, overlap).run()
 
 
 @dataclass
@@ -43,9 +43,10 @@ class _Queue:
 
 
 class _Engine:
-    def __init__(self, schedule, costs, replicas, slowdown):
+    def __init__(self, schedule, costs, replicas, overlap):
         self.schedule, self.costs, self.replicas = schedule, costs, replicas
-        self.slowdown = slowdown
+        self.slowdown = overlap.slowdown if overlap else None
+        self.buckets = overlap.gradient_buckets if overlap else ()
         self.places, self.met = {}, defaultdict(int)
         self.ready, self.arrived, self.calling = {}, set(), {}
         self.flows, self.left_over, self.rates = defaultdict(list), {}, {}
@@ -64,7 +65,7 @@ class _Engine:
         return Fraction(values[stage]) if values else Fraction(0)
 
     def _parts(self, stage):
-        return self.costs.gradient_buckets[stage] if self.costs.gradient_buckets else 1
+        return self.buckets[stage] if self.buckets else 1
 
     def _program(self, rank, replica):
         """(what, key, seconds): work, wait for a key of a queue, or be there for one."""

@@ -60,7 +60,7 @@ def captured(precision: str) -> tuple[Deferred, Program]:
 
 def planned(parallel: str) -> Plan:
     forced = parse_parallel(parallel)
-    devices = (forced.dp or 1) * (forced.tp or 1)
+    devices = (forced.dp or 1) * (forced.tp or 1) * (forced.ep or 1)
     options = PlanOptions(global_batch=ROWS, seq=SEQ, forced=forced)
     return plan_program(captured("fp32")[1], target(), parse_cluster(f"cpu:{devices}"), options)
 
@@ -99,7 +99,7 @@ def verified(text: str) -> tuple[bool, Any]:
     return found.passed, found.failures[:5]
 
 
-@pytest.mark.parametrize("parallel", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("parallel", ["dp=2", "tp=2", "dp=2,tp=2", "ep=2"])
 def test_a_plan_equals_one_device(parallel: str) -> None:
     plan = planned(parallel)
     ranks = sum(len(stage.devices) for stage in plan.stages)
@@ -117,6 +117,12 @@ def test_experts_split_over_the_data_axis_exchange_tokens_and_equal_one_device()
     assert [(s.source, s.target) for s in back] == [(shard(0), shard(1))], "and back"
     passed, failures = run_processes(2, verified, dumps(plan), timeout_seconds=280)[0]
     assert passed, failures
+
+
+def test_expert_parallelism_is_data_parallelism_with_experts_apart() -> None:
+    found, by_hand = planned("ep=2"), with_experts_split(planned("dp=2"))
+    for name in (*DISPATCHED, "layers.0.feed_forward.up", "layers.0.feed_forward.down"):
+        assert found.stages[0].layouts[name].outputs == by_hand.stages[0].layouts[name].outputs
 
 
 def test_tensor_parallelism_splits_the_experts_by_the_planners_own_choice() -> None:

@@ -37,7 +37,7 @@ ParallelOption = Annotated[
     str,
     typer.Option(
         "--parallel",
-        help="the configuration: dp=2,tp=2,cp=1,pp=2,zero=1,recompute=full,microbatches=8,"
+        help="the configuration: dp=2,tp=2,cp=1,ep=1,pp=2,zero=1,recompute=full,microbatches=8,"
         "schedule=1f1b,chunks=1; dp takes the devices left, what else is left out is 1 or none",
     ),
 ]
@@ -170,11 +170,13 @@ def configured(
             fix="schedule=terapipe, or leave slices out",
         )  # fmt: skip
     tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
-    dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
+    ep = forced.ep or 1
+    dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp * ep))
     check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp), cluster)
-    rows, count = microbatches(options, dp)
+    rows, count = microbatches(options, dp * ep)
     return Configuration(
-        dp=dp, tp=tp, pp=pp, cp=cp, zero=forced.zero or 0, recompute=forced.recompute or "none",
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=forced.zero or 0,
+        recompute=forced.recompute or "none",
         microbatch_size=rows, num_microbatches=count, schedule=info.name, num_chunks=chunks,
         num_slices=slices, layers=layers, precision=options.precision, optimizer=options.optimizer,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from autoparallel.planner.graph import Graph
 from autoparallel.planner.pins import Pin
 from autoparallel.planner.rules import work
 from autoparallel.planner.stage_runs import even_layers, find_layers
-from autoparallel.planner.step import latency_seconds, simulate_stages
+from autoparallel.planner.step import Pipeline, latency_seconds, simulate_stages
 from autoparallel.planner.structure import Structure
 from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import of_text, plain_table, section
@@ -83,15 +83,14 @@ def simulated(
     )  # fmt: skip
     per_rank = configuration.num_devices // configuration.pp
     timeline = simulate_stages(
-        configuration.schedule,
-        configuration.num_microbatches,
+        Pipeline(
+            configuration.schedule, configuration.num_microbatches,
+            num_chunks=configuration.num_chunks, slices=priced.slices,
+        ),
         priced.stages,
-        overlap=overlap,
-        gradient_buckets=layers,
-        num_chunks=configuration.num_chunks,
+        overlap=overlap and replace(overlap, gradient_buckets=layers),
         latency_seconds=latency_seconds(cluster),
-        slices=priced.slices,
-    )
+    )  # fmt: skip
     timeline = replace(timeline, replicas=(per_rank,) * configuration.pp)
     length = seq if seq is not None else captured_seq(program)
     rows = configuration.microbatch_size
@@ -157,8 +156,8 @@ def summary(step: SimulatedStep) -> dict[str, Any]:
     timeline, priced, own = step.timeline, step.priced, step.priced.configuration
     return {
         "configuration": {
-            "dp": own.dp, "tp": own.tp, "cp": own.cp, "pp": own.pp, "chunks": own.num_chunks,
-            "slices": own.num_slices,
+            "dp": own.dp, "tp": own.tp, "cp": own.cp, "ep": own.ep, "pp": own.pp,
+            "chunks": own.num_chunks, "slices": own.num_slices,
             "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
             "microbatches": own.num_microbatches, "micro_batch": own.microbatch_size,
         },
@@ -201,7 +200,7 @@ def print_page(step: SimulatedStep, name: str, console: Console) -> None:
 def headline(step: SimulatedStep, name: str) -> RenderableType:
     """What was simulated, and its figures."""
     own, timeline = step.priced.configuration, step.timeline
-    degrees = {"dp": own.dp, "cp": own.cp, "tp": own.tp, "pp": own.pp}
+    degrees = {"dp": own.dp, "ep": own.ep, "cp": own.cp, "tp": own.tp, "pp": own.pp}
     shape = [f"{axis}={size}" for axis, size in degrees.items() if size > 1]
     schedule = own.schedule + (f" × {own.num_chunks} chunks" if own.num_chunks > 1 else "")
     schedule += f" × {own.num_slices} slices" if own.num_slices > 1 else ""

@@ -247,6 +247,8 @@ def _axis_line(use: AxisUse, zero: int) -> str:
 
 AXIS_REASONS = {
     "dp": "each rank has its own rows of the batch",
+    "ep": "each rank has its own experts and its own rows of the batch",
+    "cp": "each rank has its own positions of the sequences",
     "tp": "each rank has its own part of the weights",
 }
 

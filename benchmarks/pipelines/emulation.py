@@ -28,7 +28,7 @@ from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules import build_schedule, find_schedule
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.handover import Handover, split_boundaries
-from autoparallel.runtime.pipeline import ActionTiming, PipelineRunner
+from autoparallel.runtime.pipeline import ActionTiming, Hooks, PipelineRunner
 
 CPU = torch.device("cpu")
 LEAD_SECONDS = 0.02
@@ -168,8 +168,8 @@ def alone(job: Job, schedule: Schedule) -> dict[str, float]:
         runner = PipelineRunner(
             build_schedule(name, 1, job.num_microbatches),
             {0: SleepingStage(job, share, "", "")},
-            _Silent((), stages=places, rank=dist.get_rank(), device=CPU),
-            clock=time.monotonic,
+            _Silent([[]], stages=places, rank=dist.get_rank(), device=CPU),
+            hooks=Hooks(clock=time.monotonic),
         )
         runner.step({})
         for kind in {t.action.kind for t in runner.timings} & COMPUTE:
@@ -190,7 +190,7 @@ def messages(job: Job, count: int) -> float:
     places = tuple(Place((rank,)) for rank in range(2))
     rank = dist.get_rank()
     came = 0.0
-    exchange = Exchange(chain_boundaries(2, job), stages=places, rank=rank, device=CPU)
+    exchange = Exchange([chain_boundaries(2, job)], stages=places, rank=rank, device=CPU)
     value = torch.ones(job.num_bytes // 4)
     if rank == 1:
         for m in range(count):
@@ -292,9 +292,9 @@ def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequenc
     }  # fmt: skip
     runner = PipelineRunner(
         schedule, executors,
-        Exchange(sent, stages=places, rank=rank, device=CPU),
+        Exchange([sent], stages=places, rank=rank, device=CPU),
         handover=Handover(handed, stages=places, rank=rank, device=CPU),
-        clock=time.monotonic,
+        hooks=Hooks(clock=time.monotonic),
     )  # fmt: skip
     start = start_together()
     late = time.monotonic() - start

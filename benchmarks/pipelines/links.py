@@ -26,9 +26,8 @@ TCP = {
     "net.ipv4.tcp_wmem": "4096 4194304 4194304",
     "net.ipv4.tcp_rmem": "4096 4194304 33554432",
 }
-"""So that a connection sends as fast as the link lets it: nothing is ever lost here, so Reno's
-window only grows. BBR paces by the rate that it has seen last, half the link after it was shared,
-and looks for more only every few round trips."""
+"""So that a connection sends as fast as the link lets it, whatever the host's defaults: nothing
+is ever lost here, so Reno's window only grows."""
 
 
 @dataclass(frozen=True, slots=True)

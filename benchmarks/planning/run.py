@@ -107,7 +107,7 @@ def planned(case: Case, times: int, time_limit_seconds: float) -> dict[str, Any]
     target = load_target(case.target, dict(case.settings))
     options = plan_options(
         global_batch=case.global_batch * times, seq=case.seq, micro_batch=None,
-        precision=case.precision, optimizer="adamw", memory_limit=None, parallel=None,
+        precision=case.precision, optimizer="adamw", memory_limit=None, parallel=case.parallel,
         time_limit=time_limit_seconds,
     )  # fmt: skip
     load_seconds = time.perf_counter() - began

@@ -8,6 +8,7 @@ losses of elements; ``STRUCTURED`` ops whose annotation depends on their argumen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from . import indexing, structured, views
 from .annotation import Signature
@@ -229,6 +230,7 @@ STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
 }  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def packet(op: str) -> str:
     """An op's name without namespace and overload; an in-place op counts as its plain one.
 

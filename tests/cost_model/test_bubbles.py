@@ -5,9 +5,11 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
+from zero_bubble_search import Memory, Times, search
 
 from autoparallel.cost_model.simulator import StageCosts, simulate
 from autoparallel.cost_model.timeline import Timeline
+from autoparallel.planner.schedule_check import check_schedule
 from autoparallel.planner.schedules import SCHEDULES, build_schedule
 from autoparallel.planner.schedules_sliced import slice_lengths
 
@@ -151,7 +153,19 @@ PUBLISHED = {
     "28.3B": {96: (0.2646, 0.1421, 0.0641, 0.1493), 128: (0.2168, 0.1106, 0.0490, 0.1164),
               256: (0.1352, 0.0594, 0.0257, 0.0624)},
 }  # fmt: skip
-"""Bubble rates of 1F1B, ZB-H1, ZB-H2 and interleaved 1F1B: the paper's table 5."""
+"""Bubble rates of 1F1B, ZB-H1, ZB-H2 and interleaved 1F1B: the paper's table 5. ZB-1p has the
+rates of ZB-H1."""
+
+SEARCHED = {
+    "1.5B": {24: 0.0433, 32: 0.0039, 64: 0.0026},
+    "6.2B": {24: 0.0029, 32: 0.0022, 64: 0.0010},
+    "14.6B": {48: 0.0066, 64: 0.0054, 128: 0.0028},
+    "28.3B": {96: 0.0038, 128: 0.0029, 256: 0.0018},
+}
+"""Of ZB-2p: the same table."""
+
+SHAPES = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": (6144, 48)}
+"""Width and heads, from which the authors count what a token keeps; sequences have 1024."""
 
 CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
 """Chunks of one layer each, as in that file: 24, 32, 48 and 64 layers."""
@@ -207,3 +221,16 @@ def test_published_rates_of_interleaved_1f1b_leave_out_messages(model, d, n):
     published = PUBLISHED[model][n][3]
     assert rate(as_the_authors_count(schedule), model) == pytest.approx(published, abs=6e-5)
     assert 0.0005 < rate(schedule, model) - published < 0.004
+
+
+@pytest.mark.parametrize(("model", "d", "n"), CASES)
+@pytest.mark.parametrize("memories", [1, 2])
+def test_published_rates_of_searched_orders_follow_from_the_profiled_times(memories, model, d, n):
+    """ZB-1p and ZB-2p: the paper's search in once and twice the memory of 1F1B, then simulated."""
+    width, heads = SHAPES[model]
+    kept = 34 * width + 5 * heads * 1024
+    memory = Memory(kept, 32 * width, memories * d * kept)
+    schedule = search(d, n, Times(*PROFILED[model, d][n]), memory)
+    check_schedule(schedule)
+    published = PUBLISHED[model][n][1] if memories == 1 else SEARCHED[model][n]
+    assert rate(schedule, model) == pytest.approx(published, abs=6e-5)

@@ -22,8 +22,8 @@ def ends(timeline, stream, rank=0):
 
 def test_buckets_are_summed_beside_the_backward_that_makes_them():
     """Shares of 1 s end at 3, 4, 5, 6; a bucket of ½ s follows each; the last is exposed."""
-    costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0], gradient_buckets=[4])
-    timeline = simulate(ONE, costs, overlap=Overlap(1))
+    costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0])
+    timeline = simulate(ONE, costs, overlap=Overlap(1, [4]))
     assert ends(timeline, "gradient sync") == [3.5, 4.5, 5.5, 6.5]
     assert timeline.step_seconds == 6.5
     assert timeline.exposed[0].gradient_sync == 0.5
@@ -32,8 +32,8 @@ def test_buckets_are_summed_beside_the_backward_that_makes_them():
 
 def test_compute_beside_a_collective_goes_slower():
     """Each share after the first does ¼ in its first ½ s, then ¾: 1.25 s."""
-    costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0], gradient_buckets=[4])
-    timeline = simulate(ONE, costs, overlap=Overlap(2))
+    costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0])
+    timeline = simulate(ONE, costs, overlap=Overlap(2, [4]))
     assert ends(timeline, "gradient sync") == [3.5, 4.75, 6.0, 7.25]
     assert ends(timeline, "compute") == [2.0, 6.75, 7.25]
     assert timeline.slowdown_seconds == (0.75,)
@@ -41,28 +41,28 @@ def test_compute_beside_a_collective_goes_slower():
 
 def test_sums_that_take_longer_than_the_backward_follow_each_other():
     """Buckets of 2 s from 3 on end at 11; beside them 3 s of backward take 6."""
-    costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[8.0], gradient_buckets=[4])
-    free = simulate(ONE, costs, overlap=Overlap(1))
+    costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[8.0])
+    free = simulate(ONE, costs, overlap=Overlap(1, [4]))
     assert (free.step_seconds, free.exposed[0].gradient_sync) == (11.0, 5.0)
-    slow = simulate(ONE, costs, overlap=Overlap(2))
+    slow = simulate(ONE, costs, overlap=Overlap(2, [4]))
     assert (slow.step_seconds, slow.exposed[0].gradient_sync) == (11.0, 2.0)
     assert slow.slowdown_seconds == (3.0,)
 
 
 def test_a_forward_starts_with_its_first_bucket_of_parameters():
     """Buckets at 1 and 2; of the first share ½ is done by 2, so it ends at 3.5."""
-    costs = StageCosts([4.0], [1.0], gather_seconds=[2.0], gradient_buckets=[2])
-    free = simulate(ONE, costs, overlap=Overlap(1))
+    costs = StageCosts([4.0], [1.0], gather_seconds=[2.0])
+    free = simulate(ONE, costs, overlap=Overlap(1, [2]))
     assert (free.events[0][-2].end_seconds, free.exposed[0].gather) == (6.0, 1.0)
-    slow = simulate(ONE, costs, overlap=Overlap(2))
+    slow = simulate(ONE, costs, overlap=Overlap(2, [2]))
     assert ends(slow, "compute")[:1] == [5.5]
     assert slow.slowdown_seconds == (0.5,)
 
 
 def test_a_forward_waits_for_each_bucket_of_parameters():
     """Buckets at 4 and 8: 1 s of compute, 3 s of waiting, 1 s of compute."""
-    costs = StageCosts([2.0], [1.0], gather_seconds=[8.0], gradient_buckets=[2])
-    timeline = simulate(ONE, costs, overlap=Overlap(1))
+    costs = StageCosts([2.0], [1.0], gather_seconds=[8.0])
+    timeline = simulate(ONE, costs, overlap=Overlap(1, [2]))
     assert ends(timeline, "compute") == [9.0, 10.0, 10.0]
     assert timeline.events[0][1].start_seconds == 4.0
     assert timeline.exposed[0].gather == 7.0
@@ -90,10 +90,8 @@ def test_the_sum_of_one_chunk_slows_the_backward_of_the_next():
 
 def test_a_slowed_backward_delays_the_stage_before():
     """Stage 1's backward ends at 4.25 instead of 4, stage 0's at 6.5, its last bucket at 7."""
-    costs = StageCosts(
-        [1.0] * 2, [2.0] * 2, gradient_sync_seconds=[1.0] * 2, gradient_buckets=[2] * 2
-    )
-    timeline = simulate(build_schedule("1f1b", 2, 1), costs, overlap=Overlap(2))
+    costs = StageCosts([1.0] * 2, [2.0] * 2, gradient_sync_seconds=[1.0] * 2)
+    timeline = simulate(build_schedule("1f1b", 2, 1), costs, overlap=Overlap(2, [2] * 2))
     assert ends(timeline, "gradient sync", 1) == [3.5, 4.75]
     assert ends(timeline, "gradient sync", 0) == [5.75, 7.0]
     assert timeline.step_seconds == 7.0
@@ -114,7 +112,9 @@ def test_a_slowdown_below_one_and_no_buckets_are_refused():
     with pytest.raises(ValueError, match="speedup"):
         Overlap(0.9)
     with pytest.raises(ValueError, match="at least one bucket"):
-        StageCosts([1.0], [1.0], gradient_buckets=[0])
+        Overlap(gradient_buckets=[0])
+    with pytest.raises(ValueError, match="buckets of 2 stages for 1"):
+        simulate(ONE, StageCosts([1.0], [1.0]), overlap=Overlap(gradient_buckets=[1, 1]))
     with pytest.raises(ValueError, match="replicas of 2 ranks"):
         simulate(ONE, StageCosts([1.0], [1.0]), replicas=(1, 2))
 
@@ -133,7 +133,7 @@ parts = st.integers(0, 12).map(lambda n: Fraction(n, 4))
 
 @st.composite
 def runs(draw):
-    """A schedule and costs of its stages, in quarters."""
+    """A schedule, costs of its stages in quarters, and their buckets."""
     name = draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"]))
     ranks = draw(st.integers(1, 3))
     chunks = draw(st.integers(1, 2)) if name in ("interleaved-1f1b", "bfs") else 1
@@ -154,9 +154,9 @@ def runs(draw):
         step_seconds=some(parts),
         gradient_sync_seconds=some(parts),
         gather_seconds=some(parts),
-        gradient_buckets=some(st.integers(1, 3)),
     )
-    return build_schedule(name, stages, ranks * rounds, num_chunks=chunks), costs
+    buckets = some(st.integers(1, 3))
+    return build_schedule(name, stages, ranks * rounds, num_chunks=chunks), costs, buckets
 
 
 slowdowns = st.sampled_from([None, Fraction(1), Fraction(5, 4), Fraction(3)])
@@ -166,10 +166,10 @@ slowdowns = st.sampled_from([None, Fraction(1), Fraction(5, 4), Fraction(3)])
 @given(runs(), slowdowns, st.integers(1, 3))
 def test_one_rank_for_all_its_replicas_equals_simulating_every_device(run, slowdown, replicas):
     """The second simulator moves from completion to completion over all devices."""
-    schedule, costs = run
-    overlap = None if slowdown is None else Overlap(slowdown)
+    schedule, costs, buckets = run
+    overlap = None if slowdown is None else Overlap(slowdown, buckets)
     timeline = simulate(schedule, costs, overlap=overlap, replicas=[replicas] * schedule.num_ranks)
-    every = expand(schedule, costs, replicas, slowdown)
+    every = expand(schedule, costs, replicas, overlap)
     assert timeline.step_seconds == every.step_seconds
     assert timeline.num_devices == replicas * schedule.num_ranks
     compute = {
@@ -186,8 +186,8 @@ def test_one_rank_for_all_its_replicas_equals_simulating_every_device(run, slowd
 @given(runs(), st.sampled_from([Fraction(1), Fraction(5, 4), Fraction(3)]))
 def test_work_done_is_time_times_rate(run, slowdown):
     """Of all compute but forwards that may wait for parameters within."""
-    schedule, costs = run
-    timeline = simulate(schedule, costs, overlap=Overlap(slowdown))
+    schedule, costs, buckets = run
+    timeline = simulate(schedule, costs, overlap=Overlap(slowdown, buckets))
     seconds = {
         "F": costs.forward_seconds, "B": costs.backward_seconds, "STEP": costs.step_seconds
     }  # fmt: skip

@@ -27,10 +27,9 @@ def test_only_what_no_compute_hides_of_a_collective_is_drawn():
     """Buckets at ½ and 1, forward ½–1½, backward to 3½, sums 2½–3½–4½, optimizer to 5½."""
     costs = StageCosts(
         [1.0], [2.0], step_seconds=[1.0], gradient_sync_seconds=[2.0], gather_seconds=[1.0],
-        gradient_buckets=[2],
     )  # fmt: skip
     schedule = build_schedule("1f1b", 1, 1)
-    beside = simulate(schedule, costs, overlap=Overlap(1))
+    beside = simulate(schedule, costs, overlap=Overlap(1, [2]))
     assert draw(beside, 11) == ("rank 0  gFFBBBBrrss",)
     assert draw(simulate(schedule, costs), 7) == ("rank 0  gFBBrrs",)
 

@@ -21,10 +21,9 @@ def timeline_of(name: str, chunks: int):
         [1.0] * stages, [2.0] * stages, send_seconds=[0.25] * (stages - 1),
         activation_bytes=[100] * stages, static_bytes=[7] * stages, step_seconds=[0.5] * stages,
         gradient_sync_seconds=[3.0] * stages, gather_seconds=[1.0] * stages,
-        gradient_buckets=[4] * stages,
     )  # fmt: skip
     schedule = build_schedule(name, stages, 6, num_chunks=chunks)
-    return simulate(schedule, costs, overlap=Overlap(1.25), replicas=[8] * 3)
+    return simulate(schedule, costs, overlap=Overlap(1.25, [4] * stages), replicas=[8] * 3)
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case[0])

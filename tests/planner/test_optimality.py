@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -21,10 +21,6 @@ NUM_CASES = 200
 SAMPLE = 40
 """Cases that are no slow tests."""
 
-GIVEN_UP = (133, 147, 176)
-"""Cases in which the search gives up to go through all ways (``planner.ways``): a plan is faster
-by up to a ninth, and the gap says so."""
-
 SEEDS = [
     *range(SAMPLE),
     *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(SAMPLE, NUM_CASES)),
@@ -32,11 +28,15 @@ SEEDS = [
 SAME = 1e-9
 """Relative: two steps within this are equal."""
 
+LONG_SECONDS = 3600.0
+"""No search ends early, on however slow a machine."""
+
 
 def found_plan(case: Case) -> Plan | None:
     """The planner's answer, None if it says that nothing fits."""
+    request = replace(case.request, time_limit_seconds=LONG_SECONDS)
     try:
-        return plan(case.graph, case.blocks, case.cluster, case.request)
+        return plan(case.graph, case.blocks, case.cluster, request)
     except InfeasibleError:
         return None
 
@@ -115,9 +115,7 @@ def splits_batch(case: Case, layouts: Mapping[str, NodeLayout]) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_plan_is_the_fastest_there_is(seed: int, request: pytest.FixtureRequest) -> None:
-    if seed in GIVEN_UP:
-        request.applymarker(pytest.mark.xfail(strict=False, reason="too many ways"))
+def test_the_plan_is_the_fastest_there_is(seed: int) -> None:
     assert_is_the_best(solved(seed))
 
 

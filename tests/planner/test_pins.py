@@ -89,7 +89,7 @@ def test_a_split_pin_keeps_meshes_without_its_axis_away() -> None:
     [
         ("layers.*.up.weight", "AP180", "PATH=LAYOUT@AXIS"),
         ("layers.*.up.weight=S0@tp", "AP180", "'S0' is no layout"),
-        ("layers.*.up.weight=S(0)@xp", "AP182", "dp, cp, tp"),
+        ("layers.*.up.weight=S(0)@xp", "AP182", "dp, ep, cp, tp"),
         ("layers.*.upp.weight=S(0)@tp", "AP181", "layers.*.up.weight"),
         ("layers.*.up.weight=S(2)@tp", "AP183", "the last is S(1)"),
         ("layers.*.up.weight=P@tp", "AP183", "held split or whole"),

@@ -19,6 +19,7 @@ from autoparallel.planner.schedules_held import splits
 from autoparallel.planner.search import plan, ranked
 from autoparallel.planner.search_bound import step_bound
 from autoparallel.planner.step import simulate_figures
+from autoparallel.planner.work_bound import work_bound
 
 SAME = 1 + 1e-9
 WHOLE = Features(frozenset({"zb-h1", "zb-h2"}))
@@ -87,6 +88,14 @@ def test_the_bound_of_a_large_space_is_below_the_best_of_a_small_one(seed: int) 
     numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
     least = step_bound(job, rows, numbers, 10 * best, 0.0)
     assert 0 < least <= best * SAME
+
+
+def test_with_no_time_left_the_bound_is_that_of_the_work() -> None:
+    graph, blocks = mlp(3, rows=16)
+    job, found = ranked(graph, blocks, cluster(3), Request(16))
+    job.effort.deadline = 0.0
+    least = step_bound(job, (16, 8), (1, 2, 3), found[0].step_seconds, 0.0)
+    assert 0 < least == work_bound(job, (16, 8))
 
 
 def assert_is_honest(found: Plan, best: float) -> None:

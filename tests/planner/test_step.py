@@ -5,7 +5,7 @@ import pytest
 from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.planner.prices import Seconds
 from autoparallel.planner.stage_cost import StageCost
-from autoparallel.planner.step import simulate_stages, stage_costs
+from autoparallel.planner.step import Pipeline, simulate_stages, stage_costs
 
 
 def stage(**seconds: float) -> StageCost:
@@ -21,10 +21,12 @@ PAIR = [
     for receive in (0.0, 0.125)
 ]  # fmt: skip
 
+GPIPE = Pipeline("gpipe", 4)
+
 
 def test_without_overlap_gradients_are_summed_after_the_last_backward():
     """(N+D-1)(f+b) = 5 × 4.5, a message up and down, then sum and step of stage 0."""
-    timeline = simulate_stages("gpipe", 4, PAIR)
+    timeline = simulate_stages(GPIPE, PAIR)
     assert timeline.step_seconds == 5 * 4.5 + 0.125 + 0.25 + 4 + 0.25
     assert [each.gradient_sync for each in timeline.exposed] == [4.0, 4.0]
     assert [each.inside for each in timeline.exposed] == [4 * 1.5] * 2
@@ -33,10 +35,10 @@ def test_without_overlap_gradients_are_summed_after_the_last_backward():
 
 def test_with_overlap_buckets_begin_with_the_shares_of_the_last_backward():
     """Of 3 s in 3 shares, 4 s in 3 buckets start after the first: 1 s + 4 s instead of 3 + 4."""
-    late = simulate_stages("gpipe", 4, PAIR)
-    early = simulate_stages("gpipe", 4, PAIR, overlap=Overlap(1), gradient_buckets=[3, 3])
+    late = simulate_stages(GPIPE, PAIR)
+    early = simulate_stages(GPIPE, PAIR, overlap=Overlap(1, [3, 3]))
     assert early.step_seconds == pytest.approx(late.step_seconds - 2)
-    slow = simulate_stages("gpipe", 4, PAIR, overlap=Overlap(1.5), gradient_buckets=[3, 3])
+    slow = simulate_stages(GPIPE, PAIR, overlap=Overlap(1.5, [3, 3]))
     assert slow.step_seconds > early.step_seconds
 
 
@@ -48,5 +50,5 @@ def test_messages_up_and_down_have_their_own_seconds():
 def test_stages_may_share_a_rank():
     """Four equal stages on two ranks: (D-1)/(D-1+KN) is 1/9 of the step without messages."""
     stages = [stage(forward_compute=1.0, backward_compute=2.0) for _ in range(4)]
-    timeline = simulate_stages("interleaved-1f1b", 4, stages, num_chunks=2)
+    timeline = simulate_stages(Pipeline("interleaved-1f1b", 4, num_chunks=2), stages)
     assert timeline.bubble_fraction == pytest.approx(1 / 9)

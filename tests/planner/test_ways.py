@@ -67,3 +67,23 @@ def test_with_a_limit_every_way_fits_and_a_way_on_the_limit_does(seed: int) -> N
         ]  # fmt: skip
         assert held
         assert max(held) <= least * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_with_a_bar_no_way_below_it_is_missing(seed: int) -> None:
+    """Work alone: both passes of all micro-batches, and the end of the step."""
+
+    def quick(found: list[Points], bar: float) -> dict[int, list[list[float]]]:
+        """By ZeRO stage the ways that take no longer."""
+        works = [(own, own.seconds @ (COUNT, COUNT, 0, 0, 1)) for own in found]
+        kept = {own.zero: sorted(own.seconds[work <= bar].tolist()) for own, work in works}
+        return {zero: ways for zero, ways in kept.items() if ways}
+
+    for solver, run in stages(seed):
+        held = ((2, 0),)
+        free = MeshWays(solver).points(run, held, float("inf"))
+        works = np.concatenate([own.seconds @ (COUNT, COUNT, 0, 0, 1) for own in free])
+        for bar in (0.5 * works.min(), *np.quantile(works, (0.0, 0.3, 0.8))):
+            found = MeshWays(solver).points(run, held, float("inf"), (COUNT, float(bar)))
+            assert quick(found, float(bar)) == quick(free, float(bar))
+        assert not MeshWays(solver).points(run, held, float("inf"), (COUNT, 0.0))

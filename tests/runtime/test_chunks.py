@@ -27,7 +27,7 @@ from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.handover import Handover, split_boundaries
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.pipeline import PipelineRunner
+from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 from autoparallel.runtime.plan_schedule import schedule_of, splits_backward
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
@@ -95,9 +95,9 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
     parameters = {index: stage.by_name for index, stage in stages.items()}
     tied, device = find_tied(parameters), torch.device("cpu")
     runner = PipelineRunner(
-        schedule, executors, Exchange(sent, stages=plan.stages, rank=rank, device=device),
+        schedule, executors, Exchange([sent], stages=plan.stages, rank=rank, device=device),
         handover=Handover(handed, stages=plan.stages, rank=rank, device=device),
-        complete=lambda: tied.sum(parameters),
+        hooks=Hooks(lambda: tied.sum(parameters)),
     )  # fmt: skip
     for _ in range(2):
         assert relative_error(runner.step(expected.batch), expected.loss) < TOLERANCE

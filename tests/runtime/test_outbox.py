@@ -28,7 +28,7 @@ def sends_to_a_slow_and_a_fast_one() -> tuple[bool, bool]:
     rank, whole = dist.get_rank(), (INVARIANT,)
     crossing = [Boundary(f"to{t}", 0, t, BIG, whole, whole) for t in (1, 2)]
     places = tuple(map(Place, range(3)))
-    exchange = Exchange(crossing, stages=places, rank=rank, device=torch.device("cpu"))
+    exchange = Exchange([crossing], stages=places, rank=rank, device=torch.device("cpu"))
     held = (True, True)
     if rank == 2:
         exchange.post("forward", 2, 0)

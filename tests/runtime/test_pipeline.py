@@ -19,7 +19,7 @@ from autoparallel.planner.layout import INVARIANT, Layout, Mesh, local_region, s
 from autoparallel.planner.schedules import build_schedule
 from autoparallel.planner.transfer import relative
 from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.pipeline import PipelineRunner
+from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 
 CPU = torch.device("cpu")
 WIDTH, ROWS, NUM_LAYERS = 6, 4, 4
@@ -133,14 +133,15 @@ def run_chain(name: str, places: tuple[Place, ...], num_microbatches: int, pair_
     rank = dist.get_rank()
     stage = next((s for s, p in enumerate(places) if rank in p.devices), None)
     exchange = Exchange(
-        boundaries_of(places), stages=places, rank=rank, device=CPU, pair_groups=pair_groups
+        [boundaries_of(places)], stages=places, rank=rank, device=CPU, pair_groups=pair_groups
     )
     executor = None if stage is None else ToyExecutor(stage, places, rank, num_microbatches)
     executors = {} if stage is None else {stage: executor}
     schedule = build_schedule(name, len(places), num_microbatches)
     updates: list[int] = []
     runner = PipelineRunner(
-        schedule, executors, exchange, update=lambda: updates.append(1), clock=perf_counter,
+        schedule, executors, exchange,
+        hooks=Hooks(update=lambda: updates.append(1), clock=perf_counter),
     )  # fmt: skip
     batch = full_batch(num_microbatches)
     losses = [runner.step(batch).item() for _ in range(2)]
@@ -258,7 +259,7 @@ def cross(case: str, pair_groups: bool) -> None:
         Boundary("scale", 0, 1, TensorSpec((), "int64"), (INVARIANT,) * 2, (INVARIANT,) * 2),
     ]
     exchange = Exchange(
-        crossing, stages=(source, target), rank=rank, device=CPU, pair_groups=pair_groups
+        [crossing], stages=(source, target), rank=rank, device=CPU, pair_groups=pair_groups
     )
     order = [2, 0, 1]
     if rank in source.devices:
@@ -303,7 +304,7 @@ def sum_of_consumers() -> None:
     places = tuple(place(s, 1, 1) for s in range(3))
     layout = (INVARIANT, INVARIANT)
     crossing = [Boundary(k, 0, t, F64, layout, layout) for k in ("a", "b") for t in (1, 2)]
-    exchange = Exchange(crossing, stages=places, rank=rank, device=CPU)
+    exchange = Exchange([crossing], stages=places, rank=rank, device=CPU)
     if rank:
         exchange.send("backward", rank, 0, {"a": torch.full((4, 6), float(rank)).double()})
     else:
@@ -322,7 +323,10 @@ def send_wrong_shape() -> None:
     layout = (INVARIANT, INVARIANT)
     places = (place(0, 1, 1), place(1, 1, 1))
     exchange = Exchange(
-        [Boundary("h", 0, 1, F64, layout, layout)], stages=places, rank=dist.get_rank(), device=CPU
+        [[Boundary("h", 0, 1, F64, layout, layout)]],
+        stages=places,
+        rank=dist.get_rank(),
+        device=CPU,
     )
     if dist.get_rank() == 0:
         exchange.send("forward", 0, 0, {"h": torch.zeros(4, 5).double()})
@@ -339,8 +343,8 @@ def test_progress_names_stage_microbatch_and_what_is_waited_for():
     runner = PipelineRunner(
         Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP")),
         {0: ToyExecutor(0, places, 0, 1)},
-        Exchange([], stages=places, rank=0, device=CPU),
-        progress=told.append,
+        Exchange([[]], stages=places, rank=0, device=CPU),
+        hooks=Hooks(progress=told.append),
     )
     runner.step(full_batch(1))
     assert told[0] == "0F0: computing (stage 0, micro-batch 0)"
@@ -360,7 +364,7 @@ def test_an_inference_schedule_keeps_no_graph():
     runner = PipelineRunner(
         build_schedule("inference", 1, 2),
         {0: Watching(0, places, 0, 2)},
-        Exchange([], stages=places, rank=0, device=CPU),
+        Exchange([[]], stages=places, rank=0, device=CPU),
     )
     assert runner.step(full_batch(2)).item() == pytest.approx(reference(2)[0])
     assert seen == [False, False]

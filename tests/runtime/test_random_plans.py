@@ -33,7 +33,7 @@ from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
 from autoparallel.runtime.parameters import StageParameter
-from autoparallel.runtime.pipeline import PipelineRunner
+from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
 
@@ -171,7 +171,7 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         constants=evaluate(program, stage_program.constants),
     )
     exchange = Exchange(
-        (*stage_program.receives, *stage_program.sends),
+        [(*stage_program.receives, *stage_program.sends)],
         stages=plan.stages,
         rank=rank,
         device=stage.device,
@@ -180,7 +180,7 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
     parameters = {index: stage.by_name}
     tied = find_tied(parameters)
     runner = PipelineRunner(
-        schedule, {index: executor}, exchange, complete=lambda: tied.sum(parameters)
+        schedule, {index: executor}, exchange, hooks=Hooks(lambda: tied.sum(parameters))
     )
     for _ in range(2):
         loss = runner.step(expected.batch)

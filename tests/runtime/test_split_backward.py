@@ -38,7 +38,7 @@ from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.pipeline import PipelineRunner
+from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
 from autoparallel.runtime.weight_gradients import HALVES, WeightGradients, defer
@@ -234,7 +234,7 @@ def train_step(delayed: Delayed, program: Program, expected: Truth) -> None:
         constants=evaluate(program, stage_program.constants),
     )  # fmt: skip
     exchange = Exchange(
-        (*stage_program.receives, *stage_program.sends), stages=plan.stages, rank=rank,
+        [(*stage_program.receives, *stage_program.sends)], stages=plan.stages, rank=rank,
         device=stage.device,
     )  # fmt: skip
     whole = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
@@ -242,7 +242,7 @@ def train_step(delayed: Delayed, program: Program, expected: Truth) -> None:
     tied = find_tied(parameters)
     runner = PipelineRunner(
         split(whole, delayed.delay), {index: executor}, exchange,
-        complete=lambda: tied.sum(parameters),
+        hooks=Hooks(lambda: tied.sum(parameters)),
     )  # fmt: skip
     for _ in range(2):
         loss = runner.step(expected.batch)

@@ -1,0 +1,143 @@
+"""Which weights are of experts, and which dimensions of values count experts.
+
+In: a graph, the strategies of its ops on an axis. Out: for each value the dimensions that count
+experts. An expert's weight has three dimensions, of which the first counts experts: a product
+keeps it apart (``egcm, emh -> egch``), as does the layer of experts that captures make one op
+(``passes/experts.py``, whose biases count them too). From there it descends as positions do
+(``positions``): to views of weights, and to values until a sum over experts.
+
+An axis "ep" splits these weights so and everything else by rows, as data parallelism does; what
+converts between the two are the all-to-alls of GShard (Lepikhin et al. 2020, arXiv:2006.16668,
+section 3.3). Its size divides the number of experts, or nothing is found on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .graph import Graph, Node, Ref
+from .layout import Placement
+from .positions import Dims, Strategies
+from .strategy import AxisStrategy
+
+PRODUCTS = ("aten.einsum.", "aten.bmm.", "aten.matmul.", "aten.baddbmm.", "aten._grouped_mm.")
+LAYER = "autoparallel.experts"
+FIRST_WEIGHT = 3
+"""Of a layer of experts, the first input that is a weight; all after it are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertDims:
+    """``weights``: how many experts each parameter has. ``views``: these, and what is made of one
+    alone. ``dims`` of all values that count experts, the views' included."""
+
+    weights: Mapping[str, int]
+    views: frozenset[Ref]
+    dims: Dims
+
+
+def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
+    """The weights of experts and all dimensions that count these."""
+    views = _views(graph, strategies)
+    weights: dict[str, int] = {}
+    dims: dict[Ref, frozenset[int]] = {}
+    for node in graph:
+        if node.kind != "op" or Ref(node.name) in views:
+            continue
+        found = _read_by(node, strategies, views)
+        weights |= {views[ref][0]: graph[views[ref][0]].spec.shape[0] for ref in found}
+        known = {ref: dims[ref] for ref in node.inputs if ref in dims}
+        known |= {ref: views[ref][1] for ref in found}
+        if known:
+            dims |= _descended(node, strategies(node), known)
+    own = {ref: each for ref, (parameter, each) in views.items() if parameter in weights}
+    dims |= own
+    return ExpertDims(weights, frozenset(own), {ref: each for ref, each in dims.items() if each})
+
+
+def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:
+    """Parameters that may be of experts and what is made of one alone, with the dimensions."""
+    found: dict[Ref, tuple[str, frozenset[int]]] = {
+        Ref(node.name): (node.name, frozenset({0}))
+        for node in graph
+        if node.kind == "parameter" and len(node.spec.shape) in (2, 3)
+    }
+    for node in graph:
+        if node.kind == "op" and len(node.inputs) == 1 and node.inputs[0] in found:
+            parameter, own = found[node.inputs[0]]
+            made = _descended(node, strategies(node), {node.inputs[0]: own})
+            found |= {ref: (parameter, dims) for ref, dims in made.items()}
+    return found
+
+
+def _read_by(
+    node: Node, strategies: Strategies, views: Mapping[Ref, tuple[str, frozenset[int]]]
+) -> tuple[Ref, ...]:
+    """The weights of experts that an op computes with."""
+    if node.op.startswith(LAYER):
+        return tuple(ref for ref in node.inputs[FIRST_WEIGHT:] if ref in views)
+    if not node.op.startswith(PRODUCTS):
+        return ()
+    return tuple(
+        ref
+        for position, ref in enumerate(node.inputs)
+        if ref in views
+        and len(node.inputs) > 1
+        and any(_keeps_apart(each, position, views[ref][1]) for each in strategies(node))
+    )
+
+
+def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) -> bool:
+    """Whether a product splits a weight's experts, its other operand and its result alike."""
+    own = strategy.inputs[position]
+    every = all(each.is_shard for each in (*strategy.inputs, *strategy.outputs))
+    return every and own.dim in dims
+
+
+def _descended(
+    node: Node, strategies: Sequence[AxisStrategy], known: Mapping[Ref, frozenset[int]]
+) -> dict[Ref, frozenset[int]]:
+    """The dimensions of results that are split where the known ones are."""
+    fitting = [
+        strategy
+        for strategy in strategies
+        if any(
+            placement.is_shard and placement.dim in known.get(ref, ())
+            for ref, placement in zip(node.inputs, strategy.inputs, strict=True)
+        )
+    ]
+    return {
+        Ref(node.name, index): frozenset(
+            each.outputs[index].dim for each in fitting if each.outputs[index].is_shard
+        )
+        for index in range(len(node.outputs))
+    }
+
+
+def by_experts(
+    node: Node,
+    strategies: tuple[AxisStrategy, ...],
+    by_rows: tuple[AxisStrategy, ...],
+    found: ExpertDims,
+) -> tuple[AxisStrategy, ...]:
+    """The strategies of an op on an axis "ep".
+
+    What computes with experts' weights is split by them, all else by rows, but for values that
+    count experts, which may be split by either.
+    """
+    used = [found.dims.get(ref, frozenset[int]()) for ref in node.inputs]
+    if not any(used) and Ref(node.name) not in found.dims:
+        return by_rows
+    views = [index for index, ref in enumerate(node.inputs) if ref in found.views]
+    split = tuple(
+        strategy
+        for strategy in strategies
+        if any(map(_splits, strategy.inputs, used))
+        and all(_splits(strategy.inputs[index], used[index]) for index in views)
+    )
+    return split if views and split else tuple(dict.fromkeys((*by_rows, *split)))
+
+
+def _splits(placement: Placement, dims: frozenset[int]) -> bool:
+    return placement.is_shard and placement.dim in dims

@@ -1,0 +1,74 @@
+"""The planner's best plan is the best of all of them, with an axis "cp" too.
+
+Brute force tries every mesh dp × cp × tp, every layout on each ("cp" and "tp" free), ZeRO stage,
+recomputation and micro-batch of one attention on a cluster whose hosts have two devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from brute_force import BruteForce
+from small_graphs import cluster, leaf, op, weight, with_batch
+
+from autoparallel.planner.graph import Block, Blocks, Graph, Ref
+from autoparallel.planner.layout import Mesh
+from autoparallel.planner.request import Request, divisors
+from autoparallel.planner.search import plan
+from autoparallel.planner.search_candidates import WORTH_IT
+from autoparallel.planner.submesh import mesh_of
+
+CASES = (
+    # positions, rows, hosts, bytes per second: mesh
+    (512, 1, 2, 1e8, {"cp": 2, "tp": 2}),
+    (512, 2, 4, 1e8, {"dp": 2, "cp": 2, "tp": 2}),
+    (512, 2, 4, 1e10, {"dp": 2, "cp": 2, "tp": 2}),
+    (2048, 2, 4, 1e8, {"dp": 2, "cp": 2, "tp": 2}),
+    (512, 3, 4, 1e8, {"cp": 4, "tp": 2}),
+)
+
+
+def attention(positions: int) -> tuple[Graph, Blocks]:
+    """One block: a linear layer, attention of two heads to itself, the mean."""
+    shape = (2, 2, positions, 8)
+    value = Ref("y")
+    nodes = (
+        leaf("x", *shape), weight("w", 8, 8),
+        op("y", "linear.default", (Ref("x"), Ref("w")), *shape),
+        op("a", "scaled_dot_product_attention.default", (value, value, value), *shape),
+        op("loss", "mean.default", (Ref("a"),)),
+    )  # fmt: skip
+    graph = with_batch(Graph(nodes, Ref("loss"), 2))
+    return graph, Blocks((Block("all", "all", ("y", "a", "loss"), ("w",)),))
+
+
+@dataclass
+class EveryMesh(BruteForce):
+    """With three axes."""
+
+    def meshes(self, ranks: Sequence[int]) -> list[Mesh]:
+        number, host = len(ranks), self.cluster.hosts[0].num_devices
+        return [
+            mesh_of(dp, tp, number // dp // tp)
+            for dp in divisors(number)
+            for tp in divisors(number // dp)
+            if host % tp == 0
+        ]
+
+
+@pytest.mark.parametrize(("positions", "rows", "hosts", "rate", "mesh"), CASES)
+def test_no_mesh_of_three_axes_is_better_than_the_planners(
+    positions: int, rows: int, hosts: int, rate: float, mesh: dict[str, int]
+) -> None:
+    graph, blocks = attention(positions)
+    where = cluster(2, num_hosts=hosts, flops=1e10, bytes_per_second=rate)
+    request = Request(rows, time_limit_seconds=600.0, gap=0.0)
+    found = plan(graph, blocks, where, request)
+    best = EveryMesh(graph, blocks, where, request).best()
+    assert best is not None
+    assert found.prediction.step_seconds <= best.step_seconds * (1 + WORTH_IT)
+    (stage,) = found.stages
+    assert dict(zip(stage.mesh.axes, stage.mesh.shape, strict=True)) == mesh
+    assert best.plan(where, request).stages[0].mesh == stage.mesh

@@ -1,0 +1,65 @@
+"""No way to run a stage needs fewer bytes than what is said of it without looking at ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from random_cases import random_case
+
+from autoparallel.planner import rules
+from autoparallel.planner.assembly import reserve
+from autoparallel.planner.basis import DEFAULT
+from autoparallel.planner.errors import InfeasibleError
+from autoparallel.planner.least_bytes import LeastBytes
+from autoparallel.planner.search import plan
+from autoparallel.planner.search_job import Job
+from autoparallel.planner.ways import MeshWays
+
+
+def job_of(seed: int) -> Job:
+    case = random_case(seed)
+    return Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_way_of_every_run_needs_as_much(seed: int) -> None:
+    job = job_of(seed)
+    rows, size = job.request.global_batch, job.cluster.num_devices
+    least = LeastBytes(job.at(rows), job.classes)
+    for devices in range(1, size + 1):
+        for solver in job.solvers_on(rows, 0, devices):
+            bounds = least.on(devices, solver.model.prices) + reserve(solver.model)
+            for number, (start, stop) in enumerate(job.classes.firsts):
+                run = job.at(rows).run(start, stop)
+                for own in MeshWays(solver).points(run, ((1, 0),), float("inf")):
+                    ways = range(0, len(own.seconds), 1 + len(own.seconds) // 20)
+                    held = [own.answer(way, 2, ((1, 0),)).cost.total_bytes for way in ways]
+                    assert min(held) >= bounds[number]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_on_one_device_all_states_are_counted_and_something_of_the_activations(seed: int) -> None:
+    """Nothing is cut there, and every block's parameters are held whole."""
+    job = job_of(seed)
+    rows, number = job.request.global_batch, len(job.structure.blocks.blocks)
+    (solver, *_) = job.solvers_on(rows, 0, 1)
+    bound = LeastBytes(job.at(rows), job.classes).on(1, solver.model.prices)
+    found = solver.best(job.at(rows).run(0, number), 1, 1)
+    assert found is not None
+    held = found.cost.memory_bytes
+    shared = sum(
+        node.spec.numel * 16
+        for node in job.structure.graph.nodes
+        if node.kind == "parameter" and job.structure.is_shared(node.name)
+    )
+    states = held["parameters"] + held["gradients"] + held["optimizer"] - shared
+    least = bound[job.classes.firsts.index((0, number))]
+    assert states < least <= found.cost.total_bytes - reserve(solver.model)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_nothing_can_fit_no_stage_is_solved_and_the_error_is_the_same(seed: int) -> None:
+    case = random_case(seed)
+    with pytest.raises(InfeasibleError, match="AP301"):
+        plan(case.graph, case.blocks, case.cluster, replace(case.request, memory_limit_bytes=10))

@@ -1,0 +1,107 @@
+"""Context and expert parallelism on 2-D and 3-D meshes: each plan equals one device.
+
+As ``test_verification``: float64, two AdamW steps, losses, gradients and weights to 1e-9.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+
+import pytest
+from processes import run_processes
+from test_verification import GLOBAL_BATCH, SEQ, captured, check_verified, target, verify_all
+
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.options import parse_parallel
+from autoparallel.planner.layout import shard
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps
+from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.runtime.compare import Verification
+
+FEW = (("gpt", "dp=2,cp=2"), ("mixtral", "dp=2,ep=2,zero=2"))
+FOUR = (
+    ("gpt", "cp=2,tp=2,microbatches=2,recompute=full"),
+    ("llama", "dp=2,cp=2,zero=2"),
+    ("llama", "cp=2,pp=2,microbatches=4"),
+    ("mixtral", "ep=4,microbatches=2"),
+    ("mixtral", "ep=2,tp=2"),
+)
+EIGHT = (("llama", "dp=2,cp=2,tp=2"), ("mixtral", "dp=2,ep=2,tp=2,zero=1"))
+
+
+def degrees(parallel: str) -> dict[str, int]:
+    forced = parse_parallel(parallel)
+    names = ("dp", "ep", "cp", "tp", "pp")
+    return {name: size for name in names if (size := getattr(forced, name) or 1) > 1}
+
+
+@cache
+def planned(model: str, parallel: str) -> Plan:
+    options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=parse_parallel(parallel))
+    cluster = parse_cluster(f"cpu:{prod(degrees(parallel).values())}")
+    found = plan_program(captured(model, "fp32")[1], target(model), cluster, options)
+    axes = {name: size for name, size in degrees(parallel).items() if name != "pp"}
+    for stage in found.stages:
+        assert dict(zip(stage.mesh.axes, stage.mesh.shape, strict=True)) == axes
+    return found
+
+
+Case = tuple[str, str]
+
+
+@cache
+def results(num_ranks: int, cases: tuple[Case, ...]) -> dict[Case, Verification]:
+    """Every case of that many ranks, run in one set of processes."""
+    plans = [(model, dumps(planned(model, parallel))) for model, parallel in cases]
+    found = run_processes(num_ranks, verify_all, plans, timeout_seconds=500)
+    return dict(zip(cases, found[0], strict=True))
+
+
+@pytest.mark.parametrize("case", FEW, ids=" ".join)
+def test_positions_or_experts_split_beside_rows_equal_one_device(case: Case) -> None:
+    check_verified(results(4, FEW)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR, ids=" ".join)
+def test_a_plan_on_four_ranks_equals_one_device(case: Case) -> None:
+    check_verified(results(4, FOUR)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EIGHT, ids=" ".join)
+def test_a_plan_of_three_axes_on_eight_ranks_equals_one_device(case: Case) -> None:
+    check_verified(results(8, EIGHT)[case])
+
+
+def test_the_axis_ep_splits_experts_and_nothing_else_but_rows() -> None:
+    plan = planned("mixtral", "ep=2,tp=2")
+    graph = captured("mixtral", "fp32")[1].graph
+    rows = graph.batch_dims
+    layouts = plan.stages[0].layouts
+    experts = [name for name in layouts if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(experts) == 2
+    for name, layout in layouts.items():
+        own = [each[0] for each in layout.outputs]
+        if name in experts:
+            assert own == [shard(0)], name
+        elif graph[name].kind == "op" and name in rows:
+            for placement, dim in zip(own, rows[name], strict=True):
+                by_rows = placement.kind == "P" or (dim is not None and placement == shard(dim))
+                assert by_rows, name
+
+
+def test_the_axis_cp_splits_positions_and_gathers_keys_and_values() -> None:
+    plan = planned("llama", "dp=2,cp=2,zero=2")
+    graph = captured("llama", "fp32")[1].graph
+    (attention,) = [
+        layout for name, layout in plan.stages[0].layouts.items()
+        if graph[name].op.startswith("aten.scaled_dot_product_attention")
+    ]  # fmt: skip
+    query, key, value = (layout[1] for layout in attention.inputs[:3])
+    assert query == shard(2)
+    assert not key.is_shard
+    assert not value.is_shard
+    assert attention.outputs[0][1] == shard(2)
