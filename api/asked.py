@@ -20,7 +20,7 @@ from autoparallel.planner.features import features_of
 from autoparallel.planner.goal import Goal, Objective
 from autoparallel.planner.pins import parse_pin
 from autoparallel.planner.plan import Precision
-from autoparallel.planner.request import CHUNKED_SCHEDULES, SCHEDULES
+from autoparallel.planner.request import ARRANGED_SCHEDULES, CHUNKED_SCHEDULES, SCHEDULES
 from autoparallel.planning import PlanOptions
 
 Texts = str | Sequence[str] | None
@@ -71,7 +71,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         pins=tuple(parse_pin(text) for text in texts(asked.get("pin"))),
         stage_at=texts(asked.get("stage_at")),
         max_tp=asked.get("max_tp"),
-        features=features_of(allow, deny, (*SCHEDULES, *CHUNKED_SCHEDULES)),
+        features=features_of(allow, deny, (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)),
         goal=goal,
         gap=asked.get("gap", 0.01),
         time_limit_seconds=asked.get("time_limit", 60.0),

@@ -99,7 +99,7 @@ def make_plan(
     """
     from autoparallel.cached_capture import with_kept_memory
     from autoparallel.passes.stage_memory import num_ops
-    from autoparallel.planner.forced_schedule import ARRANGED
+    from autoparallel.planner.request import ARRANGED_SCHEDULES
 
     observe("cluster", 0, 1)
     cluster = find_cluster(cluster_text)
@@ -109,7 +109,7 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     found = plan_program(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
-    is_arranged = found.schedule in ARRANGED
+    is_arranged = found.schedule in ARRANGED_SCHEDULES
     if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not is_arranged:
         found = with_kept_memory(found, program, cache)
     spent = {

@@ -85,7 +85,7 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
 def guesses(found: Searched) -> Iterator[Guess]:
     """Every way to cut the candidates that may be worth it."""
     request, num_blocks = found.request, len(found.blocks.blocks)
-    for base in _bases(found):
+    for base in bases(found):
         ranks, count = len(base.stages), base.num_microbatches
         for name in request.chunked_schedules:
             low, high = find_schedule(name).chunks
@@ -102,7 +102,7 @@ def guesses(found: Searched) -> Iterator[Guess]:
                 yield Guess(seconds, base, name, chunks)
 
 
-def _bases(found: Searched) -> list[Candidate]:
+def bases(found: Searched) -> list[Candidate]:
     """The candidates to cut: their ranks alike, the least work first, each pipeline once."""
     best = found.ranking[0].step_seconds
     if not found.request.allows_one_stage:

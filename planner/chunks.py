@@ -21,21 +21,26 @@ import numpy as np
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from . import search
+from .arranged_search import Arranging, arranged
 from .basis import DEFAULT, Basis
 from .choices import input_specs
 from .chunk_bound import chunk_bound
 from .chunk_search import MOST_CHUNKS, Cut, cut_again
 from .errors import InfeasibleError, UsageError
-from .evaluate import evaluate
+from .evaluate import at_microbatch, evaluate, priced_stages
 from .graph import Blocks, Graph
 from .layout import Layout
+from .options import microbatch_rows
 from .plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
 from .prices import Rules, boundary_layout
 from .report_plan import leaf_layout
 from .request import Forced, Request, divisors
 from .schedules import LOOPED, build_schedule, find_schedule
+from .slice_costs import best_lengths
 from .sources import with_sources
+from .stage_cost import StageCost
 from .strategy import NodeLayout
+from .work_bound import work_bound
 
 OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
 """Schedules of two chunks where nothing is said."""
@@ -75,9 +80,16 @@ def plan(
         looped = chunked(base, graph, blocks, schedule, count, rules=rules)
         return priced(looped, graph, blocks, rules=rules, basis=basis)
 
+    def price_stages(part: Graph, cut: Blocks, own: Plan) -> list[StageCost]:
+        return priced_stages(part, cut, own, rules=rules, basis=basis)
+
+    arranging = Arranging(
+        lambda base: priced(base, graph, blocks, rules=rules, basis=basis),
+        lambda base: best_lengths(at_microbatch(graph, base), blocks, base, price_stages),
+    )
     count = num_chunks(request.forced)
     if count == 1:
-        best = _best(searched(request), cut, deadline)
+        best = _best(searched(request), cut, arranging, deadline)
         return with_sources(best, graph, blocks, basis=basis, rules=rules)
     ranks = _num_ranks(request.forced, count, len(blocks.blocks))
     plain = replace(request, forced=replace(request.forced, schedule=None, chunks=None))
@@ -93,39 +105,80 @@ def plan(
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
 
-def _best(found: search.Searched, cut: Cut, deadline: float) -> Plan:
-    """The fastest of what was found and of what it is cut again into.
+def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: float) -> Plan:
+    """The fastest of what was found, and of the same under other schedules: cut again into
+    several stages per rank, or arranged as it is.
 
-    Pipelines across unlike hosts, and with stages or layouts that are asked for, are not cut.
+    Pipelines across unlike hosts, and with stages or layouts that are asked for, are left alone.
     """
     request, winner = found.request, found.ranking[0]
     plain, lost = found.plan(winner), list[Alternative]()
-    looped: Plan | None = None
+    other: Plan | None = None
     hosts = found.cluster.hosts
     is_uniform = all(host == hosts[0] for host in hosts)
-    if is_uniform and not request.pins and not request.stage_at and request.chunked_schedules:
-        looped, lost = cut_again(found, cut, deadline)
-    if looped is None and len(winner.stages) > 1 and not request.allows_one_stage:
+    if is_uniform and not request.pins and not request.stage_at:
+        other, lost = _under_others(found, cut, arranging, deadline)
+    if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
         raise _refused(
-            "no pipeline that was found can be cut for the schedules that are allowed",
+            "no pipeline that was found can be run by the schedules that are allowed",
             "one of the schedules of one stage per rank",
         )
     others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
-    if looped is None:
+    if other is None:
         return replace(plain, alternatives=tuple(others))
+    step = other.prediction.step_seconds
     if request.allows_one_stage:
         seconds, peak = winner.step_seconds, int(winner.peak_bytes)
-        more = seconds - looped.prediction.step_seconds
-        reason = f"one stage per rank: +{more / looped.prediction.step_seconds:.1%}"
+        reason = f"{winner.schedule}: +{(seconds - step) / step:.1%}"
+        if other.num_chunks > 1:
+            reason = f"one stage per rank: +{(seconds - step) / step:.1%}"
         others.insert(0, Alternative(winner.summary, seconds, peak, reason))
-    slower = [o for o in others if o.step_seconds >= looped.prediction.step_seconds]
-    looped = _bounded(looped, found, found.job.stage_numbers, MOST_CHUNKS)
-    if request.allows_one_stage and found.bound_seconds < looped.solver.bound_seconds:
-        solver = search.solver_info(
-            looped.prediction.step_seconds, found.bound_seconds, found.spent
-        )
-        looped = replace(looped, solver=solver)
-    return replace(looped, alternatives=tuple(slower))
+    slower = [each for each in others if each.step_seconds >= step]
+    return replace(_gauged(other, found), alternatives=tuple(slower))
+
+
+def _under_others(
+    found: search.Searched, cut: Cut, arranging: Arranging, deadline: float
+) -> tuple[Plan | None, list[Alternative]]:
+    """The fastest plan of a pipeline cut again or arranged, and those that lost to it."""
+    request, winner = found.request, found.ranking[0]
+    looped: Plan | None = None
+    lost: list[Alternative] = []
+    if request.chunked_schedules:
+        looped, lost = cut_again(found, cut, deadline)
+    bar = winner.step_seconds
+    if not request.allows_one_stage and len(winner.stages) > 1:
+        bar = float("inf")
+    if looped is not None:
+        bar = looped.prediction.step_seconds
+    if not request.arranged_schedules:
+        return looped, lost
+    best, slower = arranged(found, arranging, bar=bar, deadline=deadline)
+    if best is not None and looped is not None:
+        own = looped.prediction
+        summary = f"{looped.schedule}, {looped.num_chunks} stages per rank"
+        more = own.step_seconds / best.prediction.step_seconds - 1
+        slower.append(Alternative(summary, own.step_seconds, own.peak_memory_bytes, f"+{more:.1%}"))
+    return best or looped, [*lost, *slower]
+
+
+def _gauged(other: Plan, found: search.Searched) -> Plan:
+    """The plan with a bound of what was searched.
+
+    Of replicas it is the work alone. Slices skip masked pairs of attention, which the bounds
+    count: there is none for them.
+    """
+    step, job = other.prediction.step_seconds, found.job
+    if other.num_chunks > 1:
+        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
+    elif other.slices:
+        least = 0.0
+    else:
+        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+        least = work_bound(job, rows)
+    if found.request.allows_one_stage:
+        least = min(least, found.bound_seconds)
+    return replace(other, solver=search.solver_info(step, least, found.spent))
 
 
 def _bounded(

@@ -40,7 +40,7 @@ from .rules.case import argument
 from .schedules import parts_of_ranks
 from .seconds import Priced
 from .sequence_places import find_places
-from .slice_costs import SliceShares, even_lengths, shares_by_work
+from .slice_costs import SliceShares, carried_by_layers, even_lengths, shares_by_work
 from .stage_cost import StageCost
 from .stage_model import StageModel
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
@@ -249,7 +249,8 @@ def price(
     work = _Work(
         graph, told_apart, cluster, configuration, cache or Cache(), basis=basis, pins=pins
     )
-    runs = stage_runs(work.structure, _layers(configuration, work.structure))
+    layers = _layers(configuration, work.structure)
+    runs = stage_runs(work.structure, layers)
     costs = tuple(
         configuration.program.around(
             work.stage(stage, run),
@@ -281,6 +282,14 @@ def price(
             parts_of_ranks(configuration.schedule, configuration.pp, configuration.num_chunks)
         )
     )
+    carried = carried_by_layers(
+        work.structure.graph, slices, layers,
+        parts=work.mesh.size, again=configuration.recompute == "full",
+    )  # fmt: skip
+    ranks = tuple(
+        {**rank, "activations": rank["activations"] + configuration.num_microbatches * more}
+        for rank, more in zip(ranks, carried, strict=True)
+    ) if slices is not None else ranks  # fmt: skip
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
     step = timeline.step_seconds
     return PricedStep(configuration, step, timeline, costs, ranks, usable, slices)

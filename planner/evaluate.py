@@ -31,7 +31,7 @@ from .report_plan import prediction_of
 from .saved import Part, saved_parts, working_bytes
 from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
 from .shares import coordinate_ranks, slowest
-from .slice_costs import slice_shares
+from .slice_costs import carried_bytes, is_attention, slice_shares
 from .stage_cost import StageCost
 from .step import Pipeline, latency_seconds, send_seconds, simulate_stages
 from .strategy import NodeLayout
@@ -264,6 +264,9 @@ class _Walk:
         for name in block.nodes:
             node, layout = self.graph[name], self.layout(name)
             self._op(node, layout, mode)
+            self.kept_bytes += carried_bytes(
+                node, self._pair_bytes(node, layout), self.plan.slices, again=mode == "full"
+            )
             for ref, target in zip(node.inputs, layout.inputs, strict=True):
                 self._receive(ref, target)
                 if self.graph[ref.name].kind == "parameter":
@@ -362,6 +365,13 @@ class _Walk:
     def _end(self, ref: Ref, target: Layout) -> None:
         forward, backward = self.prices.conversion(self.graph.spec(ref), self.made[ref], target)
         self._add(Seconds(forward_communication=forward, backward_communication=backward))
+
+    def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
+        """The keys and values that an attention reads on a rank."""
+        if not self.plan.slices or not is_attention(node):
+            return 0
+        pair = zip(node.inputs[1:3], layout.inputs[1:3], strict=True)
+        return sum(self.prices.local_bytes(self.graph.spec(ref), held) for ref, held in pair)
 
     def _memory(self, gathered: float) -> Mapping[str, float]:
         states = [self._states(name)[1] for name in self.parameters]

@@ -20,11 +20,8 @@ from .basis import DEFAULT, Basis
 from .graph import Blocks, Graph
 from .plan import Plan
 from .prices import Rules
-from .request import Request
+from .request import ARRANGED_SCHEDULES, Request
 from .sources import with_sources
-
-ARRANGED = ("chimera", "terapipe")
-"""Schedules whose plans are made of those of another schedule; they have their own memory."""
 
 
 def plan(
@@ -43,7 +40,7 @@ def plan(
     ``plan_asynchronous`` do.
     """
     is_async = is_asynchronous(request.forced.schedule)
-    if request.forced.schedule not in ARRANGED and not is_async:
+    if request.forced.schedule not in ARRANGED_SCHEDULES and not is_async:
         return chunks.plan(
             graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis
         )

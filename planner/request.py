@@ -18,11 +18,14 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
 CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
 """What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
 
+ARRANGED_SCHEDULES = ("chimera", "terapipe")
+"""What the best pipelines are tried under as they are (``arranged_search``)."""
+
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
 """What is not equal to one device: see ``asynchronous``."""
 
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, "chimera", "terapipe", *ASYNCHRONOUS,
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES, *ASYNCHRONOUS,
 )  # fmt: skip
 """What can be forced."""
 
@@ -142,6 +145,13 @@ class Request:
         if self.forced.schedule is not None:
             return ()
         return tuple(name for name in CHUNKED_SCHEDULES if self.features.allows(name))
+
+    @property
+    def arranged_schedules(self) -> tuple[str, ...]:
+        """The schedules that pipelines found for others may have, where none is forced."""
+        if self.forced.schedule is not None:
+            return ()
+        return tuple(name for name in ARRANGED_SCHEDULES if self.features.allows(name))
 
     @property
     def frees_axes(self) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .graph import Blocks, Graph, Node
 from .plan import Plan
 from .schedules_sliced import slice_lengths
-from .sequence_places import Places, find_places
+from .sequence_places import ATTENTION, Places, find_places
 from .sequence_slices import sequence_slice, slice_bounds
 from .stage_cost import StageCost
 
@@ -104,6 +104,47 @@ def _costs(
 ) -> Sequence[StageCost]:
     part = sequence_slice(graph, blocks, plan, places, bounds)
     return price(part.graph, part.blocks, part.plan)
+
+
+def is_attention(node: Node) -> bool:
+    """Whether a node is an attention that slices hand keys and values on for."""
+    return node.op.startswith(f"{ATTENTION}.")
+
+
+def carried_bytes(
+    node: Node, pair_bytes: float, slices: tuple[int, ...], *, again: bool = False
+) -> float:
+    """What an attention keeps for the slices of a micro-batch beyond what it keeps of it whole.
+
+    ``pair_bytes`` are its keys and values of all T positions, which it keeps anyway. The slice
+    that ends at e keeps those of e positions, and a mask of its queries by e keys in the
+    attention's number format (but the first, which needs none). Where the op is run ``again`` in
+    the backward, what is kept are the keys and values of before each slice.
+    """
+    if not slices or not is_attention(node):
+        return 0.0
+    bounds, length = slice_bounds(slices), sum(slices)
+    if again:
+        return pair_bytes * sum(start for start, _ in bounds) / length
+    more = sum(stop for _, stop in bounds) / length - 1
+    masks = sum((stop - start) * stop for start, stop in bounds if start)
+    return pair_bytes * more + masks * node.spec.itemsize
+
+
+def carried_by_layers(
+    graph: Graph, slices: SliceShares | None, layers: Sequence[int], *, parts: int, again: bool
+) -> tuple[float, ...]:
+    """``carried_bytes`` of a micro-batch of ``graph`` on a rank of each stage of so many layers.
+
+    Keys and values are split into ``parts`` (rows and heads), masks are not.
+    """
+    if slices is None:
+        return (0.0,) * len(layers)
+    total = 0.0
+    for node in filter(is_attention, graph):
+        pair = sum(graph.spec(ref).num_bytes for ref in node.inputs[1:3])
+        total += carried_bytes(node, pair / parts, slices.lengths, again=again)
+    return tuple(total * count / sum(layers) for count in layers)
 
 
 def even_lengths(length: int, count: int) -> tuple[int, ...]:
