@@ -15,12 +15,12 @@ from autoparallel.options import (
     parse_prices,
     parse_size,
 )
-from autoparallel.planner.basis import Mode
-from autoparallel.planner.features import features_of
-from autoparallel.planner.goal import Goal, Objective
-from autoparallel.planner.pins import parse_pin
 from autoparallel.planner.plan import Precision
-from autoparallel.planner.request import ARRANGED_SCHEDULES, CHUNKED_SCHEDULES, SCHEDULES
+from autoparallel.planner.pricing.basis import Mode
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.goal import Goal, Objective
+from autoparallel.planner.requests.pins import parse_pin
+from autoparallel.planner.requests.request import ARRANGED_SCHEDULES, CHUNKED_SCHEDULES, SCHEDULES
 from autoparallel.planning import PlanOptions
 
 Texts = str | Sequence[str] | None

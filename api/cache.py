@@ -1,7 +1,7 @@
 """The planner's cache of this user: where it lies, what it is of, and what to say of it.
 
 One file in the user's folder for caches, or in ``AUTOPARALLEL_CACHE``. Values are bytes that
-``planner.cache_codec`` writes: JSON and arrays of numbers. Pickle would be shorter here but runs
+``planner.cache.codec`` writes: JSON and arrays of numbers. Pickle would be shorter here but runs
 whatever a file says, and caches lie in shared folders and travel in images.
 
 Every key holds the version of what made the value: a hash of the package's own files, torch, the
@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from autoparallel.cache_shelf import FileShelf
-from autoparallel.planner.cache import NO_CACHE, Cache, digest
+from autoparallel.planner.cache.cache import NO_CACHE, Cache, digest
 from autoparallel.planner.errors import MachineError
 
 VARIABLE = "AUTOPARALLEL_CACHE"

@@ -1,6 +1,6 @@
 """The cache's file: bytes by key in SQLite, for several processes at once.
 
-In: a path, what made the values (versions), a size limit. Out: a shelf for ``planner.cache``.
+In: a path, what made the values (versions), a size limit. Out: a shelf for ``planner.cache.cache``.
 What is put stays in memory until ``close`` writes it in one transaction, so a reader sees all of
 a run's values or none, and an interrupted run leaves the file as it was. Every row has a checksum
 of its own; a file that is none of ours is put aside. Values not read for longest go first where

@@ -25,8 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoparallel.planner.cache import MISSING, Cache, UnkeyedError, graph_digest
-from autoparallel.planner.cache_codec import Codec, Named
+from autoparallel.planner.cache.cache import MISSING, Cache, UnkeyedError, graph_digest
+from autoparallel.planner.cache.codec import Codec, Named
 from autoparallel.planner.graph import (
     Accumulation,
     Block,

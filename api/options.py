@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.goal import ANY_DEVICE, Deadline
-from autoparallel.planner.request import FORCED_SCHEDULES, Forced
+from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
+from autoparallel.planner.requests.request import FORCED_SCHEDULES, Forced
 
 UNITS = {
     "": 1, "b": 1,

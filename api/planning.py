@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from autoparallel.collection import rare_collections
-from autoparallel.planner.cache import NO_CACHE, Cache
+from autoparallel.planner.cache.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.features import Features
-from autoparallel.planner.goal import Goal
-from autoparallel.planner.pins import Pin
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planner.request import Forced, Request, check_allowed
+from autoparallel.planner.requests.features import Features
+from autoparallel.planner.requests.goal import Goal
+from autoparallel.planner.requests.pins import Pin
+from autoparallel.planner.requests.request import Forced, Request, check_allowed
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.targets import Batch, LossFn, Target, building
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.passes.deferred_init import Deferred
     from autoparallel.passes.program import Program
-    from autoparallel.planner.basis import Basis, Mode
+    from autoparallel.planner.pricing.basis import Basis, Mode
 
 CAPTURE_BATCH = 2
 """Rows of the batch that models are captured at; the graph is rescaled to what is planned.
@@ -99,7 +99,7 @@ def make_plan(
     """
     from autoparallel.cached_capture import with_kept_memory
     from autoparallel.passes.stage_memory import num_ops
-    from autoparallel.planner.request import ARRANGED_SCHEDULES
+    from autoparallel.planner.requests.request import ARRANGED_SCHEDULES
 
     observe("cluster", 0, 1)
     cluster = find_cluster(cluster_text)
@@ -132,8 +132,8 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.objective import plan_for
-    from autoparallel.planner.whole_block import whole_blocks
+    from autoparallel.planner.pricing.whole_block import whole_blocks
+    from autoparallel.planner.requests.objective import plan_for
 
     basis = whole_blocks(
         program.graph, program.blocks, cluster, basis_for(cluster, options, target),
@@ -157,7 +157,7 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
 
     Raises UsageError AP170 where times must be measured and nothing is.
     """
-    from autoparallel.planner.basis import Basis
+    from autoparallel.planner.pricing.basis import Basis
 
     profile = find_profile(cluster, options.profile, options.database)
     if options.profile == "measured" and profile is None:

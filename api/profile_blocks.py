@@ -15,7 +15,7 @@ from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.records import Measurement
 from autoparallel.planner.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.whole_block import block_case
+from autoparallel.planner.pricing.whole_block import block_case
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.profile_blocks import measure_everywhere, share_value
 

@@ -30,11 +30,11 @@ from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options import parse_settings
 from autoparallel.passes.program import Program
-from autoparallel.planner.basis import Basis
 from autoparallel.planner.precision import with_precision
-from autoparallel.planner.search import plan
-from autoparallel.planner.update import LEVEL, LIBRARY, update_curve, update_kind
-from autoparallel.planner.wanted import Wanted, asked_cases
+from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
+from autoparallel.planner.search.search import plan
+from autoparallel.planner.search.wanted import Wanted, asked_cases
 from autoparallel.planning import PlanOptions, capture_target, own_update, request_of
 from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress

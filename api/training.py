@@ -10,7 +10,7 @@ from typing import Any
 
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.plan_io import load_plan
-from autoparallel.planner.asynchronous import is_asynchronous
+from autoparallel.planner.arranged.asynchronous import is_asynchronous
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import shape_text

@@ -24,7 +24,7 @@ from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
 from autoparallel.plan_io import load_plan
-from autoparallel.planner.asynchronous import described
+from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target

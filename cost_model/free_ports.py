@@ -10,7 +10,7 @@ shared ports nothing happens earlier than here: there a message flows at no more
 And nothing here happens earlier when some action or message takes longer: all times are sums and
 maxima of others. Under shared ports that is not so: a message that is ready later may leave its
 port to another one that more hangs on. What keeps dominated ways out of a search therefore asks
-for the step under these ports (``planner.search_exact``).
+for the step under these ports (``planner.search.exact``).
 
 Both hold where the messages from one rank to another are ready in the order of the rows, as they
 are in pipelines of one stage per rank, whose micro-batches go in order.

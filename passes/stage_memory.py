@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..cost_model.memory import PrecisionPolicy, fragmentation_bytes, policy, reserve_bytes
-from ..planner.asynchronous import version_bytes
+from ..planner.arranged.asynchronous import version_bytes
 from ..planner.graph import Blocks, Graph
 from ..planner.layout import local_shape
 from ..planner.plan import Plan, StagePlan
 from ..planner.precision import with_precision
-from ..planner.schedules import find_schedule
+from ..planner.schedules.schedules import find_schedule
 from .saved_tensors import INPUTS, Moment, StageActivations, run_microbatch
 from .stage_cut import Boundary, boundaries, leaf_layout, stage_ranges
 from .state_traffic import COMMUNICATION, GRADIENTS, padded_numel

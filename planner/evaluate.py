@@ -14,29 +14,29 @@ from typing import Any
 from ..cost_model.cluster import Cluster
 from ..cost_model.memory import reserve_bytes
 from . import rules as default_rules
-from .assembly import GATHERED_BLOCKS
-from .asynchronous import version_bytes
-from .basis import DEFAULT, Basis
-from .branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
-from .choices import inner_collectives, input_specs
+from .arranged.asynchronous import version_bytes
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Node, Ref
+from .inter_op.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
+from .intra_op.assembly import GATHERED_BLOCKS
 from .layout import INVARIANT, Layout, conversion_steps
 from .plan import Plan, Recompute, StagePlan, StagePrediction
 from .precision import with_precision
-from .prices import Prices, Rules, Seconds, StateBytes, boundary_layout
-from .recompute import is_kept, kept_parts
+from .pricing.basis import DEFAULT, Basis
+from .pricing.choices import inner_collectives, input_specs
+from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
+from .pricing.recompute import is_kept, kept_parts
+from .pricing.saved import Part, saved_parts, working_bytes
+from .pricing.slice_costs import carried_bytes, is_attention, slice_shares
+from .pricing.stage_cost import StageCost
+from .pricing.step import Pipeline, latency_seconds, send_seconds, simulate_stages
+from .pricing.structure import Structure
+from .pricing.weight_backward import late_parts, late_seconds
 from .replicas import with_replica_sums
-from .report_plan import prediction_of
-from .saved import Part, saved_parts, working_bytes
-from .schedules_held import Halves, halves, held_bytes, splits, stage_halves
+from .schedules.held import Halves, halves, held_bytes, splits, stage_halves
+from .search.report_plan import prediction_of
 from .shares import coordinate_ranks, slowest
-from .slice_costs import carried_bytes, is_attention, slice_shares
-from .stage_cost import StageCost
-from .step import Pipeline, latency_seconds, send_seconds, simulate_stages
 from .strategy import NodeLayout
-from .structure import Structure
-from .weight_backward import late_parts, late_seconds
 
 BRIEF = ("transient", "reserve")
 """Memory that the stages of a rank take in turn, or once."""

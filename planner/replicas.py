@@ -15,8 +15,8 @@ from ..cost_model.collectives import collective_seconds, group_of
 from .errors import PlanError
 from .graph import Graph
 from .plan import Plan, StagePlan
-from .schedules import parts_of_ranks
-from .stage_cost import StageCost
+from .pricing.stage_cost import StageCost
+from .schedules.schedules import parts_of_ranks
 
 
 def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:

@@ -17,7 +17,7 @@ from math import floor
 
 from .graph import Graph, Ref
 from .layout import Layout, Placement, shard
-from .stage_cost import StageCost
+from .pricing.stage_cost import StageCost
 from .strategy import NodeLayout
 
 

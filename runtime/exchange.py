@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
-from ..planner.transfer import relative, transfers
+from ..planner.pricing.transfer import relative, transfers
 from .arriving import shared_sum
 from .outbox import Outbox
 

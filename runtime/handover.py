@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..planner.layout import Layout, local_region, local_shape
-from ..planner.transfer import Transfer, relative, transfers
+from ..planner.pricing.transfer import Transfer, relative, transfers
 
 if TYPE_CHECKING:
     from ..passes.stage_cut import Boundary

@@ -27,7 +27,7 @@ from ..passes.inputs import random_batch
 from ..passes.localize import BlockInterface, localize_block, reference_layouts, value_key
 from ..planner.graph import Block, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT
-from ..planner.whole_block import ONE_DEVICE, block_inputs
+from ..planner.pricing.whole_block import ONE_DEVICE, block_inputs
 
 Value = TypeVar("Value")
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..passes.program import Program
 from ..passes.stage_cut import Boundary, boundaries
 from ..passes.stage_program import OfSlice, StageProgram
+from ..planner.arranged.sequence_places import find_places
+from ..planner.arranged.sequence_slices import Carried, SequenceSlice, sequence_slice, slice_bounds
 from ..planner.graph import Graph
 from ..planner.plan import Plan
-from ..planner.sequence_places import find_places
-from ..planner.sequence_slices import Carried, SequenceSlice, sequence_slice, slice_bounds
 from .data import local_inputs
 from .executor import StageExecutor
 from .stage import StageModule

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..passes.program import Program
 from ..passes.stage_cut import boundaries, with_replicas
 from ..passes.stage_program import StageProgram, build_stage
-from ..planner.asynchronous import check_asynchronous
+from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.replicas import check_replicas, placed_stages

@@ -50,10 +50,10 @@ from autoparallel.planner.plan import (
     StagePrediction,
 )
 from autoparallel.planner.precision import with_precision
-from autoparallel.planner.prices import Prices
-from autoparallel.planner.request import SCHEDULES, Request
-from autoparallel.planner.schedules import build_schedule
-from autoparallel.planner.step import latency_seconds
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.step import latency_seconds
+from autoparallel.planner.requests.request import SCHEDULES, Request
+from autoparallel.planner.schedules.schedules import build_schedule
 
 IN_FLIGHT = {
     "gpipe": lambda stages, count, stage: count,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, REPLICATE, Layout, divides, shard
-from autoparallel.planner.prices import Prices
+from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.strategy import AxisStrategy, InnerCollective, NodeLayout, combine
 
 Floats = NDArray[np.float64]

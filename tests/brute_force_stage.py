@@ -24,10 +24,10 @@ from autoparallel.cost_model.memory import reserve_bytes
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, Layout
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.prices import Prices, boundary_layout
-from autoparallel.planner.recompute import is_kept, kept_parts
-from autoparallel.planner.saved import Part, saved_parts, working_bytes
-from autoparallel.planner.seconds import Seconds
+from autoparallel.planner.pricing.prices import Prices, boundary_layout
+from autoparallel.planner.pricing.recompute import is_kept, kept_parts
+from autoparallel.planner.pricing.saved import Part, saved_parts, working_bytes
+from autoparallel.planner.pricing.seconds import Seconds
 from autoparallel.planner.strategy import NodeLayout
 
 LEAVES = ("input", "constant", "buffer")

@@ -21,7 +21,7 @@ from autoparallel.passes.counter_random import batch_dims
 from autoparallel.passes.deferred_init import plain_build
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
-from autoparallel.planner.asynchronous import check_asynchronous
+from autoparallel.planner.arranged.asynchronous import check_asynchronous
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads

@@ -22,7 +22,7 @@ from autoparallel.cost_model.actions import (
     Schedule,
     Table,
 )
-from autoparallel.planner.schedules_messages import complete
+from autoparallel.planner.schedules.messages import complete
 
 
 class Times(NamedTuple):

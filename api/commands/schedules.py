@@ -9,7 +9,7 @@ import typer
 from autoparallel.commands.options import JsonOption, print_json, stdout_console
 
 if TYPE_CHECKING:
-    from autoparallel.planner.schedules import ScheduleInfo
+    from autoparallel.planner.schedules.schedules import ScheduleInfo
 
 NameArgument = Annotated[
     str | None, typer.Argument(metavar="[NAME]", help="the schedule to draw; all are listed if not")
@@ -42,7 +42,7 @@ def schedules(
     In a picture a forward, an input gradient and a weight gradient take equally long, a whole
     backward both of the latter, and messages no time.
     """
-    from autoparallel.planner.schedules import SCHEDULES, find_schedule
+    from autoparallel.planner.schedules.schedules import SCHEDULES, find_schedule
 
     if name is not None:
         _draw(find_schedule(name), stages, microbatches, chunks=chunks, slices=slices, json=json)
@@ -56,8 +56,8 @@ def schedules(
 
 def facts(info: ScheduleInfo) -> dict[str, Any]:
     """What there is to say about a schedule."""
-    from autoparallel.planner.request import FORCED_SCHEDULES
-    from autoparallel.planner.schedules import find_schedule
+    from autoparallel.planner.requests.request import FORCED_SCHEDULES
+    from autoparallel.planner.schedules.schedules import find_schedule
 
     executed = {find_schedule(name).name for name in FORCED_SCHEDULES}
     return {
@@ -102,8 +102,8 @@ def _draw(
 ) -> None:
     from autoparallel.cost_model.actions import format_table
     from autoparallel.cost_model.simulator import StageCosts, simulate
-    from autoparallel.planner.schedule_check import check_schedule, peak_of_ranks
-    from autoparallel.planner.schedules import build_schedule
+    from autoparallel.planner.schedules.check import check_schedule, peak_of_ranks
+    from autoparallel.planner.schedules.schedules import build_schedule
 
     per_rank = chunks if chunks is not None else info.chunks[0]
     schedule = build_schedule(

@@ -29,8 +29,8 @@ from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
-    from autoparallel.planner.configuration import Configuration
-    from autoparallel.planner.schedules import ScheduleInfo
+    from autoparallel.planner.configured.configuration import Configuration
+    from autoparallel.planner.schedules.schedules import ScheduleInfo
     from autoparallel.planning import PlanOptions
 
 ParallelOption = Annotated[
@@ -157,8 +157,8 @@ def configured(
     options: PlanOptions, own: dict[str, str], cluster: Cluster, layers: tuple[int, ...] | None
 ) -> Configuration:
     """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
-    from autoparallel.planner.configuration import Configuration
-    from autoparallel.planner.options import check_degrees
+    from autoparallel.planner.configured.configuration import Configuration
+    from autoparallel.planner.requests.options import check_degrees
 
     forced = options.forced
     info = trained_schedule(own.get("schedule", "1f1b"))
@@ -184,7 +184,7 @@ def configured(
 
 def trained_schedule(name: str) -> ScheduleInfo:
     """A schedule that trains, by name. Raises ``UsageError`` AP150."""
-    from autoparallel.planner.schedules import ALIASES, SCHEDULES
+    from autoparallel.planner.schedules.schedules import ALIASES, SCHEDULES
 
     info = SCHEDULES.get(ALIASES.get(name, name))
     if info is None or not info.trains:

@@ -18,16 +18,16 @@ from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.cost_model.trace import chrome_trace, rank_name
-from autoparallel.planner.basis import DEFAULT, Basis
-from autoparallel.planner.choices import input_specs
-from autoparallel.planner.configuration import Configuration, PricedStep, price
+from autoparallel.planner.configured.configuration import Configuration, PricedStep, price
+from autoparallel.planner.configured.stage_runs import even_layers, find_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
-from autoparallel.planner.pins import Pin
+from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.pricing.choices import input_specs
+from autoparallel.planner.pricing.step import Pipeline, latency_seconds, simulate_stages
+from autoparallel.planner.pricing.structure import Structure
+from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.rules import work
-from autoparallel.planner.stage_runs import even_layers, find_layers
-from autoparallel.planner.step import Pipeline, latency_seconds, simulate_stages
-from autoparallel.planner.structure import Structure
 from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import of_text, plain_table, section
 from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text

@@ -13,8 +13,8 @@ from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import StageCosts
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.schedules import build_schedule
-from autoparallel.planner.step import latency_seconds
+from autoparallel.planner.pricing.step import latency_seconds
+from autoparallel.planner.schedules.schedules import build_schedule
 
 MOST_ACTIONS = 100_000
 """Stages times micro-batches that are still simulated for a drawing."""

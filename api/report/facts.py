@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoparallel.planner.asynchronous import num_updates
+from autoparallel.planner.arranged.asynchronous import num_updates
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
-from autoparallel.planner.schedules import parts_of_ranks
+from autoparallel.planner.schedules.schedules import parts_of_ranks
 from autoparallel.planner.strategy import NodeLayout
 from autoparallel.report.words import held_text
 

@@ -39,7 +39,7 @@ INPUTS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    from autoparallel.planner.schedules import SCHEDULES
+    from autoparallel.planner.schedules.schedules import SCHEDULES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")

@@ -25,7 +25,7 @@ from autoparallel.passes.stage_cut import Boundary
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
-from autoparallel.planner.schedules import build_schedule, find_schedule
+from autoparallel.planner.schedules.schedules import build_schedule, find_schedule
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.handover import Handover, split_boundaries
 from autoparallel.runtime.pipeline import ActionTiming, Hooks, PipelineRunner

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.cost_model.resolve import parse_cluster
-from autoparallel.planner.inter_op import Pipeline, StageChoice
-from autoparallel.planner.options import stage_numbers
-from autoparallel.planner.placement_space import Problem
+from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
+from autoparallel.planner.placement.space import Problem
 from autoparallel.planner.plan import Precision
-from autoparallel.planner.search import ranked
-from autoparallel.planner.search_candidates import candidate
-from autoparallel.planner.search_quests import Draft
+from autoparallel.planner.requests.options import stage_numbers
+from autoparallel.planner.search.candidates import candidate
+from autoparallel.planner.search.quests import Draft
+from autoparallel.planner.search.search import ranked
 from autoparallel.planning import PlanOptions, capture_target, request_of
 from autoparallel.targets import load_target
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoparallel.commands.simulate_page import simulated
 from autoparallel.cost_model.stage_costs import Overlap
-from autoparallel.planner.configuration import Configuration
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planning import (
     PlanOptions,
     capture_target,

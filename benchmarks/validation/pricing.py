@@ -1,7 +1,7 @@
 """Prices runs: capture, blocks, strategies, integer program, stage costs, simulator.
 
 In: runs. Out: per run the predicted seconds and bytes, by the way that a user's model takes.
-A model is captured with few layers and stands for its depth (``planner.stage_runs``).
+A model is captured with few layers and stands for its depth (``planner.configured.stage_runs``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from autoparallel.cost_model.cluster import ClusterError
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
-from autoparallel.planner.configuration import Cache, PricedStep, price
+from autoparallel.planner.configured.configuration import Cache, PricedStep, price
+from autoparallel.planner.configured.stage_runs import FEWEST_LAYERS
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.stage_runs import FEWEST_LAYERS
 from autoparallel.register import registered_rules
 
 from .models import Decoder, Shape, example_batch

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import cache
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.planner.configuration import Configuration, Program
+from autoparallel.planner.configured.configuration import Configuration, Program
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.schedules import SCHEDULES
+from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster
 from .models import Family, Kernels, Shape

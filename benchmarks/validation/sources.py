@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autoparallel.cost_model.cluster import Cluster, Host, Link
-from autoparallel.planner.configuration import Program
+from autoparallel.planner.configured.configuration import Program
 
 
 @dataclass(frozen=True, slots=True)

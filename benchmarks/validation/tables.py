@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.memory import PrecisionPolicy, policy
-from autoparallel.planner.configuration import Configuration
+from autoparallel.planner.configured.configuration import Configuration
 
 from .models import Shape
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.planner.configuration import Configuration
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Recompute
 
 from .clusters import make_cluster

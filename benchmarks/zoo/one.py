@@ -34,7 +34,7 @@ from autoparallel.passes.modes import promote_to_float64
 from autoparallel.passes.program import Program
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced
+from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.rules.strategies import has_rule
 from autoparallel.planning import PlanOptions, capture_program, plan_program, record_target
 from autoparallel.runtime.reference import Reference, run_reference

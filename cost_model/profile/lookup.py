@@ -54,9 +54,9 @@ class Profile:
 
     ``mismatch`` says in a clause how that differs from what was asked for ("" if it does
     not). ``factors`` are of the ops of one model, by the name of its node: what their blocks
-    took in one piece, over the sum (see ``planner.whole_block``). ``update`` is the optimizer
-    whose measured step counts, where it is the model's own. Answers are kept, which no caller
-    can see.
+    took in one piece, over the sum (see ``planner.pricing.whole_block``). ``update`` is the
+    optimizer whose measured step counts, where it is the model's own. Answers are kept, which
+    no caller can see.
     """
 
     environment: Environment

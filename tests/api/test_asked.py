@@ -14,9 +14,9 @@ from autoparallel.commands.run import run
 from autoparallel.commands.verify import verify
 from autoparallel.options import parse_deadline, parse_prices
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.goal import Deadline, Goal
-from autoparallel.planner.pins import parse_pin
-from autoparallel.planner.request import Forced
+from autoparallel.planner.requests.goal import Deadline, Goal
+from autoparallel.planner.requests.pins import parse_pin
+from autoparallel.planner.requests.request import Forced
 
 
 def names(function: object) -> set[str]:

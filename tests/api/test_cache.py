@@ -16,7 +16,7 @@ from autoparallel.__main__ import run_command
 from autoparallel.cache import FILE, code_digest, default_folder, plan_cache, version
 from autoparallel.cache_shelf import FileShelf
 from autoparallel.cached_capture import kept_program, model_text
-from autoparallel.planner.cache import Cache
+from autoparallel.planner.cache.cache import Cache
 from autoparallel.planning import PlanOptions, capture_target, record_target
 from autoparallel.targets import load_target
 

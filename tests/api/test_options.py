@@ -6,7 +6,7 @@ import pytest
 
 from autoparallel.options import parse_parallel, parse_settings, parse_size
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.request import Forced
+from autoparallel.planner.requests.request import Forced
 
 
 def test_every_choice_of_parallel_is_read() -> None:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from autoparallel.__main__ import run_command
-from autoparallel.planner.request import FORCED_SCHEDULES
-from autoparallel.planner.schedules import SCHEDULES, find_schedule
+from autoparallel.planner.requests.request import FORCED_SCHEDULES
+from autoparallel.planner.schedules.schedules import SCHEDULES, find_schedule
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

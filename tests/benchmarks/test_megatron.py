@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.planner.configuration import Configuration, price
+from autoparallel.planner.configured.configuration import Configuration, price
 from autoparallel.planner.layout import conversion_steps
 from benchmarks.validation.models import Shape
 from benchmarks.validation.pricing import Pricer

@@ -9,9 +9,9 @@ from zero_bubble_search import Memory, Times, search
 
 from autoparallel.cost_model.simulator import StageCosts, simulate
 from autoparallel.cost_model.timeline import Timeline
-from autoparallel.planner.schedule_check import check_schedule
-from autoparallel.planner.schedules import SCHEDULES, build_schedule
-from autoparallel.planner.schedules_sliced import slice_lengths
+from autoparallel.planner.schedules.check import check_schedule
+from autoparallel.planner.schedules.schedules import SCHEDULES, build_schedule
+from autoparallel.planner.schedules.sliced import slice_lengths
 
 
 def equal(num_stages: int, *, f, i, w, send=0) -> StageCosts:

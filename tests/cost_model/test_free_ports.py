@@ -9,11 +9,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from autoparallel.planner.pipeline_bound import least_seconds
-from autoparallel.planner.request import SCHEDULES
-from autoparallel.planner.schedules_held import splits
-from autoparallel.planner.step import simulate_figures
-from autoparallel.planner.ways_kind import front
+from autoparallel.planner.inter_op.pipeline_bound import least_seconds
+from autoparallel.planner.inter_op.ways_kind import front
+from autoparallel.planner.pricing.step import simulate_figures
+from autoparallel.planner.requests.request import SCHEDULES
+from autoparallel.planner.schedules.held import splits
 
 SAME = 1 + 1e-9
 Figures = list[list[float]]

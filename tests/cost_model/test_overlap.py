@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoparallel.cost_model.actions import Schedule, parse_table
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import Overlap, StageCosts
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.schedules.schedules import build_schedule
 
 ONE = Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP"))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoparallel.cost_model.actions import Schedule, parse_table
 from autoparallel.cost_model.simulator import StageCosts, simulate
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.schedules.schedules import build_schedule
 
 stages = st.integers(1, 7)
 microbatches = st.integers(1, 12)
@@ -222,8 +222,9 @@ def test_a_deadlock_and_costs_of_another_size_are_refused():
 
 def test_schedules_and_the_simulator_do_not_import_torch():
     program = (
-        "import sys; import autoparallel.cost_model.simulator, autoparallel.planner.schedules, "
-        "autoparallel.planner.schedule_check, autoparallel.planner.transfer; "
+        "import sys; import autoparallel.cost_model.simulator; "
+        "import autoparallel.planner.schedules.schedules, autoparallel.planner.schedules.check; "
+        "import autoparallel.planner.pricing.transfer; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

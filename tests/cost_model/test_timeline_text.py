@@ -3,7 +3,7 @@
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import Overlap, StageCosts
 from autoparallel.cost_model.timeline_text import draw
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.schedules.schedules import build_schedule
 
 
 def test_1f1b_is_drawn_as_its_picture():

@@ -10,7 +10,7 @@ from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import Overlap, StageCosts
 from autoparallel.cost_model.timeline import STREAMS
 from autoparallel.cost_model.trace import chrome_trace
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.schedules.schedules import build_schedule
 
 CASES = [("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("bfs", 3), ("inference", 1)]
 

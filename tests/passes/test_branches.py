@@ -6,8 +6,8 @@ import pytest
 
 from autoparallel.passes.deferred_init import record_build
 from autoparallel.passes.program import Program
-from autoparallel.planner.branches import Section, sections
-from autoparallel.planner.structure import Structure
+from autoparallel.planner.inter_op.branches import Section, sections
+from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planning import capture_model
 from autoparallel.targets import load_target
 

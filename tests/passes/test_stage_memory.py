@@ -17,8 +17,8 @@ from autoparallel.passes.storages import LiveBytes
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.prices import Prices
-from autoparallel.planner.saved import saved_parts
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.saved import saved_parts
 from autoparallel.planning import PlanOptions, capture_target, plan_program
 from autoparallel.targets import Target, load_target
 

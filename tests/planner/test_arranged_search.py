@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.passes.capture import capture
-from autoparallel.planner.chunks import plan
+from autoparallel.planner.arranged.chunks import plan
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.features import features_of
 from autoparallel.planner.graph import Blocks, Graph, Node, Ref, TensorSpec
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import (
+from autoparallel.planner.pricing.slice_costs import carried_bytes
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import (
     ARRANGED_SCHEDULES,
     CHUNKED_SCHEDULES,
     SCHEDULES,
     Forced,
     Request,
 )
-from autoparallel.planner.slice_costs import carried_bytes
 
 SAME = 1e-9
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from small_graphs import cluster, op, weight, with_batch
 
-from autoparallel.planner.branches import (
+from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
+from autoparallel.planner.inter_op.branches import (
     Places,
     Section,
     parallel_sections,
@@ -19,10 +20,9 @@ from autoparallel.planner.branches import (
     stage_depths,
     stage_edges,
 )
-from autoparallel.planner.branches_search import BOUND_STEP, branch_pipelines
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
-from autoparallel.planner.inter_op import Floats, StageChoice, Table
-from autoparallel.planner.structure import Structure
+from autoparallel.planner.inter_op.branches_search import BOUND_STEP, branch_pipelines
+from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table
+from autoparallel.planner.pricing.structure import Structure
 
 ROWS, WIDTH = 4, 8
 

@@ -16,8 +16,8 @@ from small_graphs import cluster, mlp
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.layout import Mesh
-from autoparallel.planner.prices import Prices
-from autoparallel.planner.request import Request
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.requests.request import Request
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -14,11 +14,11 @@ from brute_force import BruteForce
 from small_graphs import cluster, leaf, op, weight, with_batch
 
 from autoparallel.planner.graph import Block, Blocks, Graph, Ref
+from autoparallel.planner.inter_op.submesh import mesh_of
 from autoparallel.planner.layout import Mesh
-from autoparallel.planner.request import Request, divisors
-from autoparallel.planner.search import plan
-from autoparallel.planner.search_candidates import WORTH_IT
-from autoparallel.planner.submesh import mesh_of
+from autoparallel.planner.requests.request import Request, divisors
+from autoparallel.planner.search.candidates import WORTH_IT
+from autoparallel.planner.search.search import plan
 
 CASES = (
     # positions, rows, hosts, bytes per second: mesh

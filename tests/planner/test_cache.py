@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from random_cases import Case, random_case
 from small_graphs import cluster, mlp
 
-from autoparallel.planner.asked import Asked
-from autoparallel.planner.basis import Basis
-from autoparallel.planner.cache import Cache, UnkeyedError, digest, graph_digest
-from autoparallel.planner.cached_search import CachedIntraOp, cache_for
-from autoparallel.planner.choices import Restriction
+from autoparallel.planner.cache.cache import Cache, UnkeyedError, digest, graph_digest
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.graph import OpRule
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planner.prices import Prices
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
-from autoparallel.planner.stage_model import StageModel
+from autoparallel.planner.pricing.asked import Asked
+from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.choices import Restriction
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.stage_model import StageModel
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.cached_search import CachedIntraOp, cache_for
+from autoparallel.planner.search.search import plan
 
 
 @dataclass

@@ -12,18 +12,18 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import StageCosts
-from autoparallel.planner.chunk_bound import chunk_bound
-from autoparallel.planner.chunk_search import extrapolated
-from autoparallel.planner.chunks import plan
+from autoparallel.planner.arranged.chunk_bound import chunk_bound
+from autoparallel.planner.arranged.chunk_search import extrapolated
+from autoparallel.planner.arranged.chunks import plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.features import features_of
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
-from autoparallel.planner.schedules import build_schedule
-from autoparallel.planner.search import ranked
-from autoparallel.planner.work_bound import work_bound
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+from autoparallel.planner.schedules.schedules import build_schedule
+from autoparallel.planner.search.search import ranked
+from autoparallel.planner.search.work_bound import work_bound
 
 SAME = 1e-9
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)

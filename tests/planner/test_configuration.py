@@ -14,18 +14,18 @@ from autoparallel.cost_model.compute import op_seconds
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
-from autoparallel.planner.choices import Restriction
-from autoparallel.planner.configuration import Cache, Configuration, price
-from autoparallel.planner.configuration import Program as Setup
+from autoparallel.planner.configured.configuration import Cache, Configuration, price
+from autoparallel.planner.configured.configuration import Program as Setup
+from autoparallel.planner.configured.stage_runs import even_layers, find_layers, stage_runs
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Ref
+from autoparallel.planner.inter_op.submesh import mesh_of, restriction
 from autoparallel.planner.positions import position_dims
-from autoparallel.planner.request import Forced, Request
+from autoparallel.planner.pricing.choices import Restriction
+from autoparallel.planner.pricing.structure import Structure
+from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies
-from autoparallel.planner.search import plan
-from autoparallel.planner.stage_runs import even_layers, find_layers, stage_runs
-from autoparallel.planner.structure import Structure
-from autoparallel.planner.submesh import mesh_of, restriction
+from autoparallel.planner.search.search import plan
 from examples.gpt import GPT, example_batch
 
 HIDDEN, SEQ, ROWS = 64, 32, 4

@@ -9,24 +9,24 @@ import pytest
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
-from autoparallel.planner.assembly import Assembly, Setting
-from autoparallel.planner.choices import Restriction
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.evaluate import Evaluation, evaluate
 from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.ilp import cost, memory_bytes
-from autoparallel.planner.inter_op import StageChoice
-from autoparallel.planner.intra_op import StageAnswer
-from autoparallel.planner.ladder import Rung, rungs
+from autoparallel.planner.inter_op.inter_op import StageChoice
+from autoparallel.planner.intra_op.assembly import Assembly, Setting
+from autoparallel.planner.intra_op.ilp import cost, memory_bytes
+from autoparallel.planner.intra_op.intra_op import StageAnswer
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.prices import Prices
-from autoparallel.planner.report_plan import Candidate, make_plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
-from autoparallel.planner.stage_cost import Figures
-from autoparallel.planner.stage_model import StageModel
-from autoparallel.planner.structure import Run, Structure
+from autoparallel.planner.pricing.choices import Restriction
+from autoparallel.planner.pricing.ladder import Rung, rungs
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.stage_cost import Figures
+from autoparallel.planner.pricing.stage_model import StageModel
+from autoparallel.planner.pricing.structure import Run, Structure
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.report_plan import Candidate, make_plan
+from autoparallel.planner.search.search import plan
 
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 

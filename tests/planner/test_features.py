@@ -8,10 +8,10 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.features import features_of
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import SCHEDULES, Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
+from autoparallel.planner.search.search import plan
 
 
 def planned(

@@ -16,8 +16,8 @@ from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
 from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 from examples.gpt import GPT, example_batch
 
 

@@ -11,8 +11,8 @@ from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
 from autoparallel.planner.layout import conversion_steps, shard
 from autoparallel.planner.plan import StagePlan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 from examples.gpt import GPT
 from examples.gpt import example_batch as gpt_batch
 from examples.gshard_moe import build_model, example_batch

@@ -13,7 +13,7 @@ from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.heterogeneous import (
+from autoparallel.planner.inter_op.heterogeneous import (
     MOST_ORDERS,
     host_orders,
     in_given_ranks,
@@ -21,8 +21,8 @@ from autoparallel.planner.heterogeneous import (
     run_sizes,
 )
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 
 WIRE = Link("wire", alpha_seconds=1e-9, bytes_per_second=1e15)
 SLOW = Link("slow wire", alpha_seconds=1e-3, bytes_per_second=1e6)

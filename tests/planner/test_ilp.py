@@ -12,10 +12,9 @@ from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner import rules
-from autoparallel.planner.assembly import Assembly, Setting
-from autoparallel.planner.choices import Restriction
 from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.ilp import (
+from autoparallel.planner.intra_op.assembly import Assembly, Setting
+from autoparallel.planner.intra_op.ilp import (
     Alternative,
     Coupling,
     Memory,
@@ -28,10 +27,11 @@ from autoparallel.planner.ilp import (
     optimize,
 )
 from autoparallel.planner.layout import Mesh, format_layout
-from autoparallel.planner.prices import Prices
-from autoparallel.planner.stage_model import StageModel
+from autoparallel.planner.pricing.choices import Restriction
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.stage_model import StageModel
+from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.strategy import NodeLayout
-from autoparallel.planner.structure import Structure
 
 
 def assembly(

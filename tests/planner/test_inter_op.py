@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 from small_graphs import cluster
 
-from autoparallel.planner.inter_op import Floats, StageChoice, Table, pipeline_seconds, pipelines
-from autoparallel.planner.submesh import submesh_sizes
+from autoparallel.planner.inter_op.inter_op import (
+    Floats,
+    StageChoice,
+    Table,
+    pipeline_seconds,
+    pipelines,
+)
+from autoparallel.planner.inter_op.submesh import submesh_sizes
 
 
 def random_table(rng: random.Random) -> Table:

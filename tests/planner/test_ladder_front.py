@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from autoparallel.planner.ladder import Rungs, num_rungs, rungs
-from autoparallel.planner.ladder_front import MOST_RUNGS, Blocks, front
+from autoparallel.planner.pricing.ladder import Rungs, num_rungs, rungs
+from autoparallel.planner.pricing.ladder_front import MOST_RUNGS, Blocks, front
 
 KINDS = ("stem", "layer", "layer", "wide", "narrow", "head")
 COUNTS = (1, 6, 2, 3, 1, 1)

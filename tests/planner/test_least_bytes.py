@@ -8,13 +8,13 @@ import pytest
 from random_cases import random_case
 
 from autoparallel.planner import rules
-from autoparallel.planner.assembly import reserve
-from autoparallel.planner.basis import DEFAULT
 from autoparallel.planner.errors import InfeasibleError
-from autoparallel.planner.least_bytes import LeastBytes
-from autoparallel.planner.search import plan
-from autoparallel.planner.search_job import Job
-from autoparallel.planner.ways import MeshWays
+from autoparallel.planner.inter_op.ways import MeshWays
+from autoparallel.planner.intra_op.assembly import reserve
+from autoparallel.planner.pricing.basis import DEFAULT
+from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.least_bytes import LeastBytes
+from autoparallel.planner.search.search import plan
 
 
 def job_of(seed: int) -> Job:

@@ -22,11 +22,11 @@ from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.features import features_of
-from autoparallel.planner.mesh_proposals import Experts, Proposals, proposals
+from autoparallel.planner.inter_op.mesh_proposals import Experts, Proposals, proposals
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import SCHEDULES, Forced, Request, divisors
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import SCHEDULES, Forced, Request, divisors
+from autoparallel.planner.search.search import plan
 
 HOSTS = cluster(2, num_hosts=4, flops=1e10, bytes_per_second=1e9)
 """Four hosts of two devices: "tp" is at most 2; said so, "dp" is left to rows."""

@@ -19,8 +19,8 @@ from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 from examples.gpt import GPT, example_batch
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.passes.prove import node_layouts
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.layout import Mesh, local_shape
-from autoparallel.planner.op_case import op_case
+from autoparallel.planner.pricing.op_case import op_case
 from autoparallel.planner.rules.work import work
 
 MESHES = (Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))

@@ -8,10 +8,10 @@ from small_graphs import cluster, mlp
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.layout import format_layout
-from autoparallel.planner.pins import PENALTY_SECONDS, parse_pin
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.pins import PENALTY_SECONDS, parse_pin
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 
 
 def planned(*pins: str, forced: Forced | None = None, num_devices: int = 2) -> Plan:

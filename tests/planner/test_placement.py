@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from placement_tables import every_pipeline, least, random_problem, seconds_of
 
-from autoparallel.planner import placement_placeto
-from autoparallel.planner.inter_op import Floats, StageChoice, Table, pipelines
-from autoparallel.planner.placement import (
+from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table, pipelines
+from autoparallel.planner.placement import placeto as placement_placeto
+from autoparallel.planner.placement.placement import (
     EVALUATIONS,
     Method,
     Placement,
@@ -19,7 +19,7 @@ from autoparallel.planner.placement import (
     learned_pipelines,
     place,
 )
-from autoparallel.planner.placement_record import FEWEST
+from autoparallel.planner.placement.record import FEWEST
 
 LEARNED: tuple[Method, ...] = ("colocrl", "placeto")
 METHODS: tuple[Method, ...] = get_args(Method)

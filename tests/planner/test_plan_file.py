@@ -17,8 +17,8 @@ from autoparallel.planner.errors import PlanError
 from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, shard
 from autoparallel.planner.plan import Plan, ProfileUse
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 from autoparallel.planner.strategy import NodeLayout
 
 PLACEMENTS = st.sampled_from([REPLICATE, INVARIANT, PARTIAL, shard(0), shard(1), shard(12)])

@@ -17,10 +17,10 @@ from autoparallel.cost_model.actions import (
     parse_table,
 )
 from autoparallel.planner.errors import PlanError, UsageError
-from autoparallel.planner.request import SCHEDULES as RUN_SCHEDULES
-from autoparallel.planner.schedule_check import check_schedule, peak_in_flight
-from autoparallel.planner.schedules import LOOPED, SCHEDULES, build_schedule, in_flight
-from autoparallel.planner.schedules_orders import depths, round_size
+from autoparallel.planner.requests.request import SCHEDULES as RUN_SCHEDULES
+from autoparallel.planner.schedules.check import check_schedule, peak_in_flight
+from autoparallel.planner.schedules.orders import depths, round_size
+from autoparallel.planner.schedules.schedules import LOOPED, SCHEDULES, build_schedule, in_flight
 
 V_SHAPED = ("zbv", "dualpipev")
 SINGLE = sorted(set(SCHEDULES) - set(LOOPED) - {*V_SHAPED, "chimera"})

@@ -12,14 +12,19 @@ from autoparallel.cost_model.actions import (
     weight_versions,
 )
 from autoparallel.planner.errors import PlanError, UsageError
-from autoparallel.planner.schedule_check import (
+from autoparallel.planner.schedules.check import (
     check_blocking,
     check_schedule,
     peak_in_flight,
     peak_of_ranks,
 )
-from autoparallel.planner.schedules import ALIASES, SCHEDULES, build_schedule, find_schedule
-from autoparallel.planner.schedules_orders import depths, round_size
+from autoparallel.planner.schedules.orders import depths, round_size
+from autoparallel.planner.schedules.schedules import (
+    ALIASES,
+    SCHEDULES,
+    build_schedule,
+    find_schedule,
+)
 
 SIZES = [(1, 3), (2, 1), (2, 5), (2, 8), (3, 3), (3, 9), (4, 2), (4, 8), (4, 16), (5, 10), (6, 13)]
 

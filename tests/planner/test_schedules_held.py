@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoparallel.planner.request import SCHEDULES
-from autoparallel.planner.schedules_held import halves
+from autoparallel.planner.requests.request import SCHEDULES
+from autoparallel.planner.schedules.held import halves
 
 
 def test_no_schedule_of_one_stage_per_rank_holds_less_than_1f1b() -> None:

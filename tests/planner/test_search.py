@@ -11,11 +11,11 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster, Host
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError, UsageError
-from autoparallel.planner.features import Features
 from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.features import Features
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 
 
 def degrees(found: Plan) -> list[dict[str, int]]:

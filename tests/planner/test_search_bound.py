@@ -10,16 +10,16 @@ from random_cases import random_case
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError
-from autoparallel.planner.features import Features
-from autoparallel.planner.options import microbatch_rows, stage_numbers
-from autoparallel.planner.pipeline_bound import least_seconds
+from autoparallel.planner.inter_op.pipeline_bound import least_seconds
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import SCHEDULES, Request
-from autoparallel.planner.schedules_held import splits
-from autoparallel.planner.search import plan, ranked
-from autoparallel.planner.search_bound import step_bound
-from autoparallel.planner.step import simulate_figures
-from autoparallel.planner.work_bound import work_bound
+from autoparallel.planner.pricing.step import simulate_figures
+from autoparallel.planner.requests.features import Features
+from autoparallel.planner.requests.options import microbatch_rows, stage_numbers
+from autoparallel.planner.requests.request import SCHEDULES, Request
+from autoparallel.planner.schedules.held import splits
+from autoparallel.planner.search.bound import step_bound
+from autoparallel.planner.search.search import plan, ranked
+from autoparallel.planner.search.work_bound import work_bound
 
 SAME = 1 + 1e-9
 WHOLE = Features(frozenset({"zb-h1", "zb-h2"}))

@@ -11,8 +11,8 @@ from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.request import Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search.search import plan
 
 SEEDS = (*range(18), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(18, 60)))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner import rules, search_quests
-from autoparallel.planner.basis import DEFAULT
-from autoparallel.planner.request import Request
-from autoparallel.planner.search_job import Job
-from autoparallel.planner.search_quests import Quest
-from autoparallel.planner.search_space import mixed_tiling
+from autoparallel.planner import rules
+from autoparallel.planner.pricing.basis import DEFAULT
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search import quests as search_quests
+from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.quests import Quest
+from autoparallel.planner.search.space import mixed_tiling
 
 LAYERS = 12
 

@@ -11,11 +11,11 @@ from small_graphs import mlp
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.features import features_of
 from autoparallel.planner.graph import Accumulation, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import SCHEDULES, Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
+from autoparallel.planner.search.search import plan
 from autoparallel.planner.shares import best_shares, why_not
 
 WIRE = Link("wire", alpha_seconds=1e-9, bytes_per_second=1e15)

@@ -13,15 +13,15 @@ from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
-from autoparallel.planner.asked import Asked
-from autoparallel.planner.basis import Basis
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
-from autoparallel.planner.update import LEVEL, LIBRARY, update_kind
-from autoparallel.planner.wanted import Wanted, asked_cases
+from autoparallel.planner.pricing.asked import Asked
+from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_kind
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
+from autoparallel.planner.search.wanted import Wanted, asked_cases
 
 HERE = Environment("toy", "", "2.13.0", 1)
 GRAPH, BLOCKS = mlp(3, rows=8)

@@ -7,8 +7,8 @@ from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
 
 
 def planned(*paths: str, forced: Forced | None = None) -> Plan:

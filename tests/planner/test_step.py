@@ -3,9 +3,9 @@
 import pytest
 
 from autoparallel.cost_model.stage_costs import Overlap
-from autoparallel.planner.prices import Seconds
-from autoparallel.planner.stage_cost import StageCost
-from autoparallel.planner.step import Pipeline, simulate_stages, stage_costs
+from autoparallel.planner.pricing.prices import Seconds
+from autoparallel.planner.pricing.stage_cost import StageCost
+from autoparallel.planner.pricing.step import Pipeline, simulate_stages, stage_costs
 
 
 def stage(**seconds: float) -> StageCost:

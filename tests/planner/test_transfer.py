@@ -17,7 +17,7 @@ from autoparallel.planner.layout import (
     local_region,
     shard,
 )
-from autoparallel.planner.transfer import intersect, relative, transfers
+from autoparallel.planner.pricing.transfer import intersect, relative, transfers
 
 DP2 = Mesh(("dp", "tp"), (2, 1))
 TP2 = Mesh(("dp", "tp"), (1, 2))

@@ -7,11 +7,11 @@ import pytest
 from random_cases import random_case
 
 from autoparallel.planner import rules
-from autoparallel.planner.basis import DEFAULT
-from autoparallel.planner.intra_op import IntraOp
-from autoparallel.planner.search_job import Job
-from autoparallel.planner.structure import Run
-from autoparallel.planner.ways import MeshWays, Points
+from autoparallel.planner.inter_op.ways import MeshWays, Points
+from autoparallel.planner.intra_op.intra_op import IntraOp
+from autoparallel.planner.pricing.basis import DEFAULT
+from autoparallel.planner.pricing.structure import Run
+from autoparallel.planner.search.job import Job
 
 COUNT = 4
 

@@ -10,13 +10,18 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Measurement
-from autoparallel.planner.basis import Basis
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.request import Forced, Request
-from autoparallel.planner.search import plan
-from autoparallel.planner.wanted import asked_cases
-from autoparallel.planner.whole_block import BLOCK_OP, block_case, seconds_by_ops, whole_blocks
+from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.whole_block import (
+    BLOCK_OP,
+    block_case,
+    seconds_by_ops,
+    whole_blocks,
+)
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
+from autoparallel.planner.search.wanted import asked_cases
 
 HERE = Environment("toy", "", "2.13.0", 1)
 GRAPH, BLOCKS = mlp(3, rows=8)

@@ -10,13 +10,13 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.planner import rules
-from autoparallel.planner.basis import DEFAULT, Basis
 from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.options import microbatch_rows
-from autoparallel.planner.request import Request
-from autoparallel.planner.search import ranked
-from autoparallel.planner.search_job import Job
-from autoparallel.planner.work_bound import work_bound
+from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.requests.options import microbatch_rows
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.search import ranked
+from autoparallel.planner.search.work_bound import work_bound
 from examples.gpt import GPT, example_batch
 
 SAME = 1 + 1e-9

@@ -19,7 +19,7 @@ import pytest
 from autoparallel.options import parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import HangError, WorkerError
-from autoparallel.planner.request import Forced
+from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.board import FolderBoard, Note, Ranks, blame
 from autoparallel.runtime.launch import launch

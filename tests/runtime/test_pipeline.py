@@ -16,8 +16,8 @@ from autoparallel.cost_model.actions import COMPUTE, Schedule, parse_table
 from autoparallel.passes.stage_cut import Boundary
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Layout, Mesh, local_region, shard
-from autoparallel.planner.schedules import build_schedule
-from autoparallel.planner.transfer import relative
+from autoparallel.planner.pricing.transfer import relative
+from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 

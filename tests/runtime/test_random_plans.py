@@ -26,7 +26,7 @@ from autoparallel.passes.program import Program
 from autoparallel.passes.stage_program import build_stage
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.executor import StageExecutor

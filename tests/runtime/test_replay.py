@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.cost_model.actions import BACKWARD, FORWARD, versions_held, weight_versions
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.replay import UpdateRule, run_replay
 
 LEARNING_RATE = 0.1

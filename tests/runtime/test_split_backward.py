@@ -30,9 +30,9 @@ from autoparallel.passes.capture import capture
 from autoparallel.passes.constants import evaluate
 from autoparallel.passes.program import Program
 from autoparallel.passes.stage_program import build_stage
-from autoparallel.planner.schedule_check import check_schedule
-from autoparallel.planner.schedules import build_schedule
-from autoparallel.planner.schedules_messages import complete
+from autoparallel.planner.schedules.check import check_schedule
+from autoparallel.planner.schedules.messages import complete
+from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.executor import StageExecutor

@@ -1,0 +1,249 @@
+"""Plans for asynchronous schedules: forced only, and never equal to one device's steps.
+
+In: a request that forces one. Out: the plan that the search finds for 1F1B, whose order of
+forwards and backwards theirs is, priced under the schedule, with the versions of the weights
+that its stages keep. What such a schedule cannot run is refused (``check_asynchronous``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from ...cost_model.actions import versions_held
+from ...cost_model.memory import PrecisionPolicy, policy
+from ..errors import InfeasibleError, UsageError
+from ..graph import Blocks, Graph
+from ..plan import Plan, StagePlan
+from ..pricing.stage_cost import StageCost
+from ..requests.request import ASYNCHRONOUS, Forced, Request
+from ..schedules.schedules import build_schedule
+
+RULES = {
+    "pipedream": "at the weights that a stage had in the forward, up to "
+    "as many updates old as stages follow",
+    "pipedream-2bw": "at weights that are one update old",
+    "ampnet": "backwards with newer weights than their forwards",
+}
+"""Where the gradient of an update is taken."""
+
+
+def is_asynchronous(schedule: str | None) -> bool:
+    """Whether a schedule of this name updates weights while micro-batches are under way.
+
+    >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
+    (True, False)
+    """
+    return schedule in ASYNCHRONOUS
+
+
+def plan_asynchronous(
+    request: Request, found: Callable[[Request], Plan], priced: Callable[[Plan], Plan]
+) -> Plan:
+    """The plan for the schedule that ``request`` forces.
+
+    ``found`` is the search, ``priced`` gives a plan its predictions under its schedule. What
+    the versions of the weights take is found when the plan is priced; where it is too much the
+    search is asked once more, with that much less memory.
+
+    Raises UsageError AP158 where the schedule is forced together with what it cannot run.
+    """
+    forced = request.forced
+    assert forced.schedule is not None
+    _check_forced(forced)
+    is_latest = forced.schedule == "ampnet"
+    recompute = "none" if is_latest else forced.recompute
+    plain = replace(
+        request,
+        forced=replace(forced, schedule="1f1b", zero=0, recompute=recompute),
+        max_tp=1 if is_latest else request.max_tp,
+        features=replace(request.features, denied=request.features.denied - {"1f1b"}),
+    )
+    base = found(plain)
+    best = _under(base, forced.schedule, priced)
+    excess = excess_bytes(best, request)
+    if excess > 0:
+        least = limit_bytes(best, request) - excess
+        best = _under(found(replace(plain, memory_limit_bytes=least)), forced.schedule, priced)
+    return best
+
+
+def _under(base: Plan, schedule: str, priced: Callable[[Plan], Plan]) -> Plan:
+    """``base`` under the schedule; what lost to it, and how good it is, was of another one."""
+    solver = replace(base.solver, bound_seconds=0.0, gap=1.0)
+    return priced(replace(base, schedule=schedule, alternatives=(), solver=solver))
+
+
+def limit_bytes(plan: Plan, request: Request) -> int:
+    """The memory that a stage may take."""
+    ranks = [rank for stage in plan.stages for rank in stage.devices]
+    return request.memory_limit_bytes or min(
+        plan.cluster.device(rank).usable_memory_bytes for rank in ranks
+    )
+
+
+def excess_bytes(plan: Plan, request: Request) -> int:
+    """How much memory the fullest stage lacks."""
+    return plan.prediction.peak_memory_bytes - limit_bytes(plan, request)
+
+
+def described(plan: Plan) -> str:
+    """What an asynchronous plan computes, in words; "" for others."""
+    if not is_asynchronous(plan.schedule):
+        return ""
+    count = num_updates(plan)
+    return (
+        f"not equal to one device: {count} updates per step, each of "
+        f"{plan.model.global_batch // count} rows, {RULES[plan.schedule]}"
+    )
+
+
+def num_updates(plan: Plan) -> int:
+    """How often a step updates the weights; 1 in synchronous schedules."""
+    if not is_asynchronous(plan.schedule):
+        return 1
+    schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
+    return plan.num_microbatches // schedule.per_update
+
+
+def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """How many versions of its weights each stage holds at most; 1 in synchronous schedules.
+
+    >>> num_versions("pipedream", 3, 6), num_versions("1f1b", 3, 6)
+    ((3, 2, 1), (1, 1, 1))
+    """
+    if not is_asynchronous(name):
+        return (1,) * num_stages
+    schedule = build_schedule(name, num_stages, num_microbatches)
+    return tuple(versions_held(schedule, stage) for stage in range(num_stages))
+
+
+def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
+    """Bytes of the older versions of a stage's weights, of ``parameters`` bytes in all copies."""
+    rules = policy(plan.model.precision, plan.model.optimizer)
+    held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
+    return (held[stage] - 1) * parameters * _version_share(rules)
+
+
+def _version_share(rules: PrecisionPolicy) -> float:
+    """Of the bytes of parameters, in all copies, those that a version of them takes.
+
+    Versions are kept as the blocks compute with them: in mixed precision without a master copy.
+    """
+    copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
+    return rules.gathered_bytes / copies
+
+
+def with_versions(
+    costs: tuple[StageCost, ...], name: str, num_microbatches: int, rules: PrecisionPolicy
+) -> tuple[StageCost, ...]:
+    """The stages with the bytes of the older versions of their weights under schedule ``name``."""
+    if not is_asynchronous(name):
+        return costs
+    held, share = num_versions(name, len(costs), num_microbatches), _version_share(rules)
+    return tuple(
+        replace(cost, memory_bytes={
+            **cost.memory_bytes, "versions": (count - 1) * cost.memory_bytes["parameters"] * share,
+        })
+        for cost, count in zip(costs, held, strict=True)
+    )  # fmt: skip
+
+
+def check_memory(plan: Plan, request: Request) -> None:
+    """Raises InfeasibleError AP301 where a stage and its versions of the weights do not fit."""
+    excess = excess_bytes(plan, request)
+    if excess > 0:
+        raise InfeasibleError(
+            "AP301",
+            f"schedule {plan.schedule} does not fit: it lacks {excess / 1e9:.2f} GB",
+            why="stages keep older versions of their weights beside the newest",
+            fix="a synchronous schedule, or more stages",
+        )
+
+
+def _check_forced(forced: Forced) -> None:
+    name = forced.schedule
+    if forced.pp is None or forced.pp < 2:
+        raise _refused(f"schedule={name} without a pipeline of several ranks", fix="pp=2 or more")
+    if forced.zero:
+        raise _refused(
+            f"schedule={name} with zero={forced.zero}",
+            why="each stage keeps whole versions of its weights", fix="zero=0",
+        )  # fmt: skip
+    if name == "ampnet" and forced.recompute not in (None, "none"):
+        raise _refused_recomputation(str(forced.recompute))
+    if name == "ampnet" and (forced.tp or 1) > 1:
+        raise _refused_split(f"tp={forced.tp}")
+
+
+def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
+    """Raises UsageError AP158 where the plan's schedule is asynchronous and cannot run it."""
+    if not is_asynchronous(plan.schedule):
+        return
+    for index, stage in enumerate(plan.stages):
+        if stage.zero:
+            raise _refused(
+                f"schedule {plan.schedule} with ZeRO {stage.zero} in stage {index}",
+                why="each stage keeps whole versions of its weights", fix="zero=0",
+            )  # fmt: skip
+        modes = {block.recompute for block in stage.blocks} - {"none"}
+        if modes and plan.schedule == "ampnet":
+            raise _refused_recomputation(min(modes))
+        if plan.schedule == "ampnet" and _splits_weights(stage, graph):
+            raise _refused_split(f"split weights in stage {index}")
+    tied = tied_across_stages(plan, graph, blocks)
+    if tied:
+        name, first, second = tied
+        raise _refused(
+            f"schedule {plan.schedule} with the parameter {name} in stages {first} and {second}",
+            why="the two update their copies at different times, so these would come apart",
+            fix="a model without tied parameters, or a synchronous schedule",
+        )
+
+
+def _splits_weights(stage: StagePlan, graph: Graph) -> bool:
+    """Whether a rank holds, or computes with, a part of a parameter."""
+    for name, layout in stage.layouts.items():
+        if name not in graph.by_name:
+            continue
+        found = [layout.outputs[0]] if graph[name].kind == "parameter" else [
+            wanted for ref, wanted in zip(graph[name].inputs, layout.inputs, strict=False)
+            if graph[ref.name].kind == "parameter"
+        ]  # fmt: skip
+        if any(placement.is_shard for wanted in found for placement in wanted):
+            return True
+    return False
+
+
+def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
+    """A trained parameter that several stages use, and two of these."""
+    ends = tuple(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
+    first: dict[str, int] = {}
+    for index, (start, stop) in enumerate(pairwise(ends)):
+        for block in blocks.blocks[start:stop]:
+            for name in (ref.name for node in block.nodes for ref in graph[node].inputs):
+                is_trained = graph[name].kind == "parameter" and graph[name].spec.requires_grad
+                if is_trained and first.setdefault(name, index) != index:
+                    return name, first[name], index
+    return None
+
+
+def _refused_recomputation(mode: str) -> UsageError:
+    return _refused(
+        f"schedule ampnet with recompute={mode}",
+        why="activations that are computed again with newer weights are not those of the forward",
+        fix="recompute=none",
+    )
+
+
+def _refused_split(what: str) -> UsageError:
+    return _refused(
+        f"schedule ampnet with {what}",
+        why="a backward that keeps a gathered copy of weights would not see the newest",
+        fix="tp=1: stages of one device, or of data parallelism",
+    )
+
+
+def _refused(what: str, *, why: str = "", fix: str = "") -> UsageError:
+    return UsageError("AP158", what, why=why, where="--parallel", fix=fix)

@@ -1,0 +1,397 @@
+"""Several stages (chunks) per pipeline rank: a plan for schedules that run such.
+
+In: what ``search.plan`` takes, with ``chunks=C`` or a schedule of several chunks forced. Out: a
+plan of ``pp * C`` stages on ``pp`` sets of devices. The layouts, ZeRO stages and recomputation
+are those that the search finds for ``pp`` stages; the blocks are then cut into ``pp * C`` runs
+whose largest has the fewest FLOPs, and the step is priced by ``evaluate`` under the schedule.
+
+Stages of one rank have one mesh, so where the search gives ranks different meshes it is asked
+again with the degrees of the largest stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from ...cost_model.cluster import Cluster
+from .. import rules as default_rules
+from ..errors import InfeasibleError, UsageError
+from ..evaluate import at_microbatch, evaluate, priced_stages
+from ..graph import Blocks, Graph
+from ..layout import Layout
+from ..plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
+from ..pricing.basis import DEFAULT, Basis
+from ..pricing.choices import input_specs
+from ..pricing.prices import Rules, boundary_layout
+from ..pricing.slice_costs import best_lengths
+from ..pricing.sources import with_sources
+from ..pricing.stage_cost import StageCost
+from ..requests.options import microbatch_rows
+from ..requests.request import Forced, Request, divisors
+from ..schedules.schedules import LOOPED, build_schedule, find_schedule
+from ..search import search
+from ..search.report_plan import leaf_layout
+from ..search.work_bound import work_bound
+from ..strategy import NodeLayout
+from .chunk_bound import chunk_bound
+from .chunk_search import MOST_CHUNKS, Cut, cut_again
+from .search import Arranging, arranged
+
+OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
+"""Schedules of two chunks where nothing is said."""
+
+
+def plan(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Callable[[str, float, float], None] | None = None,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+) -> Plan:
+    """The fastest plan found that fits, of several chunks per rank where that is forced.
+
+    Raises as ``search.plan`` does; UsageError AP546 where chunks cannot be as they are forced.
+    """
+
+    deadline = time.perf_counter() + request.time_limit_seconds
+    every: list[search.Searched] = []
+
+    def searched(asked: Request) -> search.Searched:
+        every.append(
+            search.searched(
+                graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis
+            )
+        )
+        return every[-1]
+
+    def found(asked: Request) -> Plan:
+        own = searched(asked)
+        return own.plan(own.ranking[0])
+
+    def cut(base: Plan, schedule: str, count: int) -> Plan:
+        looped = chunked(base, graph, blocks, schedule, count, rules=rules)
+        return priced(looped, graph, blocks, rules=rules, basis=basis)
+
+    def price_stages(part: Graph, cut: Blocks, own: Plan) -> list[StageCost]:
+        return priced_stages(part, cut, own, rules=rules, basis=basis)
+
+    arranging = Arranging(
+        lambda base: priced(base, graph, blocks, rules=rules, basis=basis),
+        lambda base: best_lengths(at_microbatch(graph, base), blocks, base, price_stages),
+    )
+    count = num_chunks(request.forced)
+    if count == 1:
+        best = _best(searched(request), cut, arranging, deadline)
+        return with_sources(best, graph, blocks, basis=basis, rules=rules)
+    ranks = _num_ranks(request.forced, count, len(blocks.blocks))
+    plain = replace(request, forced=replace(request.forced, schedule=None, chunks=None))
+    base = of_one_mesh(found(plain), found, plain)
+    num_microbatches = _microbatches(request, base.num_microbatches, ranks, count)
+    if num_microbatches != base.num_microbatches:
+        forced = replace(plain.forced, num_microbatches=num_microbatches)
+        plain = replace(plain, forced=forced)
+        base = of_one_mesh(found(plain), found, plain)
+    assert request.forced.schedule is not None
+    best = _bounded(cut(base, request.forced.schedule, count), every[0], (ranks,), count)
+    check_memory(best, request, "the chunks of a rank")
+    return with_sources(best, graph, blocks, basis=basis, rules=rules)
+
+
+def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: float) -> Plan:
+    """The fastest of what was found, and of the same under other schedules: cut again into
+    several stages per rank, or arranged as it is.
+
+    Pipelines across unlike hosts, and with stages or layouts that are asked for, are left alone.
+    """
+    request, winner = found.request, found.ranking[0]
+    plain, lost = found.plan(winner), list[Alternative]()
+    other: Plan | None = None
+    hosts = found.cluster.hosts
+    is_uniform = all(host == hosts[0] for host in hosts)
+    if is_uniform and not request.pins and not request.stage_at:
+        other, lost = _under_others(found, cut, arranging, deadline)
+    if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
+        raise _refused(
+            "no pipeline that was found can be run by the schedules that are allowed",
+            "one of the schedules of one stage per rank",
+        )
+    others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
+    if other is None:
+        return replace(plain, alternatives=tuple(others))
+    step = other.prediction.step_seconds
+    if request.allows_one_stage:
+        seconds, peak = winner.step_seconds, int(winner.peak_bytes)
+        reason = f"{winner.schedule}: +{(seconds - step) / step:.1%}"
+        if other.num_chunks > 1:
+            reason = f"one stage per rank: +{(seconds - step) / step:.1%}"
+        others.insert(0, Alternative(winner.summary, seconds, peak, reason))
+    slower = [each for each in others if each.step_seconds >= step]
+    return replace(_gauged(other, found), alternatives=tuple(slower))
+
+
+def _under_others(
+    found: search.Searched, cut: Cut, arranging: Arranging, deadline: float
+) -> tuple[Plan | None, list[Alternative]]:
+    """The fastest plan of a pipeline cut again or arranged, and those that lost to it."""
+    request, winner = found.request, found.ranking[0]
+    looped: Plan | None = None
+    lost: list[Alternative] = []
+    if request.chunked_schedules:
+        looped, lost = cut_again(found, cut, deadline)
+    bar = winner.step_seconds
+    if not request.allows_one_stage and len(winner.stages) > 1:
+        bar = float("inf")
+    if looped is not None:
+        bar = looped.prediction.step_seconds
+    if not request.arranged_schedules:
+        return looped, lost
+    best, slower = arranged(found, arranging, bar=bar, deadline=deadline)
+    if best is not None and looped is not None:
+        own = looped.prediction
+        summary = f"{looped.schedule}, {looped.num_chunks} stages per rank"
+        more = own.step_seconds / best.prediction.step_seconds - 1
+        slower.append(Alternative(summary, own.step_seconds, own.peak_memory_bytes, f"+{more:.1%}"))
+    return best or looped, [*lost, *slower]
+
+
+def _gauged(other: Plan, found: search.Searched) -> Plan:
+    """The plan with a bound of what was searched.
+
+    Of replicas it is the work alone. Slices skip masked pairs of attention, which the bounds
+    count: there is none for them.
+    """
+    step, job = other.prediction.step_seconds, found.job
+    if other.num_chunks > 1:
+        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
+    elif other.slices:
+        least = 0.0
+    else:
+        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+        least = work_bound(job, rows)
+    if found.request.allows_one_stage:
+        least = min(least, found.bound_seconds)
+    return replace(other, solver=search.solver_info(step, least, found.spent))
+
+
+def _bounded(
+    looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
+) -> Plan:
+    """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
+    names = found.request.chunked_schedules or (looped.schedule,)
+    least = chunk_bound(found.job, numbers, most_chunks, names)
+    step = looped.prediction.step_seconds
+    return replace(looped, solver=search.solver_info(step, least, found.spent))
+
+
+def num_chunks(forced: Forced) -> int:
+    """The stages per rank that are asked for. Raises UsageError AP546 where that cannot be."""
+    count = forced.chunks
+    if count is None:
+        return 2 if forced.schedule in OF_TWO else 1
+    if count > 1 and forced.schedule not in (*LOOPED, *OF_TWO):
+        raise _refused(
+            f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
+            f"schedule=, one of {', '.join(LOOPED)}",
+        )
+    return count
+
+
+def _num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
+    if forced.pp is None or forced.pp < 2:
+        raise _refused(f"chunks={count} without a pipeline of several ranks", "pp=2 or more")
+    if forced.pp * count > num_blocks:
+        raise _refused(
+            f"pp={forced.pp} × chunks={count} stages, the model has {num_blocks} blocks",
+            "fewer chunks",
+        )
+    return forced.pp
+
+
+def _refused(what: str, fix: str) -> UsageError:
+    return UsageError("AP546", what, where="--parallel", fix=fix)
+
+
+def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
+    """``base``, or what is found with the degrees of its largest stage, if its meshes differ."""
+    if len({stage.mesh for stage in base.stages}) == 1:
+        return base
+    largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
+    degrees = dict(zip(largest.axes, largest.shape, strict=True))
+    if set(degrees) <= {"dp", "ep", "cp", "tp"}:
+        dp, tp, cp = degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("cp")
+        own = replace(asked.forced, dp=dp, tp=tp, cp=cp, ep=degrees.get("ep"))
+        base = found(replace(asked, forced=own))
+    if len({stage.mesh for stage in base.stages}) > 1:
+        raise _refused("the ranks of the pipeline have different meshes", "dp= and tp=")
+    return base
+
+
+def _microbatches(request: Request, found: int, ranks: int, count: int) -> int:
+    """The number that was found if the schedule can run it, else the next larger it can."""
+    name = request.forced.schedule
+    assert name is not None
+    is_free = request.forced.num_microbatches is None and request.microbatch_size is None
+    for number in divisors(request.global_batch) if is_free else ():
+        if number >= found:
+            try:
+                build_schedule(name, ranks * count, number, num_chunks=count)
+            except UsageError:
+                continue
+            return number
+    build_schedule(name, ranks * count, found, num_chunks=count)
+    return found
+
+
+def chunked(
+    base: Plan,
+    graph: Graph,
+    blocks: Blocks,
+    schedule: str,
+    count: int,
+    *,
+    rules: Rules = default_rules,
+) -> Plan:
+    """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it."""
+    schedule, number = find_schedule(schedule).name, len(base.stages) * count
+    ranks = build_schedule(schedule, number, base.num_microbatches, num_chunks=count).stage_rank
+    starts = balanced(_block_flops(graph, blocks, rules), number)
+    recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
+    stages = []
+    for (start, stop), rank in zip(pairwise((*starts, len(blocks.blocks))), ranks, strict=True):
+        own = base.stages[rank]
+        run = blocks.blocks[start:stop]
+        layouts = {name: layout for stage in base.stages for name, layout in stage.layouts.items()}
+        layouts.update(own.layouts)
+        stages.append(
+            StagePlan(
+                blocks=tuple(BlockPlan(b.name, b.kind, recompute[b.name]) for b in run),
+                devices=own.devices,
+                mesh=own.mesh,
+                zero=own.zero,
+                layouts=_needed(layouts, own, graph, blocks, range(start, stop)),
+                prediction=StagePrediction({}, {}),
+            )
+        )
+    return replace(base, schedule=schedule, stages=tuple(stages))
+
+
+def _needed(
+    layouts: dict[str, NodeLayout], own: StagePlan, graph: Graph, blocks: Blocks, run: range
+) -> dict[str, NodeLayout]:
+    """The layouts that a stage of these blocks needs, its batch inputs held as these want them."""
+    found: dict[str, NodeLayout] = {}
+    wants: dict[str, dict[Layout, None]] = {}
+    for position in run:
+        for name in blocks.blocks[position].nodes:
+            key = blocks.template.get(name, name)
+            found[key] = layouts[key]
+            for ref, layout in zip(graph[name].inputs, layouts[key].inputs, strict=True):
+                kind = graph[ref.name].kind
+                if kind == "parameter":
+                    held = ref.name if ref.name in layouts else blocks.template[ref.name]
+                    found[held] = layouts[held]
+                elif kind != "op":
+                    wants.setdefault(ref.name, {})[boundary_layout(layout)] = None
+    tensor_axes = [axis for axis, name in enumerate(own.mesh.axes) if name == "tp"]
+    for name, wanted in wants.items():
+        kind = graph[name].kind
+        whole = tensor_axes if kind == "input" else []
+        held_so = leaf_layout(tuple(wanted), kind == "buffer", whole)
+        found[name] = NodeLayout((), (held_so,) * len(graph[name].outputs))
+    return dict(sorted(found.items()))
+
+
+def _block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
+    """Forward and backward FLOPs of each block."""
+    flops = []
+    for block in blocks.blocks:
+        total = 0.0
+        for name in block.nodes:
+            node = graph[name]
+            work = rules.work(node, input_specs(node, graph), node.outputs)
+            total += work.flops_forward + work.flops_backward
+        flops.append(total)
+    return flops
+
+
+def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
+    """Where ``number`` runs of blocks begin, so that the heaviest is as light as can be.
+
+    Of equally heavy cuts the one whose runs' squares sum to least. By dynamic programming.
+
+    >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
+    (0, 3, 4)
+    """
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    count = len(weights)
+    own = sums[None, :] - sums[:, None]  # [start, stop]
+    own[np.tril_indices(count + 1)] = np.inf
+    most, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+    most[0] = squares[0] = 0.0
+    places = np.arange(count + 1)
+    rank = places  # in the order of where the runs up to a stop begin: the earliest cuts win
+    before = []
+    for _ in range(number):
+        heaviest = np.maximum(most[:, None], own)
+        most = heaviest.min(axis=0)
+        both = np.where(heaviest == most, squares[:, None] + own**2, np.inf)
+        squares = both.min(axis=0)
+        start = np.where(both == squares, rank[:, None], count + 1).argmin(axis=0)
+        order = np.lexsort((start, rank[start]))
+        rank = np.empty_like(places)
+        rank[order] = places
+        before.append(start)
+    starts: list[int] = []
+    at = count
+    for start in reversed(before):
+        at = int(start[at])
+        starts.append(at)
+    return tuple(reversed(starts))
+
+
+def priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
+    """The plan with its predictions under the schedule."""
+    found = evaluate(graph, blocks, looped, looped.cluster, rules=rules, basis=basis)
+    before = looped.prediction
+    ratio = before.step_seconds / found.step_seconds
+    return replace(
+        looped,
+        stages=tuple(
+            replace(stage, prediction=prediction)
+            for stage, prediction in zip(looped.stages, found.stages, strict=True)
+        ),
+        prediction=replace(
+            before,
+            step_seconds=found.step_seconds,
+            bubble_fraction=found.bubble_fraction,
+            tokens_per_second=before.tokens_per_second * ratio,
+            model_flops_utilization=before.model_flops_utilization * ratio,
+            peak_memory_bytes=found.peak_memory_bytes,
+        ),
+    )
+
+
+def usable_bytes(found: Plan, request: Request) -> int:
+    """What a plan may take of each device."""
+    ranks = [rank for stage in found.stages for rank in stage.devices]
+    limit = min(found.cluster.device(rank).usable_memory_bytes for rank in ranks)
+    return request.memory_limit_bytes or limit
+
+
+def check_memory(found: Plan, request: Request, what: str) -> None:
+    """Raises InfeasibleError AP301 where ``what``, together, do not fit a rank."""
+    excess = found.prediction.peak_memory_bytes - usable_bytes(found, request)
+    if excess > 0:
+        raise InfeasibleError(
+            "AP301",
+            f"{what} do not fit: they lack {excess / 1e9:.2f} GB",
+            fix="fewer chunks, recompute=full, or zero=1 or more",
+        )

@@ -1,0 +1,276 @@
+"""Where each value counts the positions of the sequence, for training in slices of it.
+
+In: a graph. Out: for each value whose rows are positions, the dimension that counts them; the
+inputs of ops that have to be cut for that; what comes out as a sum over positions. An op may
+run on a slice where one of its strategies splits its values along positions and needs nothing
+from other ranks: then it computes each position by itself. Causal attention is the one op that
+may look back (Li et al. 2021, TeraPipe, arXiv:2102.07988, section 3.2); a loss may add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from ..errors import PlanError
+from ..graph import Graph, Node, Ref
+from ..layout import shard
+from ..positions import Dims, position_dims
+from ..rules import axis_strategies
+from ..rules.case import argument
+from ..strategy import AxisStrategy
+
+ATTENTION = "aten.scaled_dot_product_attention"
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in ("view", "reshape", "_unsafe_view", "view_copy", "squeeze", "unsqueeze",
+                 "flatten", "unflatten")
+)  # fmt: skip
+CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
+_NONE, MEAN = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Dimension ``dim`` counts ``count`` positions from ``first`` on.
+
+    It has ``outer`` blocks of them, and ``inner`` entries for each: merged dimensions.
+
+    >>> Place(1, first=0, count=8).rows(4, 8), Place(1, first=1, count=7).rows(4, 8)
+    ((4, 8), (3, 7))
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    first: int = 0
+    count: int = 0
+
+    def rows(self, start: int, stop: int) -> tuple[int, int]:
+        """The rows of positions ``start`` to ``stop``."""
+        low, high = (min(max(at - self.first, 0), self.count) for at in (start, stop))
+        return low, high
+
+    def shape(self, whole: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+        """The shape of a slice of a value of shape ``whole``."""
+        low, high = self.rows(start, stop)
+        size = self.outer * (high - low) * self.inner
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+
+
+@dataclass(slots=True)
+class Places:
+    """What ``find_places`` found. ``length`` is the number of positions.
+
+    ``places`` has the values that are computed slice by slice; ``cut`` the inputs, by node and
+    place among its inputs, that are whole and of which it takes the slice's part; ``sums`` the
+    ops whose results add up over the slices, ``means`` those of them that divide by their rows;
+    ``attention`` the causal ones.
+    """
+
+    length: int = 0
+    places: dict[Ref, Place] = field(default_factory=dict)
+    cut: dict[tuple[str, int], Place] = field(default_factory=dict)
+    sums: set[str] = field(default_factory=set)
+    means: dict[str, Place] = field(default_factory=dict)
+    attention: list[str] = field(default_factory=list)
+
+
+def find_places(graph: Graph) -> Places:
+    """Where positions are. Raises PlanError AP548 where slices would not give the same result."""
+    found = Places()
+    if graph.updates:
+        raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
+    dims = position_dims(graph, lambda node: axis_strategies(node, graph, 1))
+    for node in graph:
+        if node.kind == "op":
+            _follow(found, graph, node, dims)
+    if graph.loss.name not in found.sums:
+        raise _mixes(graph[graph.loss.name], "the loss is no sum over positions")
+    return found
+
+
+def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
+    """Adds what a node makes to ``found``."""
+    refs = node.inputs
+    places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
+    if any(ref.name in found.sums for ref in refs):
+        _follow_sum(found, graph, node, places)
+        return
+    if not places:
+        start = _entry(found, graph, node, dims)
+        if start is None:
+            return
+        places = {start[0]: start[1]}
+        found.cut[node.name, start[0]] = start[1]
+    packet = node.op.rpartition(".")[0]
+    if packet.startswith("autoparallel.counter"):
+        raise _mixes(node, "its random numbers are drawn for whole sequences")
+    if packet == ATTENTION:
+        _follow_attention(found, node, places)
+    elif packet in _VIEWS:
+        found.places[Ref(node.name)] = _viewed(graph, node, places[0])
+    elif packet == "aten.cat" and _is_alone(graph, node, places):
+        found.places[Ref(node.name)] = next(iter(places.values()))
+    elif packet == "aten.slice" and argument(node, 1, "dim", 0) == places[0].dim:
+        found.places[Ref(node.name)] = _sliced(graph, node, places[0])
+    elif packet in CLASS_LOSSES and argument(node, 3, "reduction", MEAN) != _NONE:
+        _follow_loss(found, graph, node, places)
+    else:
+        _follow_strategy(found, graph, node, places)
+
+
+def _is_alone(graph: Graph, node: Node, places: Mapping[int, Place]) -> bool:
+    """Whether a concatenation has one input, and else empty ones: a cache that is not used."""
+    empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
+    return len(places) == 1 and empty == len(node.inputs) - 1
+
+
+def _entry(found: Places, graph: Graph, node: Node, dims: Dims) -> tuple[int, Place] | None:
+    """The input of an op with which positions enter what is trained; None if none does."""
+    if not any(spec.requires_grad for spec in node.outputs):
+        return None
+    for index, ref in enumerate(node.inputs):
+        batch = graph.batch_dims.get(ref.name)
+        own = dims.get(ref, frozenset()) - {batch[ref.index] if batch else None}
+        if not own:
+            continue
+        if len(own) > 1:
+            raise _mixes(node, "which of its dimensions counts positions is not known")
+        (dim,) = own
+        size = graph.spec(ref).shape[dim]
+        if found.length not in (0, size):
+            raise _mixes(node, f"it has {size} positions, others {found.length}")
+        found.length = size
+        return index, Place(dim, count=size)
+    return None
+
+
+def _follow_sum(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
+    """An op on sums over positions: linear in them, so that its results add up too."""
+    for strategy in () if places else axis_strategies(node, graph, 1):
+        held = zip(node.inputs, strategy.inputs, strict=True)
+        fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)
+        if fits and all(made.kind == "P" for made in strategy.outputs):
+            found.sums.add(node.name)
+            return
+    raise _mixes(node, "it is not linear in a sum over positions")
+
+
+def _follow_attention(found: Places, node: Node, places: Mapping[int, Place]) -> None:
+    if argument(node, 3, "attn_mask", None) is not None or not argument(
+        node, 5, "is_causal", False
+    ):
+        raise _mixes(node, "its attention is not causal: positions see later ones")
+    if argument(node, 4, "dropout_p", 0.0):
+        raise _mixes(node, "its random numbers are drawn for whole sequences")
+    dim = len(node.spec.shape) - 2
+    whole = Place(dim, count=found.length)
+    if any(places.get(index) != whole for index in range(3)):
+        raise _mixes(node, "its queries, keys and values are not along the same positions")
+    found.attention.append(node.name)
+    found.places[Ref(node.name)] = whole
+
+
+def _viewed(graph: Graph, node: Node, place: Place) -> Place:
+    """A view keeps the order in memory: as many entries come before and after a position.
+
+    Raises AP548 where the new dimensions cut through positions.
+    """
+    shape, made = graph.spec(node.inputs[0]).shape, node.spec.shape
+    before = prod(shape[: place.dim]) * place.outer
+    after = place.inner * prod(shape[place.dim + 1 :])
+    for dim in range(len(made)):
+        outer, outer_rest = divmod(before, max(prod(made[:dim]), 1))
+        inner, inner_rest = divmod(after, max(prod(made[dim + 1 :]), 1))
+        is_whole = outer and inner and not outer_rest and not inner_rest
+        if is_whole and made[dim] == outer * place.count * inner:
+            return replace(place, dim=dim, outer=outer, inner=inner)
+    raise _mixes(node, "its dimensions cut through positions")
+
+
+def _sliced(graph: Graph, node: Node, place: Place) -> Place:
+    """Consecutive positions of a value."""
+    if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
+        raise _mixes(node, "it takes positions that are not consecutive")
+    size = graph.spec(node.inputs[0]).shape[place.dim]
+    start = argument(node, 2, "start", None) or 0
+    start = min(max(start + size if start < 0 else start, 0), size)
+    return replace(place, first=place.first + start, count=node.spec.shape[place.dim])
+
+
+def _follow_loss(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
+    """A sum over rows; a mean is divided by the number of all rows (``Graph.accumulation``)."""
+    classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
+    place = places.get(0)
+    if place is None or place.dim == classes:
+        raise _mixes(node, "its scores are not along positions")
+    is_mean = argument(node, 3, "reduction", MEAN) == MEAN
+    targets = graph.spec(node.inputs[1])
+    if (is_mean and node.name not in graph.accumulation.counted) or targets.dtype[0] in "fb":
+        raise _mixes(node, "its rows are not counted")
+    wanted = replace(place, dim=place.dim - (place.dim > classes))
+    _bring(found, graph, node, 1, wanted)
+    found.sums.add(node.name)
+
+
+def _follow_strategy(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
+    for strategy in axis_strategies(node, graph, 1):
+        if _fits(strategy, places):
+            break
+    else:
+        raise _mixes(node, "what it computes for a position depends on others")
+    place = next(iter(places.values()))
+    for index, placement in enumerate(strategy.inputs):
+        if placement.is_shard:
+            _bring(found, graph, node, index, replace(place, dim=placement.dim))
+    if strategy.outputs[0].kind == "P":
+        _add_sum(found, node, place)
+        return
+    for index, made in enumerate(strategy.outputs):
+        own = replace(place, dim=made.dim)
+        if node.outputs[index].shape[made.dim] != place.outer * place.count * place.inner:
+            raise _mixes(node, "it makes another number of positions")
+        found.places[Ref(node.name, index)] = own
+
+
+def _fits(strategy: AxisStrategy, places: Mapping[int, Place]) -> bool:
+    """Whether a strategy splits just the given values along positions, and talks to nobody."""
+    outputs = strategy.outputs
+    return (
+        not strategy.collectives
+        and all(strategy.inputs[index] == shard(place.dim) for index, place in places.items())
+        and all(placement.kind != "P" for placement in strategy.inputs)
+        and (all(o.is_shard for o in outputs) or all(o.kind == "P" for o in outputs))
+    )
+
+
+def _add_sum(found: Places, node: Node, place: Place) -> None:
+    packet = node.op.rpartition(".")[0]
+    if packet == "aten.mean":
+        found.means[node.name] = place
+    elif packet != "aten.sum":
+        raise _mixes(node, "its rows are not counted")
+    found.sums.add(node.name)
+
+
+def _bring(found: Places, graph: Graph, node: Node, index: int, wanted: Place) -> None:
+    """Has an input along positions as wanted; a whole one is cut."""
+    ref = node.inputs[index]
+    if found.places.get(ref, wanted) != wanted:
+        raise _mixes(node, "it meets values of different positions")
+    if graph.spec(ref).shape[wanted.dim] != wanted.outer * wanted.count * wanted.inner:
+        raise _mixes(node, "it meets another number of positions")
+    if ref not in found.places:
+        found.cut[node.name, index] = wanted
+
+
+def _mixes(node: Node, why: str) -> PlanError:
+    return PlanError(
+        "AP548",
+        f"{node.op or node.name} of {node.module or node.name} cannot run on slices of sequences",
+        why=why,
+        where=node.source or node.module,
+        fix="a schedule of whole sequences, such as 1f1b",
+    )

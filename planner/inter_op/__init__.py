@@ -1,0 +1,1 @@
+"""Which blocks make a stage, and on which devices."""

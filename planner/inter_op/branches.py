@@ -1,0 +1,193 @@
+"""Branches: stages that do not need each other, and so run at the same time.
+
+In: which block reads what of which. Out: the graph of the stages of a plan, and the sections
+of a model whose branches can have devices of their own: two towers, an encoder beside
+another, the arms of a wide module.
+
+A value that goes from stage 0 to stage 2 by way of stage 1 needs no edge of its own, so edges
+are those of the transitive reduction. Stages that each need the one before them are a chain,
+the usual pipeline; anything else is a graph of which the schedule, the simulator and the
+runtime keep to the edges (``cost_model.actions.Schedule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import networkx as nx
+
+from ...cost_model.actions import Edges, Wiring, chain
+from ...cost_model.cluster import Cluster
+from ..plan import Plan
+from ..pricing.structure import Structure
+from ..schedules.orders import depths
+
+SMALLEST_SHARE = 0.05
+"""Of a section's ops: what has fewer beside the rest is no branch worth a device."""
+
+WeightedEdges = tuple[tuple[int, int, float], ...]
+"""Edges with the share of the later stage's receive seconds that each takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Blocks ``bounds[0]`` to ``bounds[-1]`` in parallel branches, cut at the bounds.
+
+    No branch reads what another makes.
+    """
+
+    bounds: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        return self.bounds[0]
+
+    @property
+    def stop(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        return tuple(pairwise(self.bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where stages are: the first and the last device of each on a cluster."""
+
+    cluster: Cluster
+    ends: tuple[tuple[int, int], ...]
+
+    def slowness(self, source: int, target: int) -> float:
+        """How much slower than from the stage before it a stage gets values of ``source``."""
+        first = self.ends[target][0]
+        before = self.cluster.link(self.ends[target - 1][1], first)
+        here = self.cluster.link(self.ends[source][1], first)
+        return before.bytes_per_second / here.bytes_per_second
+
+
+def reduced(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
+    """The edges that imply all of ``pairs``; None where these are a chain of all stages.
+
+    >>> reduced([(0, 1), (1, 2), (0, 2)], 3), reduced([(0, 2), (1, 2)], 3)
+    (None, ((0, 2), (1, 2)))
+    """
+    found = set(pairs)
+    if found >= set(chain(num_stages)):
+        return None
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(num_stages))
+    graph.add_edges_from(found)
+    return tuple(sorted(nx.transitive_reduction(graph).edges))
+
+
+def stage_edges(
+    structure: Structure, starts: Sequence[int], places: Places | None = None
+) -> WeightedEdges | None:
+    """Which stage needs which, of stages that begin at the blocks ``starts``; None for a chain.
+
+    What a stage receives is priced over the link to the stage before it; with ``places`` the
+    share of an edge over a slower link is as many times larger.
+    """
+    stage_of = _stage_of(structure, starts)
+    num_bytes: dict[tuple[int, int], int] = {}
+    for ref, readers in structure.readers.items():
+        source = stage_of[structure.position[ref.name]]
+        for target in {stage_of[reader] for reader in readers} - {source}:
+            size = structure.graph.spec(ref).num_bytes
+            num_bytes[source, target] = num_bytes.get((source, target), 0) + max(size, 1)
+    edges = reduced(num_bytes, len(starts))
+    if edges is None:
+        return None
+    received = [0] * len(starts)
+    for source, target in edges:
+        received[target] += num_bytes[source, target]
+    factor = (lambda s, t: 1.0) if places is None else places.slowness
+    return tuple((s, t, factor(s, t) * num_bytes[s, t] / received[t]) for s, t in edges)
+
+
+def _stage_of(structure: Structure, starts: Sequence[int]) -> list[int]:
+    ends = [*starts[1:], len(structure.blocks.blocks)]
+    return [
+        stage for stage, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for _ in range(start, end)
+    ]  # fmt: skip
+
+
+def stage_starts(plan: Plan) -> list[int]:
+    """The position of each stage's first block."""
+    return list(accumulate((len(stage.blocks) for stage in plan.stages[:-1]), initial=0))
+
+
+def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...]:
+    """For each stage how many stages the longest way from it to an end has, itself included.
+
+    >>> stage_depths(None, 3), stage_depths(((0, 2, 0.5), (1, 2, 0.5)), 3)
+    ((3, 2, 1), (2, 2, 1))
+    """
+    pairs = chain(num_stages) if edges is None else tuple((s, t) for s, t, _ in edges)
+    return depths(Wiring.of(num_stages, pairs))
+
+
+def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
+    """(block, later block that reads of it)."""
+    return frozenset(
+        (structure.position[ref.name], reader)
+        for ref, readers in structure.readers.items()
+        for reader in readers
+        if reader > structure.position[ref.name]
+    )
+
+
+def sections(structure: Structure) -> tuple[Section, ...]:
+    """The sections of parallel branches, apart from each other, in order.
+
+    A place between two blocks that do not follow from each other splits branches as far to
+    both sides as no edge crosses it: of the ways to draw that line, the one whose smaller side
+    has most ops. The largest section is taken first; a branch of it is not split again.
+    """
+    weights = [len(block.nodes) for block in structure.blocks.blocks]
+    return parallel_sections(block_edges(structure), weights)
+
+
+def parallel_sections(
+    edges: Iterable[tuple[int, int]], weights: Sequence[int]
+) -> tuple[Section, ...]:
+    """``sections`` of blocks with these edges and weights.
+
+    >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
+    (Section(bounds=(1, 2, 3)),)
+    """
+    edges = frozenset(edges)
+    splits = [s for s in range(1, len(weights)) if (s - 1, s) not in edges]
+    drawn = [found for split in splits if (found := _widest(edges, weights, split)) is not None]
+    drawn.sort(reverse=True)
+    taken: list[Section] = []
+    for smaller, start, stop in drawn:
+        if smaller < SMALLEST_SHARE * sum(weights[start:stop]):
+            continue
+        if all(stop <= other.start or start >= other.stop for other in taken):
+            inside = [
+                split for split in splits
+                if start < split < stop and not any(
+                    start <= i < split <= j < stop for i, j in edges
+                )
+            ]  # fmt: skip
+            taken.append(Section((start, *inside, stop)))
+    return tuple(sorted(taken, key=lambda section: section.start))
+
+
+def _widest(
+    edges: Iterable[tuple[int, int]], weights: Sequence[int], split: int
+) -> tuple[int, int, int] | None:
+    """(weight of the smaller side, start, stop) of the widest section around a split."""
+    crossing = [(i, j) for i, j in edges if i < split <= j]
+    best: tuple[int, int, int] | None = None
+    for start in sorted({0, *(i + 1 for i, _ in crossing)}):
+        stop = min((j for i, j in crossing if i >= start), default=len(weights))
+        smaller = min(sum(weights[start:split]), sum(weights[split:stop]))
+        if start < split < stop and (best is None or smaller > best[0]):
+            best = (smaller, start, stop)
+    return best

@@ -1,0 +1,238 @@
+"""Clusters whose hosts differ: in which order stages take them, and which runs of ranks tile.
+
+In: a cluster. Out: the orders of its hosts that a search goes through, each with the cluster
+renumbered so that stages take its ranks in order, and a plan's way back to the ranks that the
+cluster really has.
+
+Stages take hosts one after the other, so which of two unlike hosts comes first decides which
+blocks run on it. Hosts that are alike are interchangeable: of all orders only those count in
+which the sequence of *kinds* of host differs, and hosts of one rack stay together, so that
+few stages talk over the link between racks. Where there are at most ``MOST_ORDERS`` such
+sequences all are tried, and the best order is found for certain; where there are more, the
+kinds are tried one after the other in every order, and in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, islice, permutations, product, zip_longest
+from math import factorial, gcd, prod
+from typing import TYPE_CHECKING, TypeVar
+
+from ...cost_model.cluster import Cluster, Host
+from ..errors import AutoparallelError, InfeasibleError, TimeLimitError
+from ..plan import Plan, StagePlan
+from ..requests.request import Request
+
+if TYPE_CHECKING:
+    from ..search.report_plan import Candidate
+
+MOST_ORDERS = 6
+"""Orders of hosts that a search goes through: all of two and two hosts, or of three kinds."""
+
+
+Found = TypeVar("Found")
+Attempt = Callable[["HostOrder", Request], "tuple[Found, list[Candidate]]"]
+"""Searches one order of hosts: whatever it needs for a plan, and the candidates, best first."""
+
+
+@dataclass(frozen=True)
+class HostOrder:
+    """``cluster`` is the given one with its hosts in the order ``hosts``.
+
+    ``ranks[i]`` is the given cluster's rank of device ``i`` of ``cluster``.
+    """
+
+    hosts: tuple[int, ...]
+    cluster: Cluster
+    ranks: tuple[int, ...]
+
+
+def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, ...]:
+    """The orders of hosts to try, the given one first; just that one if all are alike.
+
+    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> [order.hosts for order in host_orders(parse_cluster("4x8xH100"))]
+    [(0, 1, 2, 3)]
+    >>> [order.hosts for order in host_orders(parse_cluster("2x8xA100+8xH100"))]
+    [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
+    """
+    racks = _racks(cluster)
+    within = [list(islice(_arrangements(cluster, rack, most), most)) for rack in racks]
+    found: dict[tuple[object, ...], tuple[int, ...]] = {}
+    given = tuple(range(len(cluster.hosts)))
+    found[_signature(cluster, given)] = given
+    numbers = range(len(racks))
+    rack_orders = permutations(numbers) if len(racks) <= 4 else (numbers, reversed(numbers))
+    for rack_order in rack_orders:
+        for chosen in islice(product(*(within[rack] for rack in rack_order)), most):
+            order = tuple(chain.from_iterable(chosen))
+            found.setdefault(_signature(cluster, order), order)
+    return tuple(_ordered(cluster, order) for order in islice(found.values(), most))
+
+
+def over_orders(
+    cluster: Cluster, request: Request, attempt: Attempt[Found]
+) -> tuple[HostOrder, Found, list[Candidate]]:
+    """The order of hosts whose best candidate is fastest, with all candidates, the best first.
+
+    Each order has an equal share of what is left of the time limit. Raises what the first
+    order raised if none has a candidate.
+    """
+    orders = host_orders(cluster)
+    began = time.perf_counter()
+    done: list[tuple[HostOrder, Found, list[Candidate]]] = []
+    failure: AutoparallelError | None = None
+    for index, order in enumerate(orders):
+        left = request.time_limit_seconds - (time.perf_counter() - began)
+        share = max(left, 0.0) / (len(orders) - index)
+        try:
+            done.append((order, *attempt(order, replace(request, time_limit_seconds=share))))
+        except (InfeasibleError, TimeLimitError) as error:
+            failure = failure or error
+    if not done:
+        assert failure is not None, "every order was tried"
+        raise failure
+    best = min(done, key=lambda each: each[2][0].step_seconds)
+    losers = [candidate for each in done if each is not best for candidate in each[2]]
+    return best[0], best[1], [*best[2], *losers]
+
+
+def is_mixed(cluster: Cluster) -> bool:
+    """Whether hosts differ, or stand in racks."""
+    return len({_kind(host) for host in cluster.hosts}) > 1 or cluster.rack_link is not None
+
+
+def in_given_ranks(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
+    """A plan that was made for ``order.cluster``, with the devices of ``cluster``."""
+    stages = tuple(_renumbered(stage, order.ranks) for stage in plan.stages)
+    return replace(plan, cluster=cluster, stages=stages)
+
+
+def _renumbered(stage: StagePlan, ranks: Sequence[int]) -> StagePlan:
+    return replace(stage, devices=tuple(ranks[device] for device in stage.devices))
+
+
+def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
+    """How many of the ``size`` ranks from ``first`` on each host has.
+
+    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> pieces(parse_cluster("2x8xH100+4xH100"), 4, 16)
+    (4, 8, 4)
+    """
+    found: list[int] = []
+    starts = cluster.first_ranks
+    start = first
+    while start < first + size:
+        host = cluster.host_of[start]
+        end = starts[host] + cluster.hosts[host].num_devices
+        found.append(min(end, first + size) - start)
+        start = end
+    return tuple(found)
+
+
+def inner_size(cluster: Cluster, first: int, size: int) -> int:
+    """The largest number of neighbours that cut a run of ranks without crossing hosts.
+
+    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> inner_size(parse_cluster("2x8xH100+4xH100"), 0, 20)
+    4
+    >>> inner_size(parse_cluster("2048x8xH100"), 4, 16000)
+    4
+    """
+    own = cluster.host_size
+    if own is None:
+        return gcd(*pieces(cluster, first, size))
+    head = min(size, own - first % own)
+    return gcd(head, size - head, own) if size - head >= own else gcd(head, size - head)
+
+
+def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
+    """How many ranks a stage from rank ``first`` on may have where hosts are unequal.
+
+    Within a host a divisor of any host's size that is left, or all that is left; from there
+    on whole hosts.
+
+    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> cluster = parse_cluster("8xH100+4xH100")
+    >>> run_sizes(cluster, 0), run_sizes(cluster, 3), run_sizes(cluster, 8)
+    ((1, 2, 4, 8, 12), (1, 2, 4, 5, 9), (1, 2, 4))
+    """
+    host = cluster.host_of[first]
+    left = cluster.first_ranks[host] + cluster.hosts[host].num_devices - first
+    sizes = {each.num_devices for each in cluster.hosts}
+    found = {n for n in range(1, left + 1) if any(size % n == 0 for size in sizes)} | {left}
+    total = left
+    for other in cluster.hosts[host + 1 :]:
+        total += other.num_devices
+        found.add(total)
+    return tuple(sorted(found))
+
+
+def _kind(host: Host) -> tuple[object, ...]:
+    """What hosts must share to be interchangeable, racks apart."""
+    device = host.device
+    return (device.speed, device.usable_memory_bytes, host.num_devices, host.link)
+
+
+def _racks(cluster: Cluster) -> list[list[int]]:
+    """The hosts of each rack; all of them where racks have no link of their own."""
+    found: dict[str, list[int]] = {}
+    for index, host in enumerate(cluster.hosts):
+        found.setdefault(host.rack if cluster.rack_link is not None else "", []).append(index)
+    return list(found.values())
+
+
+def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """The orders of the hosts of one rack."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for host in hosts:
+        groups.setdefault(_kind(cluster.hosts[host]), []).append(host)
+    if len(groups) == 1:
+        yield tuple(hosts)
+        return
+    number = factorial(len(hosts)) // prod(factorial(len(each)) for each in groups.values())
+    if number <= most:
+        yield from _sequences(list(groups.values()))
+        return
+    if len(groups) <= 4:
+        for order in permutations(groups.values()):
+            yield tuple(chain.from_iterable(order))
+    turns = zip_longest(*groups.values())
+    yield tuple(host for turn in turns for host in turn if host is not None)
+
+
+def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """Every distinct sequence of kinds, the hosts of a kind in their own order."""
+    if not any(groups):
+        yield ()
+        return
+    for index, group in enumerate(groups):
+        if group:
+            rest = [*groups[:index], group[1:], *groups[index + 1 :]]
+            for later in _sequences(rest):
+                yield (group[0], *later)
+
+
+def _signature(cluster: Cluster, order: Sequence[int]) -> tuple[object, ...]:
+    """Equal for orders that differ only in which of several like hosts, or racks, comes first."""
+    names: dict[str, int] = {}
+    return tuple(
+        (
+            _kind(cluster.hosts[host]),
+            names.setdefault(cluster.hosts[host].rack, len(names)),
+        )
+        for host in order
+    )
+
+
+def _ordered(cluster: Cluster, order: tuple[int, ...]) -> HostOrder:
+    sizes = [host.num_devices for host in cluster.hosts]
+    starts = list(accumulate(sizes[:-1], initial=0))
+    ranks = tuple(
+        starts[host] + offset for host in order for offset in range(cluster.hosts[host].num_devices)
+    )
+    hosts = tuple(cluster.hosts[host] for host in order)
+    return HostOrder(order, replace(cluster, hosts=hosts), ranks)

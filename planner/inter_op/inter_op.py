@@ -1,0 +1,216 @@
+"""The pipeline: which blocks make a stage, on how many devices each.
+
+In: what every run of blocks takes on every submesh at every position. Out: the stages that
+minimize
+
+    T = Σ_i q_i + max_i m_i
+
+over runs of blocks and submeshes that tile all devices in order. With q = t and m = (B − 1)·t
+of a stage of t seconds per micro-batch that is the step of a pipeline of B micro-batches
+(Zheng et al. 2022, Alpa, equations 2 to 4); the search puts into q and m apart what is paid
+once, B − 1 times or at the end of the step.
+
+For a bound on m, the least Σ q within it comes from one pass over the stages
+(``inter_op_sweep``), and so does the least bound there is a pipeline for. A pipeline whose
+largest m lies between two bounds has at least the Σ q of the upper and the m of the lower one:
+intervals of bounds are halved until none of them can hold a better pipeline (Alpa goes through
+all bounds instead). The number of stages still to come gives the micro-batches in flight, hence
+the memory, of a stage.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sweep import Band, Combine, Move, Sweep, Tiling, add, larger, turning
+
+Floats = NDArray[np.float64]
+
+HALVED = 1e-4
+"""Bounds closer than this, relatively, are not halved further but counted down one by one."""
+
+MOST_SWEEPS = 200
+
+COMBINES: Mapping[str, Combine] = {"sum": add, "largest": larger, "turning": turning}
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """The blocks ``start`` to ``stop`` (exclusive) on ``num_devices`` from ``first_device``."""
+
+    start: int
+    stop: int
+    first_device: int
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages in order, and T."""
+
+    stages: tuple[StageChoice, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the DP asks: sizes of submeshes at a device, and stage costs.
+
+    ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of runs of blocks
+    k to i − 1, infinite where impossible.
+    """
+
+    num_blocks: int
+    num_devices: int
+    sizes: Callable[[int], Sequence[int]]
+    costs: Callable[[int, int, int], Floats]
+
+    def tiling(self, most: int) -> Tiling:
+        """Every submesh as a move, each a place of its own."""
+        moves: list[Move] = []
+        for first in range(self.num_devices):
+            for size in self.sizes(first):
+                if first + size <= self.num_devices:
+                    moves.append(Move(first, first + size, len(moves), first, size))
+        return Tiling(self.num_devices, tuple(moves), most)
+
+
+@dataclass
+class _TableBands:
+    """The costs of a table as bands."""
+
+    table: Table
+    tiling: Tiling
+    num_microbatches: int
+    _made: dict[tuple[int, int], Floats] = field(default_factory=dict)
+
+    def __call__(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
+        if (left, place) not in self._made:
+            move = self.tiling.moves[place]
+            cost = self.table.costs(left, move.first_device, move.num_devices)
+            self._made[left, place] = banded(cost)
+        once = self._made[left, place]
+        slowest = np.where(np.isfinite(once), 0.0, np.inf)
+        if self.num_microbatches > 1:
+            slowest = once * (self.num_microbatches - 1)
+        within = slowest <= bound
+        return np.where(within, once, np.inf), np.where(within, slowest, np.inf)
+
+
+def banded(matrix: Floats) -> Floats:
+    """``t[k, j]`` of the blocks k to k + j from ``t[k, i]`` of the blocks k to i − 1."""
+    size = len(matrix) - 1
+    padded = np.full((size + 1, 2 * size + 1), np.inf)
+    padded[:, : size + 1] = matrix
+    rows = np.arange(size + 1)[:, None]
+    found: Floats = padded[rows, rows + 1 + np.arange(size)[None, :]]
+    return found
+
+
+def pipelines(
+    table: Table, num_microbatches: int, num_stages: Iterable[int], *, tolerance: float = 0.0
+) -> tuple[Pipeline, ...]:
+    """For each number of stages the best pipeline, if there is one; the best first.
+
+    T is within ``tolerance`` of the best.
+    """
+    numbers = sorted(set(num_stages))
+    if not numbers:
+        return ()
+    tiling = table.tiling(min(numbers[-1], table.num_blocks, table.num_devices))
+    bands = _TableBands(table, tiling, num_microbatches)
+    search = PipelineSearch(tiling, table.num_blocks, bands, tolerance)
+    found = [each for number in numbers if (each := search.best(number)) is not None]
+    return tuple(sorted(found, key=lambda pipeline: (pipeline.seconds, len(pipeline.stages))))
+
+
+@dataclass
+class PipelineSearch:
+    """The best pipelines of a tiling, by number of stages.
+
+    ``cutoff``: pipelines that take as long or longer are not sought.
+    """
+
+    tiling: Tiling
+    num_blocks: int
+    band: Band
+    tolerance: float = 0.0
+    cutoff: float = float("inf")
+    _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
+
+    def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
+        """A pass with a bound, over all numbers of stages unless only one is asked for."""
+        key = (what, bound)
+        if key not in self._sweeps:
+            self._sweeps[key] = Sweep.of(
+                self.tiling, self.num_blocks, self.band, COMBINES[what],
+                bound=bound, most=num_stages,
+            )  # fmt: skip
+        return self._sweeps[key]
+
+    def bound(self, num_stages: int) -> float:
+        """A lower bound of T for so many stages: the least sum and the least bottleneck."""
+        least = self._sweep("sum", self.cutoff).least(num_stages)
+        return least + self._bottleneck(num_stages) if np.isfinite(least) else least
+
+    def _bottleneck(self, num_stages: int) -> float:
+        return self._sweep("largest", self.cutoff).least(num_stages)
+
+    def turning(self, num_stages: int) -> float:
+        """The least over all pipelines of ``inter_op_sweep.turning``."""
+        return self._sweep("turning", self.cutoff).least(num_stages)
+
+    def best(self, num_stages: int) -> Pipeline | None:
+        """The least T below ``cutoff`` of so many stages, None if there is none."""
+        if self.bound(num_stages) >= self.cutoff:
+            return None
+        top = self._within(num_stages, self.cutoff)
+        assert top is not None, "the recurrence has a value"
+        best, high, least = top
+        low = self._bottleneck(num_stages)
+        intervals = [(least + low, low, high, least)]
+        for tried in range(MOST_SWEEPS):
+            if not intervals:
+                break
+            lower, low, high, least = heapq.heappop(intervals)
+            if lower >= min(best.seconds * (1 - self.tolerance), self.cutoff) or low >= high:
+                break
+            middle = low if tried == 0 else (low + high) / 2
+            if tried and high <= low * (1 + HALVED):
+                middle = float(np.nextafter(high, 0.0))
+            if middle < high:
+                heapq.heappush(intervals, (least + middle, middle, high, least))
+            found = self._within(num_stages, middle)
+            if found is not None:
+                pipeline, high, least = found
+                best = min(best, pipeline, key=lambda each: each.seconds)
+                if low < high:
+                    heapq.heappush(intervals, (least + low, low, high, least))
+        return best if best.seconds < self.cutoff else None
+
+    def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
+        """The pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""
+        sweep = self._sweep("sum", bound, None if bound == self.cutoff else num_stages)
+        if not np.isfinite(sweep.least(num_stages)):
+            return None
+        once, slowest, chosen = 0.0, 0.0, []
+        for at, (start, stop, move) in enumerate(sweep.stages(num_stages)):
+            both = self.band(num_stages - at, move.place, at == 0, bound)
+            once += float(both[0][start, stop - start - 1])
+            slowest = max(slowest, float(both[1][start, stop - start - 1]))
+            chosen.append(StageChoice(start, stop, move.first_device, move.num_devices))
+        return Pipeline(tuple(chosen), once + slowest), slowest, once
+
+
+def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:
+    """T = Σ t + (B − 1)·max t.
+
+    >>> pipeline_seconds((1.0, 2.0), 3)
+    7.0
+    """
+    return sum(stage_seconds) + (num_microbatches - 1) * max(stage_seconds)

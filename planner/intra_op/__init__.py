@@ -1,0 +1,1 @@
+"""The best way to run a stage on one mesh."""

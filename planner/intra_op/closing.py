@@ -1,0 +1,135 @@
+"""Which ZeRO stages and rungs can still hold a better plan than the one found.
+
+In: a run, its kinds' tables, the memory limit. Out: for every ZeRO stage and rung of the
+recompute ladder a lower bound of the objective of what fits in memory,
+
+    max over λ of  Σ_kinds Σ_modes n·min T_kind(mode, λ) − λ·(limit − fixed bytes)
+
+where T are the tables of ``kind_tables`` with a price λ per byte, n the blocks that the rung
+runs in that mode, and conversions between kinds count nothing. The integer program need only
+be solved where the bound is below the best found, the lowest first (best-first branch and
+bound over the few discrete choices outside of the program).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..plan import Recompute
+from ..pricing.ladder import Rungs, forced, rungs
+from ..pricing.structure import Run
+from .elimination import Floats
+from .families import Family
+from .kind_tables import Rates
+
+MOST_PROGRAMS, MOST_SMALL_PROGRAMS = 2, 8
+"""Integer programs that are solved to narrow a stage's gap; the second in a small graph."""
+
+PROGRAM_SECONDS = 1.0
+"""What such a program may take, but in a small graph; its bound then is what was proven."""
+
+
+def priced(
+    num_microbatches: int,
+    in_flight: int,
+    mode: Recompute,
+    zeros: Sequence[int],
+    prices: Sequence[float],
+) -> Rates:
+    """Every ZeRO stage at every price of a byte, stages outermost."""
+    states = tuple(float(price) for _ in zeros for price in prices)
+    return Rates(
+        num_microbatches,
+        tuple(zero for zero in zeros for _ in prices),
+        mode,
+        states,
+        tuple(price * in_flight for price in states),
+    )
+
+
+def rounded(price: float) -> float:
+    """A price to the next half power of ten: runs that are priced alike share their tables.
+
+    >>> [round(rounded(price), 6) for price in (0.9, 0.4, 0.001)]
+    [1.0, 0.316228, 0.001]
+    """
+    return float(10 ** (round(2 * np.log10(price)) / 2))
+
+
+def allowed_rungs(run: Run, recompute: Recompute | None, modes: Sequence[Recompute]) -> Rungs:
+    """The rungs of a run in allowed modes, or the only one that a forced recomputation leaves."""
+    found = rungs(*run.class_counts)
+    if recompute is None:
+        own = found.within(modes)
+        return Rungs(found.full[own], found.selective[own])
+    only = forced(recompute, run.class_counts[0])
+    return Rungs(np.array([only.full]), np.array([only.selective]))
+
+
+def bounds(
+    family: Family,
+    run: Run,
+    ways: Mapping[Recompute, Rates],
+    on: Rungs,
+    *,
+    num_zeros: int,
+    free_bytes: float,
+) -> Floats:
+    """The lower bound ``[zero, rung]``; ``free_bytes`` are the limit's without what is fixed."""
+    rates = next(iter(ways.values()))
+    prices = np.array(rates.state_prices).reshape(num_zeros, -1)
+    total = np.zeros((*prices.shape, len(on.full)))
+    _, kinds = run.class_counts
+    for kind, tables in family.kinds.items():
+        own = np.array([each == kind for each in kinds])
+        full, some = on.full @ own, on.selective @ own
+        counts: dict[Recompute, Floats] = {
+            "full": full, "selective": some, "none": run.counts[kind] - full - some
+        }  # fmt: skip
+        for mode, way in ways.items():
+            table = tables.solve(way).table
+            least = table.reshape(table.shape[1], -1).min(axis=1)
+            total += (
+                np.broadcast_to(least, prices.size).reshape(prices.shape)[..., None] * counts[mode]
+            )
+    total += family.sync_seconds((run,), rates)[0].reshape(prices.shape)[..., None]
+    found: Floats = (total - (prices * free_bytes)[..., None]).max(axis=1)
+    return found
+
+
+def lagrangian(
+    family: Family,
+    run: Run,
+    ways: Callable[[Sequence[int], Sequence[float]], Sequence[Rates]],
+    zeros: Sequence[int],
+    scale: tuple[float, float],
+) -> tuple[float, int, list[float]]:
+    """A lower bound of what fits in memory, the ZeRO stage that has it, the prices near the λ.
+
+    ``ways`` are the problems of some stages and prices; ``scale`` is the free bytes and the
+    price of a byte at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
+    """
+    free, unit = scale
+    grid = np.geomspace(1e-3, 1e2, 12) * unit
+    least = dict.fromkeys(zeros, 0.0)
+    for size in (6, 6, 0):
+        found = family.bound(run, ways(zeros, grid.tolist()))
+        values = found.reshape(len(zeros), -1) - free * grid
+        for zero, own in zip(zeros, values.max(axis=1).tolist(), strict=True):
+            least[zero] = max(least[zero], own)
+        zero = min(zeros, key=least.__getitem__)
+        best = int(values[zeros.index(zero)].argmax())
+        near = grid[max(best - 1, 0) : best + 2]
+        if size:
+            zeros = tuple(each for each in zeros if least[each] <= least[zero] * 1.05)
+            grid = np.geomspace(near[0], near[-1], size)
+    return min(least.values()), zero, near.tolist()
+
+
+def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
+    """(bound, zero's number, rung's number), ascending."""
+    for flat in np.argsort(values, axis=None, kind="stable").tolist():
+        zero, rung = divmod(flat, values.shape[1])
+        yield float(values[zero, rung]), zero, rung

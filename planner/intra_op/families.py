@@ -1,0 +1,271 @@
+"""Runs of blocks that share their decisions, solved together from their kinds' tables.
+
+In: runs of one family, each kind's least cost by the layouts at its ends (``kind_tables``).
+Out: for every run and every problem of a batch (ZeRO stages, prices of a byte) the least
+objective, and the choices that reach it. The only variables left are the ends of the kinds
+and the parameters of several blocks; how often a kind or an edge occurs is a factor. So the
+work grows with kinds, not with blocks, and with the number of runs only as array lengths do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..pricing.stage_model import StageModel
+from ..pricing.structure import Edge, Run
+from .assembly import Solution
+from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
+from .kind_tables import MOST_CELLS, KindTables, Rates, TooWideError, edge_tables, lifted
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """An edge between kinds as a factor, and the bytes of its value as one of the source."""
+
+    scope: tuple[int, ...]
+    forward: Floats
+    backward: Floats
+    source: int
+    held_bytes: Floats
+
+
+@dataclass
+class Family:
+    """The small problem that all runs of a family share."""
+
+    model: StageModel
+    kinds: dict[str, KindTables]
+    sizes: list[int]
+    place: dict[tuple[str, int], tuple[int, Ints]]
+    first: dict[str, int]
+    shared: tuple[str, ...]
+    _crossings: dict[Edge, _Crossing] = field(default_factory=dict)
+    _orders: dict[object, Order] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
+        """The variables of a run's family: the ends of its kinds, the shared parameters."""
+        sizes: list[int] = []
+        place: dict[tuple[str, int], tuple[int, Ints]] = {}
+        first: dict[str, int] = {}
+        own = {kind: kinds[kind] for kind in run.counts}
+        for kind, tables in own.items():
+            first[kind] = len(sizes)
+            for end in tables.ends:
+                place[kind, end.decision] = (len(sizes), end.firsts)
+                sizes.append(len(end.firsts))
+        for name in run.shared:
+            count = len(model.shared(name).choices)
+            first[name] = len(sizes)
+            place[name, 0] = (len(sizes), np.arange(count))
+            sizes.append(count)
+        return Family(model, own, sizes, place, first, run.shared)
+
+    def _place(self, node: str) -> tuple[int, Ints]:
+        """The variable of a member's decision, and a choice for each of its values."""
+        structure = self.model.structure
+        if structure.graph[node].kind == "parameter" and structure.is_shared(node):
+            return self.place[node, 0]
+        kind, _ = self.model.home(node)
+        return self.place[kind, self.model.kind(kind).where[node]]
+
+    def crossing(self, edge: Edge) -> _Crossing:
+        """An edge between kinds over the ends."""
+        if edge not in self._crossings:
+            self._crossings[edge] = self._crossing(edge)
+        return self._crossings[edge]
+
+    def _crossing(self, edge: Edge) -> _Crossing:
+        model = self.model
+        maker = edge.name if edge.first is None else edge.first.node
+        source, firsts = self._place(maker)
+        options = model.source(edge)
+        held = np.zeros(len(firsts))
+        if edge.origin != "parameter":
+            spec = model.spec(edge)
+            sizes = [model.prices.local_bytes(spec, layout) for layout in options.layouts]
+            held = np.array(sizes, dtype=np.float64)[options.of_choice[firsts]]
+        tables = edge_tables(model, edge)
+        if tables is None:
+            return _Crossing((), np.zeros(()), np.zeros(()), source, held)
+        axes = []
+        for node, classes in zip(tables.nodes, tables.classes, strict=True):
+            variable, choices = self._place(node)
+            axes.append((variable, classes[choices]))
+        scope, forward = lifted(tables.forward, axes)
+        return _Crossing(scope, forward, lifted(tables.backward, axes)[1], source, held)
+
+    def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
+        """The least objective of every run in every problem of the batch.
+
+        Raises ``TooWideError`` where the tables would be larger than they are worth.
+        """
+        tables = {kind: own.solve(rates) for kind, own in self.kinds.items()}
+        own = {kind: found.table for kind, found in tables.items()}
+        factors = self._factors(runs, rates, own)
+        order = self._order(factors)
+        if order.most_cells * len(runs) * len(rates.zeros) > MOST_CELLS and len(runs) > 1:
+            half = len(runs) // 2
+            return Solved.joined(self.solve(runs[:half], rates), self.solve(runs[half:], rates))
+        if order.most_cells > MOST_CELLS:
+            raise TooWideError
+        found = eliminate(self.sizes, factors, order)
+        shape = (len(runs), len(rates.zeros))
+        least = np.broadcast_to(found.table, shape) + self.sync_seconds(runs, rates)
+        return Solved(self, rates, least, ((len(runs), found, tables),))
+
+    def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
+        """A lower bound per problem of the batch, every block of the run in any of the ways.
+
+        What recomputed blocks read from outside is counted only where all ways recompute.
+        Raises ``TooWideError``.
+        """
+        every = {
+            kind: [own.solve(rates).table for rates in ways] for kind, own in self.kinds.items()
+        }
+        tables = {kind: np.minimum.reduce(own) for kind, own in every.items()}
+        least = next((rates for rates in ways if rates.mode == "none"), ways[0])
+        factors = self._factors((run,), least, tables)
+        order = self._order(factors)
+        if order.most_cells > MOST_CELLS:
+            raise TooWideError
+        found = eliminate(self.sizes, factors, order).table
+        bound: Floats = np.broadcast_to(found, (1, len(least.zeros)))[0]
+        whole: Floats = bound + self.sync_seconds((run,), least)[0]
+        return whole
+
+    def _factors(
+        self, runs: Sequence[Run], rates: Rates, tables: Mapping[str, Floats]
+    ) -> list[Factor]:
+        factors = [self._weighted(kind, table, runs) for kind, table in tables.items()]
+        factors += self._crossings_of(runs, rates)
+        factors += self._ends_of(runs)
+        factors += self._shared_parameters(rates)
+        return factors
+
+    def _order(self, factors: Sequence[Factor]) -> Order:
+        scopes = tuple(factor.scope for factor in factors)
+        if scopes not in self._orders:
+            self._orders[scopes] = find_order(self.sizes, scopes, ())
+        return self._orders[scopes]
+
+    def _weighted(self, kind: str, table: Floats, runs: Sequence[Run]) -> Factor:
+        counts = _column([run.counts[kind] for run in runs], table.ndim)
+        first = self.first[kind]
+        return Factor(tuple(range(first, first + table.ndim - BATCH_AXES)), table * counts)
+
+    def _crossings_of(self, runs: Sequence[Run], rates: Rates) -> list[Factor]:
+        factors = []
+        saved = rates.prices(saved=True)
+        for edge in dict.fromkeys(edge for run in runs for edge in run.edges):
+            if edge.origin == "parameter" and edge.name not in self.first:
+                continue
+            own = self.crossing(edge)
+            counts = [run.edges.get(edge, 0) for run in runs]
+            if own.scope:
+                table = (own.forward * (1 + rates.again) + own.backward)[None, None]
+                factors.append(Factor(own.scope, table * _column(counts, table.ndim)))
+            if rates.mode != "none" and saved.any():
+                held = saved[None, :, None] * own.held_bytes
+                factors.append(Factor((own.source,), held * _column(counts, 3)))
+        return factors
+
+    def _ends_of(self, runs: Sequence[Run]) -> list[Factor]:
+        """What is sent, received, and the loss."""
+        model, factors = self.model, []
+        for name, index in dict.fromkeys(key for run in runs for key in run.sent):
+            variable, choices = self._place(name)
+            seconds = model.boundary_seconds(name, index).sum(axis=1)
+            own = seconds[model.made(name, index).of_choice[choices]]
+            counts = _column([run.sent.get((name, index), 0) for run in runs], 3)
+            factors.append(Factor((variable,), own[None, None] * counts))
+        for ref, first in runs[0].received:
+            variable, choices = self._place(first.node)
+            seconds = model.receive_seconds(ref, first).sum(axis=1)
+            own = seconds[model.received(first).of_choice[choices]]
+            factors.append(Factor((variable,), own[None, None]))
+        if runs[0].has_loss:
+            structure = model.structure
+            loss = structure.graph.loss
+            name, index = structure.blocks.template[loss.name], loss.index
+            variable, choices = self._place(name)
+            seconds = model.boundary_seconds(name, index, whole=True).sum(axis=1)
+            own = seconds[model.made(name, index).of_choice[choices]]
+            factors.append(Factor((variable,), own[None, None]))
+        return factors
+
+    def _shared_parameters(self, rates: Rates) -> list[Factor]:
+        factors = []
+        zeros = list(rates.zeros)
+        for name in self.shared:
+            decision = self.model.shared(name)
+            cost = decision.seconds[zeros] @ rates.weights
+            states = decision.states[zeros, :, :3].sum(axis=2)
+            cost = cost + rates.prices(saved=False)[:, None] * states
+            factors.append(Factor((self.first[name],), cost[None]))
+        return factors
+
+    def sync_seconds(self, runs: Sequence[Run], rates: Rates) -> Floats:
+        """The latencies of gradient synchronization, which no choice changes."""
+        found = np.zeros((len(runs), len(rates.zeros)))
+        for kind in self.kinds:
+            counts = np.array([run.counts[kind] for run in runs], dtype=np.float64)
+            own = [np.array(self.model.block_sync(kind, zero)) for zero in rates.zeros]
+            found += counts[:, None] * (np.array(own) @ rates.weights)
+        return found
+
+    def solutions(
+        self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
+    ) -> Iterator[Solution]:
+        """The choices of every kind and shared parameter by the values of the ends.
+
+        ``values[solution, variable]``; ``problems`` number the solutions' problems.
+        """
+        chosen: dict[str, list[tuple[int, ...]]] = {}
+        for kind, own in tables.items():
+            start = self.first[kind]
+            ends = values[:, start : start + len(own.kept)]
+            both, where = np.unique(np.column_stack([problems, ends]), axis=0, return_inverse=True)
+            rows = np.zeros(len(both), dtype=np.int64)
+            inside = own.complete(rows, both[:, 0], both[:, 1:])
+            number = len(self.model.kind(kind).decisions)
+            listed = [tuple(each) for each in inside[:, :number].tolist()]
+            chosen[kind] = [listed[each] for each in where.ravel().tolist()]
+        for name in self.shared:
+            chosen[name] = [(each,) for each in values[:, self.first[name]].tolist()]
+        for number in range(len(values)):
+            yield {name: own[number] for name, own in chosen.items()}
+
+
+def _column(counts: Sequence[int], num_axes: int) -> Floats:
+    """Counts per run along the first axis of a table."""
+    return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
+
+
+Part = tuple[int, Eliminated, dict[str, Eliminated]]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """``least[run, problem]`` of a family, and the way back to the choices, in parts of runs."""
+
+    family: Family
+    rates: Rates
+    least: Floats
+    parts: tuple[Part, ...]
+
+    def solutions(self) -> Iterator[Solution]:
+        """The distinct ways to the least of any run and problem."""
+        for count, found, tables in self.parts:
+            shape = (count, len(self.rates.zeros))
+            problems = np.indices(shape)[1].ravel()
+            distinct = np.unique(np.column_stack([problems, found.every(shape)]), axis=0)
+            yield from self.family.solutions(distinct[:, 1:], distinct[:, 0], tables)
+
+    @staticmethod
+    def joined(first: Solved, second: Solved) -> Solved:
+        least = np.concatenate([first.least, second.least])
+        return Solved(first.family, first.rates, least, first.parts + second.parts)

@@ -1,0 +1,376 @@
+"""The integer program: one choice per decision, pairwise costs, a memory limit.
+
+In: decisions with a number of choices each and a cost per choice; couplings, each a value
+that one decision lays out and others want laid out, with the cost of every conversion; and
+optionally memory. Out: the cheapest choice of each decision, with the bound.
+
+    min  Σ_d c_d·x_d + Σ_g Σ_sw C_g[s,w]·y_g[s,w]
+    s.t. Σ_i x_d[i] = 1,
+         Σ_w e_gk[s,w] = Σ_{i lays out s} x[i],  Σ_s e_gk[s,w] = Σ_{i wants w} x[i],
+         y_g[s,w] ≥ e_gk[s,w] for every consumer k,  memory(x) ≤ limit,  x binary, e, y ≥ 0
+
+A conversion that several consumers share is paid once (y); with one consumer y is e. Where
+rows and columns of C are classes of equal ones (``merge_classes``) there are few e, at no loss
+of the bound: this is the local marginal polytope of a pairwise model (Wainwright and Jordan 2008,
+section 4), Alpa's linearization (Zheng et al. 2022, section 4.2) with fewer variables.
+
+``build`` makes arrays, ``solve`` runs HiGHS on them (the LP first; the integers only where
+the LP is fractional), ``invert`` reads the choices back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..classes import classes_of
+from ..errors import TimeLimitError
+from .highs import Floats, Ints, Program, Raw, Status, solve
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """For each choice of a decision, the class (layout) of one value."""
+
+    decision: int
+    classes: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """A value laid out by ``source``, wanted by ``consumers``: ``cost[laid out, wanted]``."""
+
+    source: Side
+    consumers: tuple[Side, ...]
+    cost: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Bytes held once however many decisions hold them: ``num_bytes[class]``; −1 holds none."""
+
+    holders: tuple[Side, ...]
+    num_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes per choice that add up, shared bytes, and peaks of which only the largest counts.
+
+    ``peaks`` are groups of alternatives: the sum over groups of the largest alternative, each
+    alternative being a sum of bytes per choice (and of shared bytes).
+    """
+
+    limit: float
+    constant: float
+    linear: tuple[Floats, ...]
+    shared: tuple[SharedBytes, ...] = ()
+    peaks: tuple[tuple[Alternative, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One candidate for a peak: bytes by decision, and shared bytes."""
+
+    linear: tuple[tuple[int, Floats], ...]
+    shared: tuple[SharedBytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything the integer program needs. ``memory_weight`` is a price in cost per byte.
+
+    ``constant`` is a cost that no choice changes.
+    """
+
+    costs: tuple[Floats, ...]
+    couplings: tuple[Coupling, ...] = ()
+    memory: Memory | None = None
+    memory_weight: float = 0.0
+    constant: float = 0.0
+
+    @property
+    def num_binaries(self) -> int:
+        return sum(len(cost) for cost in self.costs if len(cost) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The choices, their cost, what is proven, and how it was found.
+
+    ``excess_bytes`` is by how much memory is over its limit at the least (0 if it fits).
+    """
+
+    status: Status
+    choices: tuple[int, ...]
+    objective: float
+    bound: float
+    lp_integral: bool
+    num_variables: int
+    seconds: float
+    excess_bytes: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-30)
+
+
+def build(problem: Problem) -> Program:
+    """The linear program of a problem; its first columns are the choices, in order."""
+    program = Program()
+    choices = [program.columns(cost) for cost in problem.costs]
+    program.num_binaries = program.num_columns
+    for columns in choices:
+        program.row(columns, np.ones(len(columns)), 1.0, 1.0)
+    for coupling in problem.couplings:
+        _add_coupling(program, choices, coupling)
+    if problem.memory is not None:
+        _add_memory(program, choices, problem.memory, problem.memory_weight)
+    return program
+
+
+def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Floats]:
+    """Classes of rows and of columns that are equal in all matrices ``costs[matrix, s, w]``.
+
+    Out: the class of each row, of each column, and the matrices of the classes. Where several
+    consumers share a conversion its targets stay apart (``merge_columns`` false), but for
+    those that are free.
+    """
+    row_of, rows = classes_of([costs[:, row].tobytes() for row in range(costs.shape[1])])
+    reduced = costs[:, rows]
+    keys: list[object] = [reduced[:, :, column].tobytes() for column in range(costs.shape[2])]
+    if not merge_columns:
+        keys = [column if reduced[:, :, column].any() else -1 for column in range(reduced.shape[2])]
+    column_of, columns = classes_of(keys)
+    return row_of, column_of, reduced[:, :, columns]
+
+
+def _add_coupling(program: Program, choices: Sequence[Ints], coupling: Coupling) -> None:
+    source, sides, cost = coupling.source, coupling.consumers, coupling.cost
+    if not cost.any():
+        return
+    if len(sides) == 1:
+        _add_pair(program, choices, source, sides[0], cost, cost)
+        return
+    paid = program.columns(cost).reshape(cost.shape)
+    for side in sides:
+        pairs = _add_pair(program, choices, source, side, cost, np.zeros_like(cost))
+        for row, column in zip(*np.nonzero(cost), strict=True):
+            program.row(
+                np.array([paid[row, column], pairs[row, column]]),
+                np.array([1.0, -1.0]),
+                0.0,
+                np.inf,
+            )
+
+
+def _add_pair(
+    program: Program,
+    choices: Sequence[Ints],
+    source: Side,
+    side: Side,
+    shape: Floats,
+    cost: Floats,
+) -> Ints:
+    """Columns e[s, w] with both marginals; their numbers as a matrix."""
+    pairs = program.columns(cost).reshape(shape.shape)
+    for row in range(shape.shape[0]):
+        laid_out = choices[source.decision][source.classes == row]
+        _tie(program, pairs[row, :], laid_out)
+    for column in range(shape.shape[1]):
+        wanted = choices[side.decision][side.classes == column]
+        _tie(program, pairs[:, column], wanted)
+    if source.decision == side.decision:
+        for row in range(shape.shape[0]):
+            for column in range(shape.shape[1]):
+                both = (source.classes == row) & (side.classes == column)
+                _tie(program, pairs[row, column : column + 1], choices[side.decision][both])
+    return pairs
+
+
+def _tie(program: Program, pairs: Ints, chosen: Ints) -> None:
+    """Σ pairs = Σ chosen."""
+    columns = np.concatenate([pairs, chosen])
+    values = np.concatenate([np.ones(len(pairs)), -np.ones(len(chosen))])
+    program.row(columns, values, 0.0, 0.0)
+
+
+UNIT_BYTES = 1e6
+"""Memory rows are in megabytes, for the solver's tolerances."""
+
+
+def _add_memory(program: Program, choices: Sequence[Ints], memory: Memory, weight: float) -> None:
+    columns: list[Ints] = []
+    values: list[Floats] = []
+    for cost, own in zip(memory.linear, choices, strict=True):
+        columns.append(own)
+        values.append(cost / UNIT_BYTES)
+    for shared in memory.shared:
+        held, sizes = _shared_columns(program, choices, shared)
+        columns.append(held)
+        values.append(sizes)
+    for alternatives in memory.peaks:
+        peak = program.columns(np.zeros(1))
+        columns.append(peak)
+        values.append(np.ones(1))
+        for alternative in alternatives:
+            _add_alternative(program, choices, alternative, peak)
+    total = program.columns(np.array([weight * UNIT_BYTES]))
+    row, sizes = np.concatenate(columns), np.concatenate(values)
+    constant = memory.constant / UNIT_BYTES
+    program.row(np.concatenate([row, total]), np.append(sizes, -1.0), -constant, -constant)
+    limit = memory.limit / UNIT_BYTES
+    if not np.isfinite(limit):
+        return
+    excess = program.columns(np.array([EXCESS_COST]))
+    program.row(np.concatenate([total, excess]), np.array([1.0, -1.0]), -np.inf, limit)
+
+
+EXCESS_COST = 1e4
+"""Seconds per megabyte over the limit: no saving of time is worth any excess."""
+
+
+def _add_alternative(
+    program: Program, choices: Sequence[Ints], alternative: Alternative, peak: Ints
+) -> None:
+    columns, values = [peak], [np.ones(1)]
+    for decision, sizes in alternative.linear:
+        columns.append(choices[decision])
+        values.append(-sizes / UNIT_BYTES)
+    for shared in alternative.shared:
+        held, bytes_held = _shared_columns(program, choices, shared)
+        columns.append(held)
+        values.append(-bytes_held)
+    program.row(np.concatenate(columns), np.concatenate(values), 0.0, np.inf)
+
+
+def _shared_columns(
+    program: Program, choices: Sequence[Ints], shared: SharedBytes
+) -> tuple[Ints, Floats]:
+    """One column per class, at least every holder's choice of it."""
+    held = program.columns(np.zeros(len(shared.num_bytes)))
+    for side in shared.holders:
+        for index, column in enumerate(held):
+            own = choices[side.decision][side.classes == index]
+            if len(own):
+                program.row(
+                    np.concatenate([[column], own]),
+                    np.concatenate([[1.0], -np.ones(len(own))]),
+                    0.0,
+                    np.inf,
+                )
+    return held, shared.num_bytes / UNIT_BYTES
+
+
+def invert(problem: Problem, raw: Raw) -> tuple[int, ...]:
+    """The choice of each decision. A tie between equal values goes to the first."""
+    choices, start = [], 0
+    for cost in problem.costs:
+        choices.append(int(np.argmax(raw.values[start : start + len(cost)])))
+        start += len(cost)
+    return tuple(choices)
+
+
+def optimize(
+    problem: Problem,
+    *,
+    time_limit_seconds: float = 60.0,
+    seed: int = 0,
+    gap: float = 0.0,
+    cutoff: float = np.inf,
+) -> Answer:
+    """``build``, ``solve`` and ``invert``, with the answer priced again from its choices.
+
+    The answer's objective is within a relative ``gap`` of the best, unless nothing below
+    ``cutoff`` can be: then it is any, and its bound says so. Raises ``TimeLimitError`` if
+    nothing was found in time.
+    """
+    began = time.perf_counter()
+    scale, scaled = _scaled(problem)
+    program = build(scaled)
+    raw = solve(
+        program,
+        time_limit_seconds=time_limit_seconds,
+        seed=seed,
+        gap=gap,
+        cutoff=(cutoff - problem.constant) * scale,
+    )
+    match raw.status:
+        case "optimal" | "time_limit" | "cutoff" if raw.values.any():
+            choices = invert(problem, raw)
+        case "infeasible":
+            raise AssertionError("the only limit has a slack: this is never infeasible")
+        case _:
+            raise TimeLimitError(
+                "AP701",
+                "no layouts were found within the time limit",
+                fix="a longer --time-limit",
+            )
+    excess = 0.0
+    if problem.memory is not None:
+        excess = max(0.0, memory_bytes(problem.memory, choices) - problem.memory.limit)
+    return Answer(
+        raw.status,
+        choices,
+        cost(problem, choices),
+        raw.bound / scale + problem.constant,
+        raw.lp_integral,
+        program.num_columns,
+        time.perf_counter() - began,
+        excess,
+    )
+
+
+def _scaled(problem: Problem) -> tuple[float, Problem]:
+    """Costs brought to about one, where the solver's tolerances belong."""
+    largest = max((float(np.abs(cost).max(initial=0.0)) for cost in problem.costs), default=0.0)
+    for coupling in problem.couplings:
+        largest = max(largest, float(np.abs(coupling.cost).max(initial=0.0)))
+    if largest <= 0.0:
+        return 1.0, problem
+    scale = 1e3 / largest
+    return scale, Problem(
+        tuple(cost * scale for cost in problem.costs),
+        tuple(
+            Coupling(item.source, item.consumers, item.cost * scale) for item in problem.couplings
+        ),
+        problem.memory,
+        problem.memory_weight * scale,
+    )
+
+
+def cost(problem: Problem, choices: Sequence[int]) -> float:
+    """What an assignment costs, from the problem itself (no memory price)."""
+    total = problem.constant
+    total += sum(float(own[choice]) for own, choice in zip(problem.costs, choices, strict=True))
+    for coupling in problem.couplings:
+        laid_out = coupling.source.classes[choices[coupling.source.decision]]
+        wanted = {int(side.classes[choices[side.decision]]) for side in coupling.consumers}
+        total += sum(float(coupling.cost[laid_out, each]) for each in sorted(wanted))
+    return total
+
+
+def memory_bytes(memory: Memory, choices: Sequence[int]) -> float:
+    """The bytes of an assignment."""
+    total = memory.constant + sum(
+        float(sizes[choice]) for sizes, choice in zip(memory.linear, choices, strict=True)
+    )
+    total += sum(_shared_bytes(shared, choices) for shared in memory.shared)
+    for alternatives in memory.peaks:
+        total += max(
+            (
+                sum(float(sizes[choices[decision]]) for decision, sizes in item.linear)
+                + sum(_shared_bytes(shared, choices) for shared in item.shared)
+                for item in alternatives
+            ),
+            default=0.0,
+        )
+    return total
+
+
+def _shared_bytes(shared: SharedBytes, choices: Sequence[int]) -> float:
+    classes = {int(side.classes[choices[side.decision]]) for side in shared.holders} - {-1}
+    return sum(float(shared.num_bytes[each]) for each in sorted(classes))

@@ -1,0 +1,408 @@
+"""The best way to run a stage on one mesh: layouts, ZeRO stage, what is recomputed.
+
+In: the tables of a mesh, runs of blocks, micro-batches per step and in flight, a memory
+limit. Out: the cheapest way that fits, its cost, and how far from the best it can be.
+
+Where memory does not bind, the answer is exact for every run and ZeRO stage: each kind of
+block is solved once for every layout at its ends, and runs are put together from that
+(``families``). Where it binds, the same is done with a price λ per byte, for several λ and
+with blocks recomputed or not; what is found goes into a pool, and each solution of the pool
+is priced under every ZeRO stage on every rung of the recompute ladder (``pool``). For any λ
+
+    min over layouts, ZeRO and rungs of  seconds + λ·(bytes − limit)
+
+is a lower bound (Lagrangian relaxation: Everett, Operations Research 11, 1963): the gap.
+``refine`` closes it with the integer program, whose memory limit is a constraint, where it is
+wider than asked for. Where tables would be too wide, the integer program is all there is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..errors import TimeLimitError
+from ..plan import Recompute
+from ..pricing.ladder import forced, num_rungs
+from ..pricing.ladder_front import MOST_RUNGS
+from ..pricing.stage_model import StageModel
+from ..pricing.structure import Run
+from . import closing, ilp
+from .assembly import Assembly, Setting, fixed_bytes
+from .families import Family, Solved
+from .kind_tables import KindTables, Rates, TooWideError
+from .pool import SAME, Found, Pool
+from .stage_answer import StageAnswer as StageAnswer
+from .stage_answer import gap_between
+from .stage_limits import Effort as Effort
+from .stage_limits import Limits as Limits
+
+PRICES = (0.03, 0.3, 3.0, 100.0)
+"""λ that solutions are sought for, in a stage's seconds per its bytes."""
+
+SMALL = 60
+"""In a small graph, programs of up to so many binaries are solved to the end for every run."""
+
+SMALL_GRAPH = 30
+"""Ops of all kinds of blocks, at most, of a small graph."""
+
+
+_Bounded = tuple[Sequence[Run], Rates]
+
+
+@dataclass
+class IntraOp:
+    """Solves stages on one mesh (``model``) and keeps what it found."""
+
+    model: StageModel
+    limits: Limits
+    effort: Effort
+    pools: dict[int, Pool] = field(default_factory=dict, repr=False)
+    answers: dict[object, StageAnswer | None] = field(default_factory=dict, repr=False)
+    _kinds: dict[str, KindTables] = field(default_factory=dict, repr=False)
+    _families: dict[int, Family | None] = field(default_factory=dict, repr=False)
+    _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+    _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
+    _refined: set[object] = field(default_factory=set, repr=False)
+    _proven: dict[object, dict[int, float]] = field(default_factory=dict, repr=False)
+    _thrifty: set[object] = field(default_factory=set, repr=False)
+    _noted: dict[object, float] = field(default_factory=dict, repr=False)
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The ZeRO stages to choose from."""
+        return self.limits.zeros if self.model.prices.shards > 1 else (0,)
+
+    @property
+    def modes(self) -> tuple[Recompute, ...]:
+        """How blocks may be run."""
+        given = self.limits.recompute
+        return self.limits.modes if given is None else (given,)
+
+    @property
+    def excess_bytes(self) -> dict[object, float]:
+        """By how much what did not fit is over the limit, by run and setting."""
+        found = dict(self._noted)
+        for pool in self.pools.values():
+            found |= pool.excess_bytes
+        return found
+
+    def note_excess(self, num_bytes: float) -> None:
+        """Some run cannot fit: it needs at least so many bytes more than there are."""
+        self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
+
+    def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
+        """Solves runs of one family without the memory limit."""
+        new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
+        if new and not self._prepare_by_tables(new, num_microbatches):
+            self._solve_programs(new, self._plain(num_microbatches))
+
+    def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
+        """Bounds runs of one family; False where tables are too wide, or the time is up."""
+        rates = self._plain(num_microbatches)
+        solved = self._solve(runs, rates)
+        if solved is None:
+            return False
+        for number, run in enumerate(runs):
+            self._bounds[run.key, num_microbatches] = float(solved.least[number].min())
+        self._bounded.setdefault(runs[0].family, []).append((runs, rates))
+        return True
+
+    def _plain(self, num_microbatches: int) -> Rates:
+        """What counts where bytes do not."""
+        return Rates(num_microbatches, self.zeros, self.modes[0])
+
+    def _pool(self, run: Run) -> Pool:
+        """The solutions of a run's family; those of runs that were only bounded are made now."""
+        if run.family not in self.pools:
+            self.pools[run.family] = Pool(
+                self.model, self.zeros, self.limits.recompute, self.limits.modes
+            )
+        pool = self.pools[run.family]
+        for runs, rates in self._bounded.pop(run.family, ()):
+            pool.add_runs(runs)
+            solved = self._solve(runs, rates)
+            if solved is not None:
+                self._take(pool, solved)
+        pool.add_runs((run,))
+        return pool
+
+    def _family(self, run: Run) -> Family | None:
+        """The tables of a run's family, None if they would be too wide."""
+        if run.family not in self._families:
+            began = time.perf_counter()
+            try:
+                for kind in run.counts:
+                    if kind not in self._kinds:
+                        self._kinds[kind] = KindTables(self.model, kind)
+                    self._kinds[kind].check()
+                self._families[run.family] = Family.of(self.model, run, self._kinds)
+            except TooWideError:
+                self._families[run.family] = None
+            self.effort.table_seconds += time.perf_counter() - began
+        return self._families[run.family]
+
+    def is_quick(self, run: Run, num_microbatches: int) -> bool:
+        """Whether a run is solved by tables, or its graph is so small that programs are quick."""
+        if self._is_small_graph:
+            return True
+        if (run.key, num_microbatches) in self._bounds:
+            return self._family(run) is not None
+        return self._prepare_by_tables((run,), num_microbatches)
+
+    def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
+        """Runs of one family from the tables of their kinds; None where these are too wide."""
+        family = self._family(runs[0])
+        if family is None or self.effort.left_seconds <= 0:
+            return None
+        began = time.perf_counter()
+        try:
+            return family.solve(runs, rates)
+        except TooWideError:
+            self._families[runs[0].family] = None
+            return None
+        finally:
+            self.effort.num_problems += 1
+            self.effort.seconds += time.perf_counter() - began
+
+    def _take(self, pool: Pool, solved: Solved) -> None:
+        began = time.perf_counter()
+        for solution in solved.solutions():
+            pool.add(solution)
+        self.effort.seconds += time.perf_counter() - began
+
+    def bound_seconds(self, run: Run, num_microbatches: int) -> float:
+        """A lower bound of the objective over all layouts, ZeRO stages and rungs.
+
+        The memory limit is left out. 0 where nothing was proven in time.
+        """
+        self.prepare((run,), num_microbatches)
+        return self._bounds.get((run.key, num_microbatches), 0.0)
+
+    def best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
+        """The cheapest way that fits, or None if nothing does."""
+        key = (run.key, num_microbatches, in_flight)
+        if key not in self.answers:
+            self.prepare((run,), num_microbatches)
+            self.answers[key] = self._best(run, num_microbatches, in_flight)
+        return self.answers[key]
+
+    def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
+        """The best of the pool, and where memory binds of what else is found for it."""
+        pool, limit = self._pool(run), self.limits.memory_bytes
+        found = pool.cheapest(run, num_microbatches, in_flight, limit)
+        is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
+        if is_wanting and self._make_fit(run, num_microbatches, in_flight, found is None):
+            found = pool.cheapest(run, num_microbatches, in_flight, limit)
+        answer = self._stage_answer(run, num_microbatches, found)
+        if answer is not None and answer.gap > SAME - 1 and self._is_small(run):
+            return self._closed(answer, 0.0, SAME - 1, float("inf"))
+        return answer
+
+    @property
+    def _is_small_graph(self) -> bool:
+        every = self.model.structure.blocks.kinds.values()
+        return sum(len(block.nodes) for block in every) <= SMALL_GRAPH
+
+    def _is_small(self, run: Run) -> bool:
+        """Whether the run's programs are so small that they may all be solved to the end."""
+        if not self._is_small_graph:
+            return False
+        kinds = [self.model.kind(kind).decisions for kind in run.counts]
+        sizes = [len(each.choices) for decisions in kinds for each in decisions]
+        return sum(sizes) <= SMALL and np.isfinite(self.limits.memory_bytes)
+
+    def _gap(self, run: Run, num_microbatches: int, best: Found | None) -> float:
+        if best is None:
+            return float("inf")
+        bound = self._bounds.get((run.key, num_microbatches), 0.0)
+        return gap_between(bound, best.objective)
+
+    def _stage_answer(
+        self, run: Run, num_microbatches: int, best: Found | None
+    ) -> StageAnswer | None:
+        if best is None:
+            return None
+        gap = self._gap(run, num_microbatches, best)
+        figures, solution = best.entry.figures, best.entry.solution
+        return StageAnswer(run, figures, solution, best.setting, best.objective, gap)
+
+    def _make_fit(
+        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
+    ) -> bool:
+        """Adds solutions for the case that memory binds; whether there were any to add.
+
+        Those that are best when a byte has a price, with all blocks recomputed in the same way;
+        once per family and per power of two of blocks and of micro-batches in flight.
+        """
+        near = (in_flight.bit_length(), run.num_blocks.bit_length())
+        key = (run.family, num_microbatches, near)
+        if key in self._thrifty or self.effort.left_seconds <= 0:
+            return False
+        self._thrifty.add(key)
+        pool = self._pool(run)
+        unit = closing.rounded(self._price_unit(run, num_microbatches))
+        in_flight = 1 << (in_flight.bit_length() - 1)
+        before = len(pool.entries)
+        zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # all are tried with them
+        for mode in self.modes:
+            prices = [unit * price for price in PRICES]
+            rates = closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            solved = self._solve((run,), rates)
+            if solved is not None:
+                self._take(pool, solved)
+            elif nothing_fits:
+                self._thriftiest_program(run, rates, in_flight)
+        return len(pool.entries) > before
+
+    def _price_unit(self, run: Run, num_microbatches: int) -> float:
+        """Seconds per byte at which all of a device's bytes cost as much as the stage."""
+        bound = self._bounds.get((run.key, num_microbatches), 0.0)
+        limit = self.limits.memory_bytes
+        return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
+
+    def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
+        """A lower bound of the objective of whatever fits in memory (Lagrangian).
+
+        What is best at the prices that give the bound goes into the pool.
+        """
+        bound = self.bound_seconds(run, num_microbatches)
+        family = self._family(run)
+        if family is None or not np.isfinite(self.limits.memory_bytes):
+            return bound
+        free = self.limits.memory_bytes - fixed_bytes(self.model, run)
+        unit = closing.rounded(self._price_unit(run, num_microbatches))
+
+        def ways(zeros: Sequence[int], prices: Sequence[float]) -> list[Rates]:
+            return list(self._ways(num_microbatches, in_flight, zeros, prices).values())
+
+        try:
+            least, zero, near = closing.lagrangian(family, run, ways, self.zeros, (free, unit))
+        except TooWideError:
+            return bound
+        for rates in ways((zero,), near):
+            solved = self._solve((run,), rates)
+            if solved is not None:
+                self._take(self._pool(run), solved)
+        return max(bound, least)
+
+    def _ways(
+        self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
+    ) -> dict[Recompute, Rates]:
+        return {
+            mode: closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            for mode in self.modes
+        }
+
+    def refine(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
+        """``best`` with its gap proven, and narrowed to ``limits.gap`` if time allows."""
+        found = self.best(run, num_microbatches, in_flight)
+        key = (run.key, num_microbatches, in_flight)
+        if found is None or found.gap <= SAME - 1 or key in self._refined:
+            return found
+        self._refined.add(key)
+        proven = self._proven.setdefault((run.key, num_microbatches), {})
+        # whatever fits with more in flight fits with fewer
+        bound = max((own for held, own in proven.items() if held <= in_flight), default=0.0)
+        if 1 - bound / found.objective <= self.limits.gap:
+            self.answers[key] = replace(found, gap=max(0.0, 1 - bound / found.objective))
+            return self.answers[key]
+        bound = max(bound, self.memory_bound_seconds(run, num_microbatches, in_flight))
+        best = self._pool(run).cheapest(run, num_microbatches, in_flight, self.limits.memory_bytes)
+        better = self._stage_answer(run, num_microbatches, best)
+        assert better is not None, "what fits is still there"
+        found = replace(better, gap=gap_between(bound, better.objective))
+        if found.gap > self.limits.gap:
+            most = closing.MOST_SMALL_PROGRAMS if self._is_small_graph else closing.MOST_PROGRAMS
+            found = self._closed(found, bound, self.limits.gap, most)
+        proven[in_flight] = found.objective * (1 - found.gap)
+        self.answers[key] = found
+        return found
+
+    def _closed(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
+        """The best after up to ``most`` integer programs, until the gap is no more than asked."""
+        run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
+        family, count = self._family(run), base.num_microbatches
+        if family is None or num_rungs(*run.class_counts) > MOST_RUNGS:
+            return found
+        on = closing.allowed_rungs(run, self.limits.recompute, self.limits.modes)
+        prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
+        free = self.limits.memory_bytes - fixed_bytes(self.model, run)
+        values = closing.bounds(
+            family, run, self._ways(count, base.in_flight, self.zeros, prices), on,
+            num_zeros=len(self.zeros), free_bytes=free,
+        )  # fmt: skip
+        least = found.objective
+        solved: list[float] = []
+        for number, (value, zero, rung) in enumerate(closing.lowest_first(values)):
+            bound = max(bound, min([value, *solved]))
+            if min(value, least) >= least * (1 - gap) or number >= most:
+                break
+            setting = replace(base, zero=self.zeros[zero], rung=on[rung])
+            answer = self._program(run, setting, gap=gap / 2, cutoff=least * (1 - gap))
+            if answer is None:
+                break
+            is_over = answer.status == "optimal" and answer.excess_bytes > 0
+            solved.append(float("inf") if is_over else answer.bound)
+            if answer.excess_bytes <= 0:
+                least = min(least, answer.objective)
+        else:
+            bound = max(bound, min(solved))
+        best = self._pool(run).cheapest(run, count, base.in_flight, self.limits.memory_bytes)
+        improved = self._stage_answer(run, count, best)
+        assert improved is not None, "what fits is still there"
+        return replace(improved, gap=gap_between(bound, improved.objective))
+
+    def _program(
+        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf
+    ) -> ilp.Answer | None:
+        """Solves one integer program and puts its solution in the pool; None if time is up.
+
+        It is not solved to the end where nothing below ``cutoff`` can be.
+        """
+        if self.effort.left_seconds <= 0:
+            return None
+        began = time.perf_counter()
+        assembly = Assembly(self.model, run)
+        problem = assembly.problem(setting)
+        self.effort.table_seconds += time.perf_counter() - began
+        try:
+            left = self.effort.left_seconds
+            if np.isfinite(cutoff) and not self._is_small_graph:
+                left = min(left, closing.PROGRAM_SECONDS)
+            answer = ilp.optimize(problem, time_limit_seconds=left, gap=gap, cutoff=cutoff)
+        except TimeLimitError:
+            return None
+        finally:
+            self.effort.num_problems += 1
+        self.effort.seconds += answer.seconds
+        self._pool(run).add(assembly.solution(answer.choices))
+        return answer
+
+    def _solve_programs(self, runs: Sequence[Run], rates: Rates) -> None:
+        """Without tables: the integer program for the shortest, the middle and the longest run.
+
+        Its bound holds for the runs that were solved under every ZeRO stage.
+        """
+        ordered = sorted(runs, key=lambda run: run.num_blocks)
+        some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}
+        for run in some.values():
+            rung = forced(rates.mode, run.class_counts[0])
+            answers = [
+                self._program(run, Setting(rates.num_microbatches, zero, rung))
+                for zero in rates.zeros
+            ]
+            bounds = [answer.bound for answer in answers if answer is not None]
+            if len(bounds) == len(answers):
+                self._bounds[run.key, rates.num_microbatches] = min(bounds)
+
+    def _thriftiest_program(self, run: Run, rates: Rates, in_flight: int) -> None:
+        """Without tables: the integer program in which almost only memory counts."""
+        setting = Setting(
+            rates.num_microbatches, rates.zeros[-1], forced(rates.mode, run.class_counts[0]),
+            in_flight, limit_bytes=float("inf"), memory_weight=rates.state_prices[-1],
+        )  # fmt: skip
+        self._program(run, setting)

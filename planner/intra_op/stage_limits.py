@@ -1,0 +1,37 @@
+"""What the solver of a stage must keep to, and the time that it may take and took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ..plan import Recompute
+from ..pricing.ladder import MODES
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
+
+    ``gap``: a stage may be worse than the best by this part of its cost.
+    """
+
+    memory_bytes: float
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: Recompute | None = None
+    gap: float = 0.01
+    modes: tuple[Recompute, ...] = MODES
+
+
+@dataclass
+class Effort:
+    """Time for solving and what was spent."""
+
+    deadline: float
+    num_problems: int = 0
+    seconds: float = 0.0
+    table_seconds: float = 0.0
+
+    @property
+    def left_seconds(self) -> float:
+        return self.deadline - time.perf_counter()

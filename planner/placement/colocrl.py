@@ -1,0 +1,253 @@
+"""A placer that decides block after block, after ColocRL.
+
+Mirhoseini et al. 2017, "Device Placement Optimization with Reinforcement Learning" (ICML,
+https://proceedings.mlr.press/v70/mirhoseini17a.html): a sequential policy gives every group of
+ops a device, the placement's running time is the reward, policy gradients train it. Here a
+group is a block, and the policy first says how many stages there are, then for every block in
+order that it stays in the open stage or begins a stage on so many devices. What was decided
+before (the open stage, what is left of stages and devices) is all that later decisions depend
+on, so a network of that state takes the place of the paper's recurrent one. Before it has
+learned, it draws every pipeline of a number of stages with the same chance.
+
+In: a record of a space. Out: the record, filled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..inter_op.inter_op import Floats, Pipeline, StageChoice
+from .network import Adam, Ints, Perceptron, chances, drawn, logit_gradient
+from .record import Record
+from .space import Space, block_shares
+
+BATCH = 10
+"""Pipelines drawn per update."""
+
+HIDDEN = 32
+LEARNING_RATE = 0.02
+ENTROPY = 0.03
+"""The entropy bonus of the first update; it falls to zero with the last."""
+
+NUMBERS_ENTROPY = 30.0
+"""How many times that bonus the choice of the number of stages has."""
+
+BASELINE_DECAY = 0.8
+
+
+@dataclass
+class _Open:
+    """A pipeline being written: the stages closed so far, and the one that is open."""
+
+    left: int
+    start: int = 0
+    first: int = 0
+    size: int = 0
+    stages: list[StageChoice] = field(default_factory=list)
+
+    def begin(self, block: int, size: int) -> None:
+        """Closes the open stage before ``block`` and begins one there."""
+        if block > 0:
+            self.close(block)
+            self.left -= 1
+        self.start, self.size = block, size
+
+    def close(self, block: int) -> None:
+        self.stages.append(StageChoice(self.start, block, self.first, self.size))
+        self.first += self.size
+
+    def prior(self, space: Space, block: int) -> Floats:
+        """How many pipelines the block's staying in the open stage leads to, and every size of
+        a stage that begins with it."""
+        if block == 0:
+            return np.concatenate([[0.0], space.begins(self.left, 0, 0)])
+        ways = space.ways(self.left, self.first, self.size, self.start)
+        begins = np.zeros(len(space.sizes))
+        if ways[block] > 0:
+            begins = space.begins(self.left - 1, self.first + self.size, block)
+        return np.concatenate([ways[block + 1 :].sum(keepdims=True), begins])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One decision for every pipeline of a batch."""
+
+    x: Floats
+    hidden: Floats
+    probabilities: Floats
+    actions: Ints
+
+
+@dataclass
+class _Policy:
+    """How many stages (``numbers``, by logits), and the network over states.
+
+    ``work`` is that of the blocks from each one on, in shares of a mean block.
+    """
+
+    space: Space
+    work: Floats
+    numbers: Floats
+    network: Perceptron
+    slowest: dict[int, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(space: Space, rng: np.random.Generator) -> _Policy:
+        inputs = space.problem.table.num_blocks + max(space.numbers) + len(space.sizes) + 10
+        return _Policy(
+            space,
+            np.append(np.cumsum(block_shares(space)[::-1])[::-1], 0.0),
+            np.zeros((1, len(space.numbers))),
+            Perceptron.of(rng, inputs, HIDDEN, 1 + len(space.sizes)),
+        )
+
+    def features(self, pipeline: _Open, block: int) -> Floats:
+        """The state: which block, stages left, the open stage's size; shares of what is left."""
+        space, table = self.space, self.space.problem.table
+        place = np.zeros(table.num_blocks)
+        place[block] = 1.0
+        left = np.zeros(max(space.numbers))
+        left[pipeline.left - 1] = 1.0
+        size = np.zeros(len(space.sizes))
+        if pipeline.size:
+            size[space.sizes.index(pipeline.size)] = 1.0
+        blocks = self.work[block] / self.work[0]
+        devices = (table.num_devices - pipeline.first - pipeline.size) / table.num_devices
+        shares = [
+            blocks, devices, devices / max(blocks, 1e-9), 1.0,
+            *self.loads(pipeline, block), *self.fills(pipeline, block),
+        ]  # fmt: skip
+        return np.concatenate([place, left, size, shares])
+
+    def loads(self, pipeline: _Open, block: int) -> list[float]:
+        """The open stage's share of the work left over its share of the devices left, and over
+        its share of the stages left: without the block and with it."""
+        table, ahead = self.space.problem.table, max(self.work[pipeline.start], 1e-9)
+        devices = pipeline.size / (table.num_devices - pipeline.first)
+        found = []
+        for stop in (block, block + 1):
+            load = (self.work[pipeline.start] - self.work[stop]) / ahead
+            found += [load / devices if devices else 0.0, load * pipeline.left]
+        return [min(load, 3.0) - 1.0 for load in found]
+
+    def fills(self, pipeline: _Open, block: int) -> list[float]:
+        """The open stage's cost over that of the slowest stage of the best pipeline seen of as
+        many stages: without the block and with it."""
+        cost = self.space.costs.get((pipeline.left, pipeline.first, pipeline.size))
+        slowest = self.slowest.get(pipeline.left + len(pipeline.stages))
+        if cost is None or slowest is None or block == 0:
+            return [0.0, 0.0]
+        own = cost[pipeline.start, block : block + 2] / slowest
+        return [min(float(fill), 2.0) - 1.0 for fill in own]
+
+    def learn_from(self, best: Iterable[Pipeline]) -> None:
+        """Takes the slowest stages of the best pipelines seen."""
+        for pipeline in best:
+            own = self.space.stage_seconds(pipeline.stages)
+            assert own is not None
+            self.slowest[len(own)] = max(own)
+
+    def draw(
+        self, count: int, rng: np.random.Generator
+    ) -> tuple[list[tuple[StageChoice, ...]], list[_Step], Ints]:
+        """``count`` pipelines, the decisions that made them, and their numbers of stages."""
+        space, blocks = self.space, self.space.problem.table.num_blocks
+        odds = np.repeat(chances(self.numbers, np.ones_like(self.numbers)), count, 0)
+        chosen = drawn(odds, rng)
+        written = [_Open(space.numbers[index]) for index in chosen]
+        steps = []
+        for block in range(blocks):
+            x = np.stack([self.features(each, block) for each in written])
+            prior = np.stack([each.prior(space, block) for each in written])
+            logits, hidden = self.network.forward(x)
+            probabilities = chances(logits, prior)
+            actions = drawn(probabilities, rng)
+            steps.append(_Step(x, hidden, probabilities, actions))
+            for pipeline, action in zip(written, actions, strict=True):
+                if action > 0:
+                    pipeline.begin(block, space.sizes[action - 1])
+        for pipeline in written:
+            pipeline.close(blocks)
+        return [tuple(pipeline.stages) for pipeline in written], steps, chosen
+
+    def gradients(
+        self, steps: list[_Step], chosen: Ints, advantages: _Advantages, entropy_weight: float
+    ) -> list[Floats]:
+        """Of ``numbers``, then of the network's parameters, per pipeline."""
+        count = len(chosen)
+        odds = np.repeat(chances(self.numbers, np.ones_like(self.numbers)), count, 0)
+        first = logit_gradient(
+            odds, chosen, advantages.of_numbers, entropy_weight * NUMBERS_ENTROPY
+        )
+        x = np.concatenate([step.x for step in steps])
+        hidden = np.concatenate([step.hidden for step in steps])
+        gradient = logit_gradient(
+            np.concatenate([step.probabilities for step in steps]),
+            np.concatenate([step.actions for step in steps]),
+            np.tile(advantages.of_blocks, len(steps)),
+            entropy_weight,
+        )
+        own, _ = self.network.backward(x, hidden, gradient / count)
+        return [first.sum(axis=0, keepdims=True) / count, *own]
+
+
+@dataclass(frozen=True, slots=True)
+class _Advantages:
+    """By pipeline: of its number of stages, and of what followed, given that number."""
+
+    of_numbers: Floats
+    of_blocks: Floats
+
+
+@dataclass
+class _Baseline:
+    """Moving means of −log T, in all and by number of stages, and the moving deviation.
+
+    With a mean for every number, how well blocks are placed is not judged by what number of
+    stages they were placed in.
+    """
+
+    by_number: Floats
+    overall: float = math.nan
+    deviation: float = 0.0
+
+    def advantages(self, rewards: Floats, chosen: Ints) -> _Advantages:
+        """Of a batch; then moves on."""
+        if math.isnan(self.overall):
+            self.overall = float(rewards.mean())
+        for number in np.unique(chosen):
+            own = float(rewards[chosen == number].mean())
+            if math.isnan(self.by_number[number]):
+                self.by_number[number] = own
+        rest = rewards - self.by_number[chosen]
+        spread = max(self.deviation, float(rest.std()), 1e-9)
+        found = _Advantages((rewards - self.overall) / spread, rest / spread)
+        move = 1 - BASELINE_DECAY
+        self.overall += move * (float(rewards.mean()) - self.overall)
+        self.deviation += move * (float(rest.std()) - self.deviation)
+        for number in np.unique(chosen):
+            self.by_number[number] += move * float(rest[chosen == number].mean())
+        return found
+
+
+def learn(record: Record, rng: np.random.Generator) -> None:
+    """Draws, prices and learns until the record is full.
+
+    An advantage is −log T less its moving mean, over the moving deviation: the same for
+    milliseconds and hours.
+    """
+    policy = _Policy.of(record.space, rng)
+    adam = Adam([policy.numbers, *policy.network.parameters], LEARNING_RATE)
+    baseline = _Baseline(np.full(len(record.space.numbers), math.nan))
+    while (left := record.left) > 0:
+        pipelines, steps, chosen = policy.draw(min(BATCH, left), rng)
+        rewards = np.array([record.reward(pipeline) for pipeline in pipelines])
+        policy.learn_from(record.best.values())
+        advantages = baseline.advantages(rewards, chosen)
+        entropy_weight = ENTROPY * (1 - record.num_evaluations / record.limit)
+        adam.step(policy.gradients(steps, chosen, advantages, entropy_weight))
+        record.mark()

@@ -1,0 +1,169 @@
+"""The networks of the learned placers, and how they learn. numpy only.
+
+In: features and priors. Out: the chance of every action; and from actions and how much better
+than expected each was, the gradient of
+
+    L = − Σ A·log p(a) − β·Σ H(p)
+
+(REINFORCE, Williams 1992, with an entropy bonus β). An action that is masked, by a
+prior of 0, has chance 0 and no gradient. Gradients are written by hand; a test compares them
+with finite differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..inter_op.inter_op import Floats
+
+Ints = NDArray[np.int64]
+
+
+def chances(logits: Floats, prior: Floats) -> Floats:
+    """prior·exp(logits), normalized: (batch, actions) to the same. Prior 0 masks an action."""
+    allowed = prior > 0
+    shifted = np.where(allowed, logits + np.log(np.where(allowed, prior, 1.0)), -np.inf)
+    weights: Floats = np.exp(shifted - shifted.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    return weights
+
+
+def drawn(probabilities: Floats, rng: np.random.Generator) -> Ints:
+    """An action for every row."""
+    bound = rng.random((len(probabilities), 1)) * probabilities.sum(axis=1, keepdims=True)
+    below = np.cumsum(probabilities, axis=1) <= bound
+    last = probabilities.shape[1] - 1 - np.argmax(probabilities[:, ::-1] > 0, axis=1)
+    found: Ints = np.minimum(below.sum(axis=1), last)
+    return found
+
+
+def logit_gradient(
+    probabilities: Floats, actions: Ints, advantages: Floats, entropy_weight: float
+) -> Floats:
+    """dL/dlogits = A·(p − onehot(a)) + β·p·(log p + H)."""
+    gradient: Floats = probabilities * advantages[:, None]
+    gradient[np.arange(len(actions)), actions] -= advantages
+    log = np.log(np.where(probabilities > 0, probabilities, 1.0))
+    entropy = -(probabilities * log).sum(axis=1, keepdims=True)
+    gradient += entropy_weight * probabilities * (log + entropy)
+    return gradient
+
+
+def weights(rng: np.random.Generator, inputs: int, outputs: int, gain: float = 1.0) -> Floats:
+    """Random weights that keep the variance."""
+    return rng.normal(0.0, gain / np.sqrt(inputs), (inputs, outputs))
+
+
+@dataclass
+class Adam:
+    """Adam (Kingma and Ba 2015) over a list of arrays, in place; the gradient's norm ≤ 1."""
+
+    parameters: Sequence[Floats]
+    learning_rate: float
+    steps: int = 0
+    first: list[Floats] = field(default_factory=list)
+    second: list[Floats] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first = [np.zeros_like(each) for each in self.parameters]
+        self.second = [np.zeros_like(each) for each in self.parameters]
+
+    def step(self, gradients: Sequence[Floats]) -> None:
+        self.steps += 1
+        norm = np.sqrt(sum(float((each**2).sum()) for each in gradients))
+        scale = 1.0 / max(norm, 1.0)
+        for own, m, v, gradient in zip(
+            self.parameters, self.first, self.second, gradients, strict=True
+        ):
+            m += 0.1 * (scale * gradient - m)
+            v += 0.001 * ((scale * gradient) ** 2 - v)
+            corrected = np.sqrt(v / (1 - 0.999**self.steps)) + 1e-8
+            own -= self.learning_rate * (m / (1 - 0.9**self.steps)) / corrected
+
+
+@dataclass
+class Perceptron:
+    """tanh(x·W1 + b1)·W2 + b2: (batch, inputs) to (batch, outputs)."""
+
+    parameters: list[Floats]
+
+    @staticmethod
+    def of(rng: np.random.Generator, inputs: int, hidden: int, outputs: int) -> Perceptron:
+        return Perceptron(
+            [
+                weights(rng, inputs, hidden), np.zeros(hidden),
+                weights(rng, hidden, outputs, 0.1), np.zeros(outputs),
+            ]
+        )  # fmt: skip
+
+    def forward(self, x: Floats) -> tuple[Floats, Floats]:
+        """The outputs, and the hidden layer, which ``backward`` needs."""
+        w1, b1, w2, b2 = self.parameters
+        hidden = np.tanh(x @ w1 + b1)
+        return hidden @ w2 + b2, hidden
+
+    def backward(self, x: Floats, hidden: Floats, gradient: Floats) -> tuple[list[Floats], Floats]:
+        """Gradients of the parameters, and of x."""
+        inner = (gradient @ self.parameters[2].T) * (1 - hidden**2)
+        own = [x.T @ inner, inner.sum(axis=0), hidden.T @ gradient, gradient.sum(axis=0)]
+        return own, inner @ self.parameters[0].T
+
+
+@dataclass
+class MessagePassing:
+    """Embeddings of a graph's nodes, from their features and their neighbours'.
+
+        h⁰ = tanh(x·V),   hʳ⁺¹ = tanh([hʳ, A·hʳ, Aᵀ·hʳ]·Wʳ)
+
+    with A and Aᵀ the means over what feeds a node and over what it feeds: (batch, nodes,
+    features) to (batch, nodes, hidden).
+    """
+
+    parameters: list[Floats]
+    feeding: Floats
+    fed: Floats
+
+    @staticmethod
+    def of(
+        rng: np.random.Generator, inputs: int, hidden: int, edges: Sequence[tuple[int, int]],
+        num_nodes: int,
+    ) -> MessagePassing:  # fmt: skip
+        adjacency = np.zeros((num_nodes, num_nodes))
+        for source, target in edges:
+            adjacency[target, source] = 1.0
+        return MessagePassing(
+            [weights(rng, inputs, hidden), *(weights(rng, 3 * hidden, hidden) for _ in range(2))],
+            _means(adjacency),
+            _means(adjacency.T),
+        )
+
+    def forward(self, x: Floats) -> list[Floats]:
+        """h of every round; the last are the embeddings."""
+        layers = [np.tanh(x @ self.parameters[0])]
+        for w in self.parameters[1:]:
+            layers.append(np.tanh(self._messages(layers[-1]) @ w))
+        return layers
+
+    def _messages(self, h: Floats) -> Floats:
+        return np.concatenate([h, self.feeding @ h, self.fed @ h], axis=2)
+
+    def backward(self, x: Floats, layers: Sequence[Floats], gradient: Floats) -> list[Floats]:
+        """Gradients of the parameters from that of the embeddings."""
+        found: list[Floats] = []
+        for index in range(len(layers) - 1, 0, -1):
+            inner = gradient * (1 - layers[index] ** 2)
+            messages = self._messages(layers[index - 1])
+            found.insert(0, np.einsum("bni,bno->io", messages, inner))
+            own, above, below = np.split(inner @ self.parameters[index].T, 3, axis=2)
+            gradient = own + self.feeding.T @ above + self.fed.T @ below
+        inner = gradient * (1 - layers[0] ** 2)
+        return [np.einsum("bni,bno->io", x, inner), *found]
+
+
+def _means(adjacency: Floats) -> Floats:
+    means: Floats = adjacency / np.maximum(adjacency.sum(axis=1, keepdims=True), 1.0)
+    return means

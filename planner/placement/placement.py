@@ -1,0 +1,126 @@
+"""Placers that learn: policy gradients over the pipelines that the dynamic program searches.
+
+In: the dynamic program's table and prices, a budget of pipelines to price, a seed. Out: the
+best pipelines seen, how many were priced, and how the policy learned. The same arguments give
+the same answer, unless the time limit cuts it short. Methods:
+
+- ``colocrl`` (Mirhoseini et al. 2017): a policy writes pipelines block after block;
+- ``placeto`` (Addanki et al. 2019): a policy improves a pipeline, one block at a time;
+- ``random``: pipelines at random, what learning must beat.
+
+They are baselines. The dynamic program is exact for T = Σ t + (B − 1)·max t, so that no placer
+finds less; with another price (a simulator's) that need not hold.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..inter_op.inter_op import Pipeline, Table
+from . import colocrl as placement_colocrl
+from . import placeto as placement_placeto
+from .record import Observe, Progress, Record
+from .space import Price, Problem, space_of
+
+Method = Literal["colocrl", "placeto", "random"]
+
+EVALUATIONS = 2000
+"""Pipelines priced, unless said otherwise."""
+
+RANDOM_BATCH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a placer found.
+
+    ``pipelines`` has the best seen of every number of stages, the best first; it is empty
+    where no pipeline can be run. ``num_distinct`` of the ``num_evaluations`` pipelines that
+    were priced were different ones.
+    """
+
+    method: Method
+    pipelines: tuple[Pipeline, ...]
+    num_evaluations: int
+    num_distinct: int
+    curve: tuple[Progress, ...]
+
+    @property
+    def best(self) -> Pipeline | None:
+        return self.pipelines[0] if self.pipelines else None
+
+
+def place(
+    problem: Problem,
+    *,
+    method: Method = "colocrl",
+    evaluations: int = EVALUATIONS,
+    seed: int = 0,
+    time_limit_seconds: float = math.inf,
+    observe: Observe | None = None,
+) -> Placement:
+    """Learns to place by pricing ``evaluations`` pipelines.
+
+    >>> costs = np.array([[np.inf, 1.0, 2.0], [np.inf, np.inf, 1.0], [np.inf] * 3])
+    >>> table = Table(2, 2, lambda first: (1, 2 - first), lambda left, first, size: costs / size)
+    >>> place(Problem(table, 8, (1, 2)), evaluations=20).best.seconds
+    8.0
+    """
+    deadline = time.perf_counter() + time_limit_seconds
+    record = Record(space_of(problem), evaluations, deadline, observe)
+    if record.space.numbers:
+        rng = np.random.default_rng(seed)
+        _learn(method, record, rng)
+    found = sorted(record.best.values(), key=lambda each: (each.seconds, len(each.stages)))
+    return Placement(
+        method, tuple(found), record.num_evaluations, len(record.known), tuple(record.curve)
+    )
+
+
+def _learn(method: Method, record: Record, rng: np.random.Generator) -> None:
+    if method == "colocrl":
+        placement_colocrl.learn(record, rng)
+    elif method == "placeto":
+        placement_placeto.learn(record, rng)
+    else:
+        _random(record, rng)
+
+
+def _random(record: Record, rng: np.random.Generator) -> None:
+    while (left := record.left) > 0:
+        for _ in range(min(RANDOM_BATCH, left)):
+            record.price(record.space.draw(rng))
+        record.mark()
+
+
+def learned_pipelines(
+    table: Table,
+    num_microbatches: int,
+    num_stages: Iterable[int],
+    *,
+    price: Price | None = None,
+    seed: int = 0,
+    time_limit_seconds: float = math.inf,
+) -> tuple[Pipeline, ...]:
+    """``inter_op.pipelines`` by learning: the best seen of every number of stages.
+
+    ColocRL and Placeto each price ``EVALUATIONS`` pipelines in half of the time; the better
+    answer of the two counts.
+    """
+    problem = Problem(table, num_microbatches, tuple(num_stages), price)
+    best: dict[int, Pipeline] = {}
+    for method in ("colocrl", "placeto"):
+        placed = place(
+            problem, method=method, seed=seed, time_limit_seconds=time_limit_seconds / 2
+        )  # fmt: skip
+        for each in placed.pipelines:
+            known = best.get(len(each.stages))
+            if known is None or each.seconds < known.seconds:
+                best[len(each.stages)] = each
+    return tuple(sorted(best.values(), key=lambda each: (each.seconds, len(each.stages))))

@@ -1,0 +1,241 @@
+"""A placer that improves a placement, one block at a time, after Placeto.
+
+Addanki et al. 2019, "Placeto: Learning Generalizable Device Placement Algorithms for
+Distributed Machine Learning" (https://arxiv.org/abs/1906.08879): an episode starts from a
+placement and visits the nodes of the graph in order; at each the policy may place that node
+anew, and is rewarded by how much faster the step became. It sees every node through message
+passing over the graph, without knowing nodes by name. Here a node is a block, and a placement
+is a pipeline (``placement_moves``), and episodes start from random ones.
+
+In: a record of a space. Out: the record, filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..inter_op.inter_op import Floats
+from .moves import Stages, moves, num_moves
+from .network import (
+    Adam,
+    Ints,
+    MessagePassing,
+    Perceptron,
+    chances,
+    drawn,
+    logit_gradient,
+)
+from .record import Record
+from .space import Space, block_shares
+
+BATCH = 4
+"""Episodes side by side."""
+
+VISITS = 8
+"""Visits per update: what comes later is discounted away."""
+
+HIDDEN = 16
+LEARNING_RATE = 0.01
+ENTROPY = 0.03
+"""The entropy bonus of the first update; it falls to zero with the last."""
+
+DISCOUNT = 0.9
+BASELINE_DECAY = 0.8
+NUM_FEATURES = 15
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The visit of one block in every episode of a batch."""
+
+    block: int
+    x: Floats
+    layers: list[Floats]
+    seen: Floats
+    hidden: Floats
+    probabilities: Floats
+    actions: Ints
+
+
+@dataclass
+class _Policy:
+    """Message passing over blocks, then a network from the visited block's view to moves."""
+
+    space: Space
+    shares: Floats
+    graph: MessagePassing
+    head: Perceptron
+
+    @staticmethod
+    def of(space: Space, rng: np.random.Generator) -> _Policy:
+        blocks = space.problem.table.num_blocks
+        edges = space.problem.edges
+        if edges is None:
+            edges = tuple((block, block + 1) for block in range(blocks - 1))
+        return _Policy(
+            space,
+            block_shares(space),
+            MessagePassing.of(rng, NUM_FEATURES, HIDDEN, edges, blocks),
+            Perceptron.of(rng, 3 * HIDDEN + NUM_FEATURES, 2 * HIDDEN, num_moves(space)),
+        )
+
+    @property
+    def parameters(self) -> list[Floats]:
+        return [*self.graph.parameters, *self.head.parameters]
+
+    def features(self, stages: Stages, block: int) -> Floats:
+        """Of every block: its work, its stage and the two beside it, the visit; and what its
+        stage and the two beside it would cost with their border at this block."""
+        space, table = self.space, self.space.problem.table
+        seconds = np.array(space.stage_seconds(stages))
+        relative = np.concatenate([[0.0], seconds / seconds.max(), [0.0]])
+        of_stage = np.stack(
+            [
+                relative[1:-1], relative[:-2], relative[2:],
+                np.array([stage.num_devices for stage in stages]) / table.num_devices,
+                np.arange(len(stages), 0, -1) / max(space.numbers),
+            ],
+            axis=1,
+        )  # fmt: skip
+        found = np.zeros((table.num_blocks, NUM_FEATURES))
+        found[:, :5] = np.repeat(of_stage, [stage.stop - stage.start for stage in stages], axis=0)
+        found[:, 5] = self.shares
+        found[[stage.start for stage in stages], 6] = 1.0
+        found[[stage.stop - 1 for stage in stages], 7] = 1.0
+        found[block, 8] = 1.0
+        found[:block, 9] = 1.0
+        found[:, 10] = 1.0
+        borders = self.borders(stages) / seconds.max()
+        found[:, 11:] = np.minimum(np.where(np.isfinite(borders), borders, 2.0), 2.0) - 1.0
+        return found
+
+    def borders(self, stages: Stages) -> Floats:
+        """By block: the costs of the stage before grown to it and of the own begun after it (a
+        border moved on), of the own ended before it and of the stage after grown to it."""
+        space = self.space
+        keys = [
+            (len(stages) - i, stage.first_device, stage.num_devices)
+            for i, stage in enumerate(stages)
+        ]
+        found = np.full((space.problem.table.num_blocks, 4), np.inf)
+        for i, stage in enumerate(stages):
+            own = slice(stage.start, stage.stop)
+            after = slice(stage.start + 1, stage.stop + 1)
+            if i > 0:
+                found[own, 0] = space.costs[keys[i - 1]][stages[i - 1].start, after]
+                found[own, 1] = space.costs[keys[i]][after, stage.stop]
+            if i + 1 < len(stages):
+                found[own, 2] = space.costs[keys[i]][stage.start, own]
+                found[own, 3] = space.costs[keys[i + 1]][own, stages[i + 1].stop]
+        return found
+
+    def view(self, x: Floats, embeddings: Floats, block: int) -> Floats:
+        """The block's embedding, the means over the blocks before and after it, its features."""
+        before, after = embeddings[:, :block], embeddings[:, block + 1 :]
+        return np.concatenate(
+            [
+                embeddings[:, block],
+                before.sum(axis=1) / max(before.shape[1], 1),
+                after.sum(axis=1) / max(after.shape[1], 1),
+                x[:, block],
+            ],
+            axis=1,
+        )
+
+    def visit(
+        self, placements: list[Stages], block: int, rng: np.random.Generator
+    ) -> tuple[_Step, list[Stages]]:
+        """Draws a move of the block in every placement."""
+        options = [moves(self.space, stages, block) for stages in placements]
+        allowed = np.array([[each is not None for each in found] for found in options])
+        x = np.stack([self.features(stages, block) for stages in placements])
+        layers = self.graph.forward(x)
+        seen = self.view(x, layers[-1], block)
+        logits, hidden = self.head.forward(seen)
+        probabilities = chances(logits, allowed.astype(np.float64))
+        actions = drawn(probabilities, rng)
+        moved = []
+        for found, action in zip(options, actions, strict=True):
+            chosen = found[action]
+            assert chosen is not None, "a masked move was drawn"
+            moved.append(chosen)
+        return _Step(block, x, layers, seen, hidden, probabilities, actions), moved
+
+    def gradients(self, step: _Step, advantages: Floats, entropy_weight: float) -> list[Floats]:
+        """Of all parameters, per episode, for one visit."""
+        gradient = logit_gradient(step.probabilities, step.actions, advantages, entropy_weight)
+        head, view = self.head.backward(step.seen, step.hidden, gradient / len(advantages))
+        own, before, after, _ = np.split(view, [HIDDEN, 2 * HIDDEN, 3 * HIDDEN], axis=1)
+        of_nodes = np.zeros_like(step.layers[-1])
+        block, last = step.block, of_nodes.shape[1] - 1
+        of_nodes[:, block] = own
+        of_nodes[:, :block] = before[:, None] / max(block, 1)
+        of_nodes[:, block + 1 :] = after[:, None] / max(last - block, 1)
+        return [*self.graph.backward(step.x, step.layers, of_nodes), *head]
+
+
+def learn(record: Record, rng: np.random.Generator) -> None:
+    """Runs episodes and learns until the record is full.
+
+    The advantage of a move is the discounted sum of the gains in −log T from it on, less the
+    moving mean of that for its block, over the moving deviation.
+    """
+    space = record.space
+    policy = _Policy.of(space, rng)
+    adam = Adam(policy.parameters, LEARNING_RATE)
+    baseline = np.zeros(space.problem.table.num_blocks)
+    deviation = 0.0
+    while record.left > 0:
+        for steps, returns in _episodes(policy, record, rng):
+            own = float(returns.std())
+            deviation = BASELINE_DECAY * deviation + (1 - BASELINE_DECAY) * own
+            visited = [step.block for step in steps]
+            advantages = (returns - baseline[visited, None]) / max(deviation, own, 1e-9)
+            entropy_weight = ENTROPY * (1 - record.num_evaluations / record.limit)
+            parts = [
+                policy.gradients(step, each, entropy_weight)
+                for step, each in zip(steps, advantages, strict=True)
+            ]
+            adam.step([sum(arrays, np.zeros(1)) for arrays in zip(*parts, strict=True)])
+            baseline[visited] += (1 - BASELINE_DECAY) * (returns.mean(axis=1) - baseline[visited])
+        record.mark()
+
+
+def _episodes(
+    policy: _Policy, record: Record, rng: np.random.Generator
+) -> Iterator[tuple[list[_Step], Floats]]:
+    """A batch of episodes, in parts: visits, and their returns (visits, episodes)."""
+    num_blocks = record.space.problem.table.num_blocks
+    placements = [record.space.draw(rng) for _ in range(min(BATCH, record.left))]
+    rewards = [np.array([record.reward(stages) for stages in placements])]
+    steps: list[_Step] = []
+    for block in range(num_blocks):
+        if record.left < len(placements):
+            break
+        step, moved = policy.visit(placements, block, rng)
+        steps.append(step)
+        rewards.append(
+            np.array(
+                [
+                    last if now == before else record.reward(now)
+                    for last, now, before in zip(rewards[-1], moved, placements, strict=True)
+                ]
+            )
+        )
+        placements = moved
+        if len(steps) == VISITS:
+            yield steps, _returns(rewards)
+            steps, rewards = [], rewards[-1:]
+    if steps:
+        yield steps, _returns(rewards)
+
+
+def _returns(rewards: Sequence[Floats]) -> Floats:
+    """Discounted sums of the gains from each visit on."""
+    found = np.diff(np.array(rewards), axis=0)
+    for index in range(len(found) - 2, -1, -1):
+        found[index] += DISCOUNT * found[index + 1]
+    return found

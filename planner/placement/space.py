@@ -1,0 +1,159 @@
+"""The space of a placer: every pipeline whose stages have finite costs, and no other.
+
+In: the table that the dynamic program searches (``inter_op``). Out: which decisions can still
+end in a pipeline, hence masks that a policy's samples cannot leave; and random pipelines.
+
+With s stages to come, for the blocks from k on, on the devices from d on,
+
+    N(s, k, d) = Σ over i, n of  [t(k..i, n at d, s) < ∞]·N(s − 1, i, d + n),  N(0, K, D) = 1
+
+counts the pipelines left. A decision is allowed where the N it leads to is positive. Deciding
+in proportion to N draws every pipeline of s stages with the same chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..inter_op.inter_op import Floats, StageChoice, Table, pipeline_seconds
+
+Price = Callable[[tuple[StageChoice, ...]], float]
+"""The seconds of a step under these stages, infinite where it cannot be run."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a placer decides: the same as the dynamic program, under the same prices.
+
+    ``num_stages`` are the numbers of stages allowed. A step costs ``price``, or without one
+    T = Σ t + (B − 1)·max t. ``edges`` (from, to) are what blocks pass on; None is a chain.
+    """
+
+    table: Table
+    num_microbatches: int
+    num_stages: tuple[int, ...]
+    price: Price | None = None
+    edges: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """The pipelines of a problem that can be run.
+
+    ``costs`` by (stages left, first device, devices). ``counts`` by (stages left, first
+    device) are N by block, divided by ``largest``, the largest of that number of stages.
+    ``num_pipelines`` is how many there are.
+    """
+
+    problem: Problem
+    sizes: tuple[int, ...]
+    numbers: tuple[int, ...]
+    costs: dict[tuple[int, int, int], Floats]
+    counts: dict[tuple[int, int], Floats]
+    largest: dict[int, float]
+    num_pipelines: float
+    _ways: dict[tuple[int, int, int, int], Floats] = field(default_factory=dict)
+    _begins: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
+
+    def ways(self, left: int, first: int, size: int, start: int) -> Floats:
+        """By stop, the N of what may follow a stage that begins at block ``start``."""
+        key = (left, first, size, start)
+        if key not in self._ways:
+            cost, after = self.costs.get(key[:3]), self.counts.get((left - 1, first + size))
+            if cost is None or after is None:
+                found = np.zeros(self.problem.table.num_blocks + 1)
+            else:
+                found = np.isfinite(cost[start]) * after
+            self._ways[key] = found
+        return self._ways[key]
+
+    def begins(self, left: int, first: int, start: int) -> Floats:
+        """By size, the N of the stages that may begin at block ``start``.
+
+        It is to the same measure as ``ways`` of the stage before.
+        """
+        key = (left, first, start)
+        if key not in self._begins:
+            found = [self.ways(left, first, size, start).sum() for size in self.sizes]
+            self._begins[key] = np.array(found) / self.largest.get(left, 1.0)
+        return self._begins[key]
+
+    def stage_seconds(self, stages: Sequence[StageChoice]) -> list[float] | None:
+        """t of every stage, or None where one cannot be run."""
+        if len(stages) not in self.numbers:
+            return None
+        found = []
+        for index, stage in enumerate(stages):
+            cost = self.costs.get((len(stages) - index, stage.first_device, stage.num_devices))
+            seconds = np.inf if cost is None else float(cost[stage.start, stage.stop])
+            if not np.isfinite(seconds):
+                return None
+            found.append(seconds)
+        return found
+
+    def seconds(self, stages: tuple[StageChoice, ...]) -> float:
+        """What a step costs; infinite outside of the space."""
+        own = self.stage_seconds(stages)
+        if own is None:
+            return np.inf
+        if self.problem.price is not None:
+            return self.problem.price(stages)
+        return pipeline_seconds(own, self.problem.num_microbatches)
+
+    def draw(self, rng: np.random.Generator) -> tuple[StageChoice, ...]:
+        """A number of stages, each as likely as another; then such a pipeline, likewise."""
+        left, start, first = int(rng.choice(self.numbers)), 0, 0
+        stages = []
+        while left > 0:
+            odds = np.stack([self.ways(left, first, n, start) for n in self.sizes])
+            chosen = int(rng.choice(odds.size, p=(odds / odds.sum()).ravel()))
+            size, stop = self.sizes[chosen // odds.shape[1]], chosen % odds.shape[1]
+            stages.append(StageChoice(start, stop, first, size))
+            left, start, first = left - 1, stop, first + size
+        return tuple(stages)
+
+
+def space_of(problem: Problem) -> Space:
+    """The space of a problem. Asks the table for the costs that the dynamic program asks."""
+    table, wanted = problem.table, problem.num_stages
+    done = np.zeros(table.num_blocks + 1)
+    done[table.num_blocks] = 1.0
+    costs: dict[tuple[int, int, int], Floats] = {}
+    counts: dict[tuple[int, int], Floats] = {(0, table.num_devices): done}
+    largest: dict[int, float] = {}
+    scale, num_pipelines = 1.0, 0.0
+    for left in range(1, max(wanted, default=0) + 1):
+        level: dict[int, Floats] = {}
+        for first in range(table.num_devices):
+            if (first == 0 and left not in wanted) or (first > 0 and left >= max(wanted)):
+                continue
+            for size in table.sizes(first):
+                after = counts.get((left - 1, first + size))
+                if after is None or (left == 1) != (first + size == table.num_devices):
+                    continue
+                cost = table.costs(left, first, size)
+                ways = np.isfinite(cost).astype(np.float64) @ after
+                if ways.any():
+                    costs[left, first, size] = cost
+                    level[first] = level.get(first, 0.0) + ways
+        largest[left] = max((float(ways.max()) for ways in level.values()), default=1.0)
+        counts.update({(left, first): ways / largest[left] for first, ways in level.items()})
+        scale *= largest[left]
+        num_pipelines += scale * float(counts[left, 0][0]) if (left, 0) in counts else 0.0
+    numbers = tuple(s for s in wanted if (s, 0) in counts and counts[s, 0][0] > 0)
+    sizes = tuple(sorted({size for _, _, size in costs}))
+    return Space(problem, sizes, numbers, costs, counts, largest, num_pipelines)
+
+
+def block_shares(space: Space) -> Floats:
+    """The least cost of every block alone, over the mean of them; 1 where there is none."""
+    blocks = space.problem.table.num_blocks
+    least = np.full(blocks, np.inf)
+    for cost in {id(matrix): matrix for matrix in space.costs.values()}.values():
+        least = np.minimum(least, np.diagonal(cost, 1)[:blocks])
+    known = np.isfinite(least)
+    mean = float(least[known].mean()) if known.any() else 1.0
+    return np.where(known, least / (mean or 1.0), 1.0)

@@ -1,0 +1,347 @@
+"""The ways a node can run on a whole mesh: one strategy per axis, combined and pruned.
+
+In: a node, the rules, a mesh, and what the axes are restricted to. Out: the node's layouts
+with the collectives they need inside. Only combinations whose splits divide every tensor
+are offered; of two with equal layouts the rules' first stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+
+from ..batch import rows_apart
+from ..expert_dims import ExpertDims, by_experts, expert_dims
+from ..graph import Graph, Node, TensorSpec
+from ..layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
+from ..positions import (
+    Dims,
+    by_entries,
+    features_only,
+    position_dims,
+    positions_where_whole,
+    splits,
+)
+from ..requests.feature_strategies import allowed
+from ..requests.features import Features
+from ..requests.pins import Pins, kept
+from ..strategy import AxisStrategy, InnerCollective, NodeLayout, combine, keeps_groups
+from .prices import Prices
+
+Inner = tuple[tuple[int, InnerCollective], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a node: its layouts and its own collectives by axis."""
+
+    layout: NodeLayout
+    inner: Inner = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What the mesh axes are for.
+
+    On an axis of ``split_batch`` every value that counts the batch is split along it and
+    parameters are replicated. On one of ``split_parameters`` no value is split along the
+    batch and every parameter of two or more dimensions that the axis divides is split, and
+    used split where an op can; ``sequence_parallel`` says whether values outside such ops are
+    split along positions there, as in Megatron-LM with and without sequence parallelism (None
+    leaves it to the solver). On one of ``split_positions`` every value that counts positions
+    is split along them and parameters are replicated (context parallelism); on one of
+    ``split_experts`` the weights of experts are split by expert and all else as on one of
+    ``split_batch`` (expert parallelism). ``pins`` are the layouts that the user asks for, by
+    node of a kind, ``features`` the means that are allowed. On axes of ``gathers`` a parameter
+    that is used whole may still be held split, along its first dimension, and gathered.
+    """
+
+    split_batch: tuple[int, ...] = ()
+    split_parameters: tuple[int, ...] = ()
+    sequence_parallel: bool | None = None
+    split_positions: tuple[int, ...] = ()
+    pins: Pins = field(default_factory=dict)
+    features: Features = field(default_factory=Features)
+    split_experts: tuple[int, ...] = ()
+    gathers: tuple[int, ...] = ()
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The axes that leave nothing to the solver but what they are not for."""
+        return (*self.split_batch, *self.split_positions, *self.split_experts)
+
+
+def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
+    """Every way an op can run on the mesh."""
+    specs = input_specs(node, graph)
+    per_axis = [
+        _axis_strategies(node, graph, axis, prices, restriction)
+        for axis in range(len(prices.mesh.shape))
+    ]
+    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Way] = {}
+    for strategies in product(*per_axis):
+        if not keeps_groups(strategies, prices.mesh.shape):
+            continue
+        layout = combine(strategies)
+        if not specs:
+            layout = NodeLayout((), layout.outputs, layout.labels)
+        if not _divides(layout, specs, node.outputs, prices.mesh.shape):
+            continue
+        inner = tuple(
+            (axis, item) for axis, each in enumerate(strategies) for item in each.collectives
+        )
+        key = (layout.inputs, layout.outputs)
+        if key not in found or len(inner) < len(found[key].inner):
+            found[key] = Way(layout, inner)
+    return _as_pinned(node, tuple(found.values()), prices, restriction)
+
+
+def _as_pinned(
+    node: Node, found: tuple[Way, ...], prices: Prices, restriction: Restriction
+) -> tuple[Way, ...]:
+    """Of the ways those that keep the node's pins, all if none does."""
+    pins = restriction.pins.get(node.name, ())
+    if not pins:
+        return found
+    made = set(kept([way.layout.outputs[0] for way in found], pins, prices.mesh))
+    return tuple(way for way in found if way.layout.outputs[0] in made)
+
+
+def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
+    """The specs of a node's inputs, in call order."""
+    return tuple(graph.spec(ref) for ref in node.inputs)
+
+
+def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayout) -> Inner:
+    """The collectives that a node needs inside when it runs in ``layout``."""
+    found: list[tuple[int, InnerCollective]] = []
+    for axis, size in enumerate(prices.mesh.shape):
+        inputs = tuple(each[axis] for each in layout.inputs)
+        outputs = tuple(each[axis] for each in layout.outputs)
+        matching = [
+            strategy
+            for strategy in _strategies(node, graph, size, prices)
+            if (strategy.inputs, strategy.outputs) == (inputs, outputs)
+        ]
+        if matching:
+            best = min(matching, key=lambda strategy: len(strategy.collectives))
+            found += [(axis, item) for item in best.collectives]
+    return tuple(found)
+
+
+def _strategies(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
+    key = ("strategies", node.name, size, graph.batch_size)
+    found: tuple[AxisStrategy, ...] | None = prices.cache.get(key)
+    if found is None:
+        found = prices.rules.axis_strategies(node, graph, size)
+        prices.cache[key] = found
+    return found
+
+
+def _axis_strategies(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> tuple[AxisStrategy, ...]:
+    size = prices.mesh.shape[axis]
+    if size == 1:
+        num_inputs, num_outputs = len(node.inputs), len(node.outputs)
+        return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
+    strategies = _strategies(node, graph, size, prices)
+    if axis not in restriction.given:
+        dims = partial(_dims, graph, size, prices)
+        strategies = allowed(node, graph, strategies, dims, restriction.features)
+    if axis in restriction.split_batch and (graph.batch_dims or graph.batch_size % size == 0):
+        return _batch_split(node, batch_dims(graph, prices), strategies)
+    if axis in restriction.split_experts:
+        by_rows = _batch_split(node, batch_dims(graph, prices), strategies)
+        return by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
+    if axis in restriction.split_parameters:
+        fitting = _batch_whole(node, graph, strategies)
+        if restriction.sequence_parallel is None:
+            return _parameters_split(node, graph, fitting)
+        return _as_megatron(node, graph, fitting, _dims(graph, size, prices), restriction)
+    if axis in restriction.split_positions:
+        whole = _batch_whole(node, graph, strategies)
+        return _positions_split(node, whole, _dims(graph, size, prices))
+    return strategies
+
+
+def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
+    """The dimensions of the batch, of a graph whose rows meet as far as they are apart."""
+    if graph.batch_dims:
+        return graph.batch_dims
+    key = ("rows apart", graph.batch_size)
+    found: Mapping[str, tuple[int | None, ...]] | None = prices.cache.get(key)
+    if found is None:
+        found = rows_apart(graph)
+        prices.cache[key] = found
+    return found
+
+
+def _dims(graph: Graph, size: int, prices: Prices) -> Dims:
+    """The dimensions of rows and positions, made once per graph and size of an axis."""
+    key = ("positions", size, graph.batch_size)
+    found: Dims | None = prices.cache.get(key)
+    if found is None:
+        found = position_dims(graph, lambda node: _strategies(node, graph, size, prices))
+        prices.cache[key] = found
+    return found
+
+
+def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
+    """What counts experts on an axis of a size, made once per graph."""
+    key = ("experts", size, graph.batch_size)
+    found: ExpertDims | None = prices.cache.get(key)
+    if found is None:
+        found = expert_dims(graph, lambda node: _strategies(node, graph, size, prices))
+        prices.cache[key] = found
+    return found
+
+
+def _as_megatron(
+    node: Node,
+    graph: Graph,
+    strategies: tuple[AxisStrategy, ...],
+    dims: Dims,
+    restriction: Restriction,
+) -> tuple[AxisStrategy, ...]:
+    """Weights split and used split, tables of the batch by entries, positions as restricted."""
+    if restriction.sequence_parallel:
+        fitting = positions_where_whole(node, strategies, dims)
+    else:
+        fitting = features_only(node, strategies, dims)
+    return by_entries(node, _parameters_split(node, graph, fitting), dims)
+
+
+def _positions_split(
+    node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split what they make along positions, or else use nothing split."""
+    fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
+    making = tuple(
+        strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)
+    )
+    return making or fitting or features_only(node, strategies, dims)
+
+
+def _batch_split(
+    node: Node,
+    dims: Mapping[str, tuple[int | None, ...]],
+    strategies: tuple[AxisStrategy, ...],
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split the batch wherever a tensor has one, if there are any."""
+    if node.name not in dims:
+        return strategies
+    inputs = [dims[ref.name][ref.index] for ref in node.inputs]
+    outputs = list(dims[node.name])
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if all(map(_fits_batch, inputs, strategy.inputs))
+        and all(map(_fits_batch, outputs, strategy.outputs))
+    )
+    return fitting or strategies
+
+
+def _batch_whole(
+    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split no tensor along its batch, if there are any."""
+    if not graph.batch_dims:
+        return strategies
+    dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
+    dims += graph.batch_dims[node.name]
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if not any(
+            dim is not None and placement == shard(dim)
+            for dim, placement in zip(dims, (*strategy.inputs, *strategy.outputs), strict=True)
+        )
+    )
+    return fitting or strategies
+
+
+def _parameters_split(
+    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that use every parameter of two or more dimensions split, if any do."""
+    wide = [
+        position
+        for position, ref in enumerate(node.inputs)
+        if _is_weight(graph[ref.name], graph) and len(graph.spec(ref).shape) >= 2
+    ]
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if all(strategy.inputs[position].is_shard for position in wide)
+    )
+    return fitting or strategies
+
+
+def _is_weight(node: Node, graph: Graph) -> bool:
+    """Whether a node is a parameter, or the parts of one (a fused weight's)."""
+    is_cut = node.kind == "op" and node.op.startswith("aten.split_with_sizes.")
+    return node.kind == "parameter" or (is_cut and _is_weight(graph[node.inputs[0].name], graph))
+
+
+def _fits_batch(dim: int | None, placement: Placement) -> bool:
+    return not placement.is_shard if dim is None else placement == shard(dim)
+
+
+def _divides(
+    layout: NodeLayout,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    mesh_shape: Sequence[int],
+) -> bool:
+    return all(
+        divides(spec.shape, each, mesh_shape)
+        for spec, each in zip((*inputs, *outputs), (*layout.inputs, *layout.outputs), strict=True)
+    )
+
+
+def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[Layout, ...]:
+    """The layouts a parameter may be held in: split or replicated on each axis.
+
+    Where positions stay whole (``sequence_parallel`` False) its gradient is the same on all
+    ranks of the axis, so it may be ``I``.
+    """
+    shape = node.spec.shape
+    same = INVARIANT if restriction.sequence_parallel is False else REPLICATE
+    options: list[list[Placement]] = []
+    for axis, size in enumerate(prices.mesh.shape):
+        splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
+        if axis in restriction.gathers and size > 1:
+            options.append([*(each for each in splits if each.dim == 0), REPLICATE])
+        elif axis in restriction.given or size == 1:
+            options.append([REPLICATE])
+        elif axis in restriction.split_parameters and len(shape) >= 2 and splits:
+            options.append(list(splits))
+        elif axis in restriction.split_parameters:
+            options.append([*splits, same])
+        else:
+            options.append([*splits, REPLICATE])
+    found = [each for each in product(*options) if divides(shape, each, prices.mesh.shape)]
+    return kept(found, restriction.pins.get(node.name, ()), prices.mesh)
+
+
+def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
+    """Of the layouts a parameter may be held in, those worth having for one wanted use.
+
+    A split use is held split; a whole use is held whole, or on any of its axes split along
+    the first dimension that can be, and gathered. Other holdings cost more of everything.
+    """
+    serving = [layout for layout in held if _serves(wanted, layout)]
+    if not serving:
+        return tuple(held)
+    first: dict[tuple[bool, ...], Layout] = {}
+    for layout in serving:
+        first.setdefault(tuple(placement.is_shard for placement in layout), layout)
+    return tuple(first.values())
+
+
+def _serves(wanted: Layout, held: Layout) -> bool:
+    """Whether every axis on which a split is wanted is held so."""
+    return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)

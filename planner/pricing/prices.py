@@ -1,0 +1,401 @@
+"""What things cost on one stage's mesh: conversions, ops, parameters.
+
+In: a mesh on ranks of a cluster, a number format, an optimizer. Out: seconds and bytes per
+device. Both the solver's tables and ``evaluate`` ask here, each walking the graph its own way.
+
+A conversion is the sum of its single-axis steps; a step on an axis moves the tensor that is
+whole on that axis and local on the others. An op's time is its forward and backward work at
+local shapes plus the collectives its strategy needs inside. A parameter that is held whole
+on an axis has a partial gradient there, summed once per step (once per micro-batch over the
+sharding axis "dp" under ZeRO 2 and 3).
+
+Every time comes from the profile where there is one that knows it (measured, or interpolated
+from measurements), and else from the device's and links' figures ("spec").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ...cost_model.cluster import Cluster, Device, Link, Source
+from ...cost_model.collectives import Group, Library, collective_seconds, group_of, p2p_seconds
+from ...cost_model.compute import host_seconds, work_seconds
+from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
+from ...cost_model.profile.lookup import Profile, level_of
+from ..graph import Node, TensorSpec
+from ..layout import INVARIANT, Layout, Mesh, conversion_steps, local_shape
+from ..plan import Precision
+from ..rules_protocol import Rules as Rules
+from ..strategy import InnerCollective, NodeLayout
+from .asked import Asked, AskedOp
+from .op_case import op_case
+from .seconds import Priced
+from .seconds import Seconds as Seconds
+from .seconds import StateBytes as StateBytes
+from .update import update_curve
+
+CONVERSION_SECONDS = 1e-8
+"""Added to every single-axis step, so that of equal plans the one with fewer steps wins."""
+
+STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
+"""ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
+
+
+def held_layout(layout: Layout) -> Layout:
+    """The layout with R written as I: without a gradient they are the same."""
+    return tuple(INVARIANT if each.kind == "R" else each for each in layout)
+
+
+def boundary_layout(layout: Layout) -> Layout:
+    """How a value lies between stages: what is not split is whole."""
+    return tuple(each if each.is_shard else INVARIANT for each in layout)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
+
+    ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records
+    what is asked for the first time. With ``only``, seconds of other sources count as none.
+    ``own``: the ranks whose devices compute, if not all do the same.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    ranks: tuple[int, ...]
+    precision: Precision
+    optimizer: str
+    rules: Rules
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    profile: Profile | None = None
+    asked: Asked | None = field(default=None, repr=False)
+    only: Source | None = None
+    own: tuple[int, ...] = ()
+    device: Device = field(init=False)
+    groups: tuple[Group, ...] = field(init=False)
+    policy: PrecisionPolicy = field(init=False)
+    speed: str = field(init=False, repr=False)
+    _conversions: dict[Any, tuple[float, float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "device", self.cluster.slowest_device(self.own or self.ranks))
+        set_field(self, "speed", self.device.speed)
+        set_field(self, "groups", self._slowest_groups())
+        set_field(self, "policy", policy(self.precision, self.optimizer))
+        key = ("conversions", self.mesh, self.groups, self.profile, self.only)
+        set_field(self, "_conversions", self.cache.setdefault(key, {}))
+
+    def _slowest_groups(self) -> tuple[Group, ...]:
+        """Of every axis, found once per cluster and ranks: a large mesh has many groups."""
+        key = ("groups", id(self.cluster), self.mesh, self.ranks)
+        if key not in self.cache:
+            found = tuple(self._slowest_group(axis) for axis in range(len(self.mesh.axes)))
+            self.cache[key] = self.cluster, found  # the cluster lives as long as its id is used
+        groups: tuple[Group, ...] = self.cache[key][1]
+        return groups
+
+    def _slowest_group(self, axis: int) -> Group:
+        groups = [
+            group_of(self.cluster, tuple(self.ranks[index] for index in members))
+            for members in self.mesh.groups(axis)
+        ]
+        return max(groups, key=lambda group: collective_seconds("all_reduce", 1 << 20, group))
+
+    def collective(
+        self, kind: Any, num_bytes: float, axis: int, *, measured_as: Any = None
+    ) -> float:
+        """Seconds of one collective on an axis; ``num_bytes`` is the whole tensor's.
+
+        ``measured_as`` is the kind under which a profile has it, if another.
+        """
+        group, name = self.groups[axis], measured_as or kind
+        key = ("collective", name, num_bytes, group, self.profile)
+        found: Priced | None = self.cache.get(key)
+        if found is None:
+            known = self.profile.collective(name, num_bytes, group) if self.profile else None
+            seconds, source = known or (collective_seconds(kind, int(num_bytes), group), "spec")
+            found = Priced(seconds, 0.0, source)
+            self.cache[key] = found
+            if self.asked is not None and group.num_ranks > 1 and num_bytes > 0:
+                what = (name, group, self._partition(axis))
+                self.asked.transfer(what, num_bytes, seconds, source)
+        return self._counted(found).forward
+
+    def _partition(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.ranks[i] for i in members) for members in self.mesh.groups(axis))
+
+    def _counted(self, found: Priced) -> Priced:
+        if self.only is None:
+            return found
+        counts = self.only == found.source
+        return Priced(found.forward * counts, found.backward * counts, found.source)
+
+    @property
+    def _has_spec(self) -> bool:
+        return self.only in (None, "spec")
+
+    def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
+        """Seconds forward and backward to bring a value from one layout to another."""
+        if not spec.requires_grad:
+            source, target = held_layout(source), held_layout(target)
+        if source == target:
+            return 0.0, 0.0
+        key = (spec, source, target)
+        found = self._conversions.get(key)
+        if found is None:
+            found = self._conversion(spec, source, target)
+            self._conversions[key] = found
+        return found
+
+    def _conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
+        forward = backward = 0.0
+        current = list(source)
+        for step in conversion_steps(source, target):
+            others = prod(
+                size
+                for axis, size in enumerate(self.mesh.shape)
+                if axis != step.axis and current[axis].is_shard
+            )
+            num_bytes = spec.num_bytes // others
+            there, back = step.collectives
+            if there == "all_to_all":
+                num_bytes //= self.mesh.shape[step.axis]
+            forward += CONVERSION_SECONDS * self._has_spec
+            if there is not None:
+                forward += self.collective(there, num_bytes, step.axis)
+            if back is not None and spec.requires_grad:
+                backward += self.collective(back, num_bytes, step.axis)
+            current[step.axis] = step.target
+        return forward, backward
+
+    def local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
+        """A rank's part of a tensor."""
+        shape = local_shape(spec.shape, layout, self.mesh.shape)
+        return TensorSpec(shape, spec.dtype, spec.requires_grad)
+
+    def local_bytes(self, spec: TensorSpec, layout: Layout) -> int:
+        return spec.num_bytes // self.num_parts(layout)
+
+    def num_parts(self, layout: Layout) -> int:
+        """Into how many different parts a layout cuts a tensor."""
+        return prod(
+            size
+            for placement, size in zip(layout, self.mesh.shape, strict=True)
+            if placement.is_shard
+        )
+
+    def compute(
+        self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
+    ) -> tuple[float, float]:
+        """Seconds forward and backward of an op's local work; ``inputs`` are global specs."""
+        return self._priced(node, inputs, layout)[:2]
+
+    def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
+        sizes = self.mesh.shape
+        key = (
+            "op", node.name, self.speed, self.profile,
+            tuple([
+                local_shape(spec.shape, each, sizes)
+                for spec, each in zip(
+                    (*inputs, *node.outputs), (*layout.inputs, *layout.outputs), strict=True
+                )
+            ]),
+        )  # fmt: skip
+        found: Priced | None = self.cache.get(key)
+        if found is None:
+            local_inputs = tuple(
+                self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
+            )
+            local_outputs = tuple(
+                self.local(spec, each)
+                for spec, each in zip(node.outputs, layout.outputs, strict=True)
+            )
+            found = self._compute(node, local_inputs, local_outputs)
+            self.cache[key] = found
+        return self._counted(found)
+
+    def _compute(
+        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    ) -> Priced:
+        work = self.rules.work(node, inputs, outputs)
+        issue = host_seconds(self.device, work)
+        analytic = Priced(*work_seconds(self.device, work, node.spec.dtype), "spec", *issue)
+        if self.profile is None and self.asked is None:
+            return analytic
+        case = op_case(node, inputs, outputs, work)
+        if case is None:
+            if self.asked is not None and analytic.forward + analytic.backward > 0:
+                self.asked.unwritten.add(node.op)
+            return analytic
+        known = self.profile.op(case) if self.profile is not None else None
+        found, error = analytic, 0.0
+        if known is not None:
+            assert self.profile is not None
+            forward, backward = self.profile.factors.get(node.name, (1.0, 1.0))
+            found = Priced(
+                known.forward_seconds * forward, known.backward_seconds * backward,
+                known.source, *issue,
+            )  # fmt: skip
+            error = known.error
+        if self.asked is not None:
+            op = AskedOp(case, found.source, error=error)
+            self.asked.op(node.name, op, found.forward + found.backward)
+        return found
+
+    def op(
+        self,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        layout: NodeLayout,
+        inner: Sequence[tuple[int, InnerCollective]] = (),
+    ) -> Seconds:
+        """Seconds of an op; ``inner`` are its own collectives by axis."""
+        own = self._priced(node, inputs, layout)
+        sent = [0.0, 0.0]
+        whole = (*layout.inputs, *layout.outputs)
+        for axis, item in inner:
+            others = prod(
+                size
+                for other, size in enumerate(self.mesh.shape)
+                if other != axis and any(each[other].is_shard for each in whole)
+            )
+            sent[item.backward] += self.collective(item.kind, item.num_bytes // others, axis)
+        return Seconds(
+            own.forward, sent[0], own.backward, sent[1],
+            forward_issue=own.forward_issue, backward_issue=own.backward_issue,
+        )  # fmt: skip
+
+    @property
+    def shards(self) -> int:
+        """How many ranks ZeRO may shard a replicated parameter over: axis "dp"'s size."""
+        return self.mesh.shape[0] if self.mesh.axes[0] == "dp" else 1
+
+    def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
+        """Seconds and bytes of holding a parameter: its gradient's sums and its step.
+
+        Latency per collective is left out over "dp", where a block's parameters travel
+        together; ``block_sync`` has it once per block.
+        """
+        numel = spec.numel // self.num_parts(held)
+        gradient_bytes = numel * self.policy.gradient_bytes
+        parameter_bytes = numel * self.policy.gathered_bytes
+        sync = forward = backward = 0.0
+        shards = 1 if held[0].is_shard else self.shards
+        if not spec.requires_grad:
+            return self._frozen(numel, zero if shards > 1 else 0, shards)
+        if shards > 1:
+            gather = self._streamed("all_gather", parameter_bytes)
+            scatter = self._streamed("reduce_scatter", gradient_bytes)
+            if zero == 0:
+                sync += self._streamed("all_reduce", gradient_bytes)
+            elif zero == 1:
+                sync += scatter + gather
+            elif zero == 2:
+                sync += gather
+                backward += scatter
+            else:
+                forward += gather
+                backward += gather + scatter
+        sharded = shards if zero else 1
+        for axis, placement in enumerate(held):
+            is_sharding_axis = axis == 0 and self.mesh.axes[0] == "dp"
+            if not placement.is_shard and not is_sharding_axis and self.mesh.shape[axis] > 1:
+                sync += self.collective("all_reduce", gradient_bytes // sharded, axis)
+        states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
+        step = self._update(numel / sharded)
+        seconds = Seconds(
+            forward_states=forward, backward_states=backward, gradient_sync=sync, optimizer=step
+        )
+        gathered = exchange_bytes(numel, self.policy, zero, shards)
+        return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
+
+    def _update(self, numel: float) -> float:
+        """Seconds of the optimizer's step on one parameter."""
+        key = ("update", numel, self.optimizer, self.policy, self.speed, self.profile)
+        found: Priced | None = self.cache.get(key)
+        if found is None:
+            curve = update_curve(self.profile, self.optimizer) if self.profile else None
+            if curve is not None:
+                seconds, source = curve.at(numel * self.policy.parameter_bytes)
+                found = Priced(seconds, 0.0, source)
+            else:
+                moved = numel * self._step_bytes
+                share = self.device.efficiency.get("copy", 1.0)
+                rate = self.device.memory_bytes_per_second * share
+                found = Priced(moved / rate, 0.0, "spec")
+                if self.asked is not None:
+                    self.asked.unwritten.add("the optimizer's step")
+            self.cache[key] = found
+        return self._counted(found).forward
+
+    def _frozen(self, numel: int, zero: int, shards: int) -> tuple[Seconds, StateBytes]:
+        """A parameter that is not trained: sharded and gathered like others, and no more."""
+        gathered_bytes = numel * self.policy.gathered_bytes
+        held = state_bytes(numel, self.policy, zero, shards)
+        states = StateBytes(parameters=held.parameters)
+        if zero == 0:
+            return Seconds(), states
+        gather = self._streamed("all_gather", gathered_bytes)
+        if zero < 3:
+            return Seconds(gradient_sync=gather), states
+        return (
+            Seconds(forward_states=gather, backward_states=gather),
+            StateBytes(parameters=held.parameters, gathered=gathered_bytes),
+        )
+
+    @property
+    def _step_bytes(self) -> int:
+        """Bytes that a step moves per parameter: all states read, all but the gradient written.
+
+        A gradient of fewer bytes than the master is first written in its format, and read.
+        """
+        own = self.policy
+        held = own.parameter_bytes + own.optimizer_bytes
+        copied = 2 * own.parameter_bytes * (own.gradient_bytes < own.parameter_bytes)
+        return 2 * held + own.gradient_bytes + copied
+
+    def _streamed(self, kind: str, num_bytes: float) -> float:
+        return max(0.0, self._states(kind, num_bytes) - self._states(kind, 1))
+
+    def _states(self, kind: str, num_bytes: float) -> float:
+        """Seconds of a collective of states over "dp", with the copies around it."""
+        return self.collective(kind, num_bytes, 0, measured_as=STATE_KINDS.get(kind))
+
+    def block_sync(self, zero: int) -> Seconds:
+        """The latency of a block's collectives of gradients and parameters over "dp"."""
+        if self.shards == 1:
+            return Seconds()
+        scatter = self._states("reduce_scatter", 1)
+        gather = self._states("all_gather", 1)
+        if zero == 0:
+            return Seconds(gradient_sync=self._states("all_reduce", 1))
+        if zero == 1:
+            return Seconds(gradient_sync=scatter + gather)
+        if zero == 2:
+            return Seconds(gradient_sync=gather, backward_states=scatter)
+        return Seconds(forward_states=gather, backward_states=gather + scatter)
+
+    def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
+        """Seconds forward and backward of what one rank gets from another stage."""
+        forward = self._message(self.local_bytes(spec, layout), link)
+        return forward, forward if spec.requires_grad else 0.0
+
+    def _message(self, num_bytes: int, link: Link) -> float:
+        is_inter = self.cluster.joins_hosts(link)
+        library: Library = "nccl" if self.device.kind == "cuda" else "gloo"
+        per_host, hosts = (1, 2) if is_inter else (2, 1)
+        group = Group(2, per_host, hosts, link, link, library=library)
+        key = ("p2p", num_bytes, group, self.profile)
+        found: Priced | None = self.cache.get(key)
+        if found is None:
+            known = self.profile.p2p(num_bytes, level_of(group), library) if self.profile else None
+            seconds, source = known or (p2p_seconds(num_bytes, link), "spec")
+            found = Priced(seconds, 0.0, source)
+            self.cache[key] = found
+            if self.asked is not None and num_bytes > 0:
+                self.asked.transfer(("p2p", group, ()), num_bytes, seconds, source)
+        return self._counted(found).forward

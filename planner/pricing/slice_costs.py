@@ -1,0 +1,157 @@
+"""What slices of the sequences cost, and how long they should be.
+
+In: a plan of whole sequences, and a function that prices the stages of a graph. Out: the part of
+a micro-batch's time that each slice takes; lengths by the dynamic program of
+``schedules_sliced``. The price of a slice is that of the graph which it runs: attention costs
+what its keys so far are worth, and small ops what they cost however short the slice is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..arranged.sequence_places import ATTENTION, Places, find_places
+from ..arranged.sequence_slices import sequence_slice, slice_bounds
+from ..graph import Blocks, Graph, Node
+from ..plan import Plan
+from ..schedules.sliced import slice_lengths
+from .stage_cost import StageCost
+
+Price = Callable[[Graph, Blocks, Plan], Sequence[StageCost]]
+"""The costs of a plan's stages; the graph is at the plan's micro-batch."""
+
+MOST_UNITS = 16
+"""Slice lengths are multiples of at least this part of a sequence."""
+
+
+class SliceShares(NamedTuple):
+    """The slices' lengths, and the part of a micro-batch's time that each takes."""
+
+    lengths: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+def slice_shares(
+    graph: Graph, blocks: Blocks, plan: Plan, whole: Sequence[StageCost], price: Price
+) -> SliceShares | None:
+    """The shares of the plan's slices, of all stages together; None where it has none."""
+    if not plan.slices:
+        return None
+    places = find_places(graph)
+    forward, backward = [], []
+    totals = [sum(cost.forward_seconds for cost in whole),
+              sum(cost.backward_seconds for cost in whole)]  # fmt: skip
+    for bounds in slice_bounds(plan.slices):
+        costs = _costs(graph, blocks, plan, places, bounds, price)
+        forward.append(sum(cost.forward_seconds for cost in costs) / totals[0])
+        backward.append(sum(cost.backward_seconds for cost in costs) / totals[1])
+    return SliceShares(plan.slices, tuple(forward), tuple(backward))
+
+
+def shares_by_work(
+    graph: Graph, lengths: tuple[int, ...], work: Callable[[Node], float]
+) -> SliceShares:
+    """The shares of slices by ``work`` (FLOPs) of ops: attention by the pairs it looks at.
+
+    A slice of n positions after b others has n (b + n) pairs, those of later positions included,
+    which a mask hides.
+    """
+    places, length = find_places(graph), sum(lengths)
+    attention = sum(work(graph[name]) for name in places.attention)
+    rest = sum(work(node) for node in graph if node.kind == "op") - attention
+    bounds = slice_bounds(lengths)
+    shares = tuple(
+        (rest * (stop - start) / length + attention * (stop - start) * stop / length**2)
+        / (rest + attention)
+        for start, stop in bounds
+    )
+    return SliceShares(lengths, shares, shares)
+
+
+def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tuple[int, ...]:
+    """The slice lengths with the fastest step, to a sixteenth of a sequence.
+
+    A slice of n positions after b others takes f(n) + c n b: f is priced at every length, c from
+    the last half of a sequence, since n queries see n b keys more.
+    """
+    places = find_places(graph)
+    length = places.length
+    granularity = next(g for g in range(max(1, length // MOST_UNITS), length + 1) if not length % g)
+
+    def seconds(bounds: tuple[int, int]) -> float:
+        costs = _costs(graph, blocks, plan, places, bounds, price)
+        return max(
+            cost.forward_seconds + cost.backward_seconds + sum(cost.receive_seconds)
+            for cost in costs
+        )
+
+    alone = {n: seconds((0, n)) for n in range(granularity, length + 1, granularity)}
+    half = length // granularity // 2 * granularity
+    rate = max(0.0, seconds((half, 2 * half)) - alone[half]) / half**2 if half else 0.0
+    return slice_lengths(
+        lambda n, before: alone[n] + rate * n * before,
+        length,
+        len(plan.stages),
+        granularity=granularity,
+        num_sequences=plan.num_microbatches,
+    )
+
+
+def _costs(
+    graph: Graph, blocks: Blocks, plan: Plan, places: Places, bounds: tuple[int, int], price: Price
+) -> Sequence[StageCost]:
+    part = sequence_slice(graph, blocks, plan, places, bounds)
+    return price(part.graph, part.blocks, part.plan)
+
+
+def is_attention(node: Node) -> bool:
+    """Whether a node is an attention that slices hand keys and values on for."""
+    return node.op.startswith(f"{ATTENTION}.")
+
+
+def carried_bytes(
+    node: Node, pair_bytes: float, slices: tuple[int, ...], *, again: bool = False
+) -> float:
+    """What an attention keeps for the slices of a micro-batch beyond what it keeps of it whole.
+
+    ``pair_bytes`` are its keys and values of all T positions, which it keeps anyway. The slice
+    that ends at e keeps those of e positions, and a mask of its queries by e keys in the
+    attention's number format (but the first, which needs none). Where the op is run ``again`` in
+    the backward, what is kept are the keys and values of before each slice.
+    """
+    if not slices or not is_attention(node):
+        return 0.0
+    bounds, length = slice_bounds(slices), sum(slices)
+    if again:
+        return pair_bytes * sum(start for start, _ in bounds) / length
+    more = sum(stop for _, stop in bounds) / length - 1
+    masks = sum((stop - start) * stop for start, stop in bounds if start)
+    return pair_bytes * more + masks * node.spec.itemsize
+
+
+def carried_by_layers(
+    graph: Graph, slices: SliceShares | None, layers: Sequence[int], *, parts: int, again: bool
+) -> tuple[float, ...]:
+    """``carried_bytes`` of a micro-batch of ``graph`` on a rank of each stage of so many layers.
+
+    Keys and values are split into ``parts`` (rows and heads), masks are not.
+    """
+    if slices is None:
+        return (0.0,) * len(layers)
+    total = 0.0
+    for node in filter(is_attention, graph):
+        pair = sum(graph.spec(ref).num_bytes for ref in node.inputs[1:3])
+        total += carried_bytes(node, pair / parts, slices.lengths, again=again)
+    return tuple(total * count / sum(layers) for count in layers)
+
+
+def even_lengths(length: int, count: int) -> tuple[int, ...]:
+    """``count`` slices, as equal as can be, longer ones first.
+
+    >>> even_lengths(8, 3)
+    (3, 3, 2)
+    """
+    short, longer = divmod(length, count)
+    return (short + 1,) * longer + (short,) * (count - longer)

@@ -1,0 +1,367 @@
+"""What a run of blocks costs on a mesh with given layouts, from the tables.
+
+In: an assembly and its choices. Out: seconds per micro-batch and per step, bytes on the
+worst rank, for any number of equal blocks, any ZeRO stage and any part recomputed: all are
+sums of the same few figures, taken once per solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..intra_op.assembly import (
+    GATHERED_BLOCKS,
+    Assembly,
+    Setting,
+    constant_bytes,
+    reserve,
+)
+from ..plan import Recompute
+from ..schedules.held import held_bytes
+from .decisions import ZEROS, Floats
+from .ladder import NOTHING, Ladder, Rungs, num_rungs, only, rungs
+from .ladder_front import MOST_RUNGS, Blocks, front
+from .prices import Seconds
+from .stage_model import StageModel
+from .structure import Edge, Run, Use, Weights
+
+STATES = ("parameters", "gradients", "optimizer")
+SECONDS = len(Seconds._fields)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """A stage's seconds and bytes. ``seconds`` per micro-batch and, the last two, per step.
+
+    ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
+    micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
+    backward are the gradients of weights, where they are put off; None where that is not known.
+    """
+
+    seconds: Seconds
+    receive_seconds: tuple[float, float]
+    memory_bytes: Mapping[str, float]
+    activation_bytes: float
+    late_seconds: float | None = None
+
+    @property
+    def compute_seconds(self) -> tuple[float, float]:
+        """Forward and backward: until the device has computed and the host issued each block."""
+        own = self.seconds
+        forward = max(own.forward_compute, own.forward_issue)
+        return forward, max(own.backward_compute, own.backward_issue)
+
+    @property
+    def forward_seconds(self) -> float:
+        own = self.seconds
+        return self.compute_seconds[0] + own.forward_communication + own.forward_states
+
+    @property
+    def backward_seconds(self) -> float:
+        own = self.seconds
+        return self.compute_seconds[1] + own.backward_communication + own.backward_states
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds.gradient_sync + self.seconds.optimizer
+
+    def objective(self, num_microbatches: int) -> float:
+        """Seconds per micro-batch with the step's share: what the solvers minimize.
+
+        The device's alone: that the host may take longer to issue a pass is no sum of ops.
+        """
+        microbatch = sum(self.seconds[:6]) + sum(self.receive_seconds)
+        return microbatch + self.step_seconds / num_microbatches
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _KindFigures:
+    """Of one block: seconds by ZeRO stage, states by ZeRO stage, bytes.
+
+    ``kept_seconds`` is what selective recomputation does not run again, of device and host;
+    ``selected_bytes`` what it keeps, of which ``overlap_bytes`` are of ``saved_bytes``.
+    """
+
+    seconds: Floats
+    states: Floats
+    saved_bytes: float
+    working_bytes: float
+    kept_seconds: Floats
+    selected_bytes: float
+    overlap_bytes: float
+
+
+class Figures:
+    """A solution's figures on a mesh, from which any run of its family is priced."""
+
+    def __init__(self, assembly: Assembly, choices: tuple[int, ...]) -> None:
+        self.model: StageModel = assembly.model
+        self.assembly = assembly
+        self.choices = choices
+        self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
+        self._ladders: dict[object, Ladder] = {}
+        self._late: dict[str, tuple[float, float]] = {}
+        self._per_byte: dict[tuple[Recompute, ...], tuple[float, float]] = {}
+        self.edges: dict[Edge, tuple[float, float, float]] = {}
+        self._shared = [
+            (assembly.decisions[assembly.start[name]], choices[assembly.start[name]])
+            for name in assembly.run.shared
+        ]
+
+    def _choice(self, name: str) -> int:
+        return self.choices[self.assembly.position(name)]
+
+    def _kind(self, kind: str) -> _KindFigures:
+        model, start = self.model.kind(kind), self.assembly.start[kind]
+        own = self.choices[start : start + len(model.decisions)]
+        pairs = list(zip(model.decisions, own, strict=True))
+        seconds = sum((d.seconds[:, c] for d, c in pairs), np.zeros((len(ZEROS), SECONDS)))
+        for zero in ZEROS:
+            seconds[zero] += self.model.block_sync(kind, zero)
+        for edge in model.edges:
+            forward, backward, _ = self._edge(edge)
+            seconds[:, 1] += forward
+            seconds[:, 3] += backward
+        held = [model.held(number, choice) for number, choice in enumerate(own)]
+        saved = {part for parts, _, _ in held for part in parts}
+        selected = {part for _, _, parts in held for part in parts}
+        return _KindFigures(
+            seconds,
+            sum((d.states[:, c] for d, c in pairs), np.zeros((len(ZEROS), 4))),
+            float(sum(size for _, size in saved)),
+            float(max((size for _, size, _ in held), default=0)),
+            sum((d.kept_seconds[c] for d, c in pairs), np.zeros(2)),
+            float(sum(size for _, size in selected)),
+            float(sum(size for _, size in saved & selected)),
+        )
+
+    def edge(self, edge: Edge) -> tuple[float, float, float]:
+        """Seconds forward and backward of an edge's conversions, bytes of its value."""
+        found = self.edges.get(edge)
+        if found is None:
+            found = self._edge(edge)
+            self.edges[edge] = found
+        return found
+
+    def _edge(self, edge: Edge) -> tuple[float, float, float]:
+        model = self.model
+        forward, backward = model.conversions(edge)
+        options = model.source(edge)
+        maker = edge.name if edge.first is None else edge.first.node
+        row = options.of_choice[self._choice(maker)]
+        _, columns = model.targets(edge)
+        wanted = {
+            int(column[self._choice(use.node)])
+            for use, column in zip(edge.uses, columns, strict=True)
+        }
+        held = model.prices.local_bytes(model.spec(edge), options.layouts[row])
+        return (
+            float(sum(forward[row, each] for each in sorted(wanted))),
+            float(sum(backward[row, each] for each in sorted(wanted))),
+            float(held if edge.origin != "parameter" else 0),
+        )
+
+    def unrecomputed(self, runs: Sequence[Run]) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """Runs of the family with nothing recomputed.
+
+        ``[run, zero]``: seconds per micro-batch and per step, bytes of states; ``[run]``: bytes
+        that a micro-batch keeps; ``[zero]``: transient bytes.
+        """
+        kinds = list(self.kinds.values())
+        counts = np.array([[run.counts[kind] for kind in self.kinds] for run in runs], float)
+        seconds = np.tensordot(counts, np.stack([kind.seconds for kind in kinds]), 1)
+        states = np.tensordot(counts, np.stack([kind.states for kind in kinds]), 1)
+        for decision, choice in self._shared:
+            seconds = seconds + decision.seconds[:, choice]
+            states = states + decision.states[:, choice]
+        passing = np.array([self._edge_seconds(run, run.weights(NOTHING)).sum() for run in runs])
+        micro = seconds[:, :, :6].sum(axis=2) + (passing + sum(self._receive(runs[0])))[:, None]
+        working = max(kind.working_bytes for kind in kinds)
+        whole = GATHERED_BLOCKS * np.stack([kind.states[:, 3] for kind in kinds]).max(axis=0)
+        return (
+            micro,
+            seconds[:, :, 6:8].sum(axis=2),
+            states[:, :, :3].sum(axis=2),
+            counts @ [kind.saved_bytes for kind in kinds],
+            working + whole,
+        )
+
+    def ladder(self, run: Run) -> Ladder:
+        """The run at every rung, made once."""
+        found = self._ladders.get(run.key)
+        if found is None:
+            found = self._ladder(run)
+            self._ladders[run.key] = found
+        return found
+
+    def _ladder(self, run: Run, on: Rungs | None = None) -> Ladder:
+        classes, _ = run.classes
+        own = np.array([self._block(each.kind, each.edges) for each in classes])
+        again, partly, saved, held, selected = own.T
+        kinds = [self.kinds[each.kind] for each in classes]
+        if on is None and num_rungs(*run.class_counts) <= MOST_RUNGS:
+            on = rungs(*run.class_counts)
+        elif on is None:
+            blocks = Blocks(
+                np.array([again, partly]),
+                np.array([held - saved, selected - saved]),
+                np.array(self._made_again(kinds)),
+            )
+            on = front(*run.class_counts, blocks)
+        return Ladder(
+            on,
+            on.sums(again, partly),
+            on.sums(held - saved, selected - saved),
+            self._transients(kinds, on),
+        )
+
+    def _block(self, kind: str, edges: tuple[Edge, ...]) -> tuple[float, ...]:
+        """Of one block: seconds to run it again, fully and selectively; bytes kept in each mode."""
+        own, read = self.kinds[kind], [self.edge(edge) for edge in edges]
+        again = float(own.seconds[0, :2].sum()) + sum(edge[0] for edge in read)
+        held = sum(edge[2] for edge in read)
+        partly = again - float(own.kept_seconds[0])
+        return again, partly, own.saved_bytes, held, held + own.selected_bytes
+
+    def _transients(self, kinds: Sequence[_KindFigures], on: Rungs) -> Floats:
+        """Per ZeRO stage and rung: the largest op, whole parameters and a block made again."""
+        whole = self._gathered(kinds)
+        working = max(kind.working_bytes for kind in kinds)
+        most = np.maximum(whole.max(axis=1)[:, None], on.most(*self._made_again(kinds)))
+        found: Floats = working + most
+        return found
+
+    @staticmethod
+    def _gathered(kinds: Sequence[_KindFigures]) -> Floats:
+        """Whole parameters of blocks of some kinds, ``[zero, kind]``."""
+        return np.array([GATHERED_BLOCKS * kind.states[:, 3] for kind in kinds]).T
+
+    @classmethod
+    def _made_again(cls, kinds: Sequence[_KindFigures]) -> tuple[Floats, Floats]:
+        """The same with what a block of the kind holds when it is run again, fully and
+        selectively."""
+        back = cls._gathered(kinds) + [kind.saved_bytes for kind in kinds]
+        return back, back - [kind.overlap_bytes for kind in kinds]
+
+    def seconds_per_byte(self, modes: tuple[Recompute, ...]) -> tuple[float, float]:
+        """The cheapest second per byte that recomputing a block costs, and the share of what
+        is kept that it can save, at most: over the kinds, without what is read from outside."""
+        if modes not in self._per_byte:
+            rates, shares = [], []
+            for kind in self.kinds.values():
+                again, saved = float(kind.seconds[0, :2].sum()), kind.saved_bytes
+                if "full" in modes and saved > 0:
+                    rates.append(again / saved)
+                    shares.append(1.0)
+                less = saved - kind.selected_bytes
+                if "selective" in modes and less > 0:
+                    rates.append((again - float(kind.kept_seconds[0])) / less)
+                    shares.append(less / saved)
+            self._per_byte[modes] = min(rates, default=0.0), max(shares, default=0.0)
+        return self._per_byte[modes]
+
+    def _states(self, run: Run) -> Floats:
+        """Bytes of the states by ZeRO stage."""
+        states = np.zeros((len(ZEROS), 4))
+        for kind, count in run.counts.items():
+            states += count * self.kinds[kind].states
+        for decision, choice in self._shared:
+            states += decision.states[:, choice]
+        return states
+
+    def _own_seconds(self, run: Run) -> Floats:
+        """Seconds of the blocks and shared parameters by ZeRO stage, nothing recomputed."""
+        seconds = np.zeros((len(ZEROS), SECONDS))
+        for kind, count in run.counts.items():
+            seconds += count * self.kinds[kind].seconds
+        for decision, choice in self._shared:
+            seconds += decision.seconds[:, choice]
+        return seconds
+
+    def price(self, run: Run, setting: Setting) -> StageCost:
+        """The cost of a run in a setting; the run is of this solution's family."""
+        seconds = self._seconds(run, run.weights(setting.rung), setting.zero)
+        ladder = self._ladder(run, only(setting.rung, len(run.classes[0])))
+        kept = sum(count * self.kinds[kind].saved_bytes for kind, count in run.counts.items())
+        kept += float(ladder.kept_bytes[0])
+        memory = dict(zip(STATES, self._states(run)[setting.zero].tolist(), strict=False))
+        memory["activations"] = kept * setting.in_flight
+        late = None
+        if setting.halves:
+            late, late_bytes = self.late(run)
+            memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
+        memory["transient"] = float(ladder.transient_bytes[setting.zero][0])
+        memory["buffers"] = float(constant_bytes(self.model, run))
+        memory["reserve"] = float(reserve(self.model))
+        return StageCost(Seconds(*seconds.tolist()), self._receive(run), memory, kept, late)
+
+    def late(self, run: Run) -> tuple[float, float]:
+        """Seconds of the gradients of a run's weights, and bytes kept for them."""
+        own = [(count, *self._late_of(kind)) for kind, count in run.counts.items()]
+        return sum(n * seconds for n, seconds, _ in own), sum(n * size for n, _, size in own)
+
+    def _late_of(self, kind: str) -> tuple[float, float]:
+        if kind not in self._late:
+            start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
+            choices = enumerate(self.choices[start : start + number])
+            found = [self.model.late(kind, at, choice) for at, choice in choices]
+            parts = {part for _, own in found for part in own}
+            self._late[kind] = sum(own for own, _ in found), float(sum(n for _, n in parts))
+        return self._late[kind]
+
+    def _seconds(self, run: Run, weight: Weights, zero: int) -> Floats:
+        seconds: Floats = self._own_seconds(run)[zero] + self._edge_seconds(run, weight)
+        for kind, count in weight.kinds_again.items():
+            seconds[2:4] += count * self.kinds[kind].seconds[zero, :2]
+        for kind, count in weight.kinds_selective.items():
+            seconds[2] -= count * self.kinds[kind].kept_seconds[0]
+        seconds[8:] = self._issued(weight, zero)
+        return seconds
+
+    def _issued(self, weight: Weights, zero: int) -> Floats:
+        """Forward and backward, until each block is both computed and issued."""
+        found = np.zeros(2)
+        for kind, count in weight.kinds.items():
+            own, kept = self.kinds[kind].seconds[zero, [0, 8, 2, 9]], self.kinds[kind].kept_seconds
+            again = weight.kinds_again.get(kind, 0)
+            partly = weight.kinds_selective.get(kind, 0)
+            found[0] += count * max(own[:2])
+            found[1] += (count - again) * max(own[2:])
+            found[1] += (again - partly) * max(own[2:] + own[:2])
+            found[1] += partly * max(own[2:] + own[:2] - kept)
+        return found
+
+    def _edge_seconds(self, run: Run, weight: Weights) -> Floats:
+        """Seconds of what passes between blocks and at the stage's ends."""
+        seconds = np.zeros(SECONDS)
+        for edge, count in weight.edges.items():
+            forward, backward, _ = self.edge(edge)
+            seconds[1] += count * forward
+            seconds[3] += count * backward + weight.edges_again.get(edge, 0) * forward
+        for (name, index), count in run.sent.items():
+            seconds[1:4:2] += count * self._at_boundary(name, index, whole=False)
+        if run.has_loss:
+            seconds[1:4:2] += self._at_boundary(*self.assembly.loss, whole=True)
+        return seconds
+
+    def _at_boundary(self, name: str, index: int, *, whole: bool) -> Floats:
+        table = self.model.boundary_seconds(name, index, whole=whole)
+        found: Floats = table[self.model.made(name, index).of_choice[self._choice(name)]]
+        return found
+
+    def _receive(self, run: Run) -> tuple[float, float]:
+        total = np.zeros(2)
+        for ref, first in run.received:
+            table = self.model.receive_seconds(ref, first)
+            total += table[self._received_class(first)]
+        return float(total[0]), float(total[1])
+
+    def _received_class(self, first: Use) -> int:
+        return int(self.model.received(first).of_choice[self._choice(first.node)])

@@ -1,0 +1,379 @@
+"""The tables of one stage mesh: decisions per kind, edges, what is kept, what each costs.
+
+In: the graph's structure, prices on a mesh, what the axes are for. Out: for a kind of block
+its decisions and the edges inside it; for an edge the conversions between the layouts that
+its two ends may choose. Everything is made when first asked for and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...cost_model.cluster import Link
+from ..graph import Node, Ref, TensorSpec
+from ..intra_op.highs import Ints
+from ..intra_op.ilp import merge_classes
+from ..layout import INVARIANT, Layout
+from ..plan import Recompute
+from ..strategy import NodeLayout
+from .choices import Restriction
+from .decisions import Decision, Floats, decide, parameter_decision
+from .prices import Prices, Seconds, boundary_layout
+from .recompute import kept_parts
+from .saved import Part, saved_parts, working_bytes
+from .structure import Edge, Structure, Use
+from .weight_backward import late_parts, late_seconds, late_share
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The distinct layouts of one value or use, and which of them each choice has."""
+
+    layouts: tuple[Layout, ...]
+    of_choice: Ints
+
+    @staticmethod
+    def of(layouts: Sequence[Layout]) -> Options:
+        distinct = {layout: index for index, layout in enumerate(dict.fromkeys(layouts))}
+        return Options(tuple(distinct), np.array([distinct[layout] for layout in layouts]))
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """An edge for the solver: classes per choice of the source and of each use, and seconds."""
+
+    source: Ints
+    uses: tuple[Ints, ...]
+    forward: Floats
+    backward: Floats
+
+
+Kept = tuple[tuple[tuple[Part, ...], ...], ...]
+"""Per decision and choice the storages that are kept, with their bytes."""
+
+
+Held = tuple[tuple[Part, ...], int, tuple[Part, ...]]
+"""Of a choice: what autograd keeps, the most that a member works on, what is selected."""
+
+
+Late = tuple[float, tuple[Part, ...]]
+"""Of a choice: seconds of the gradients of weights, and what is kept for them."""
+
+
+@dataclass(frozen=True)
+class KindModel:
+    """One kind of block on the mesh.
+
+    ``where`` finds the decision of a member. ``edges`` are the values read inside the block
+    by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
+    autograd keeps, ``selected`` those that selective recomputation keeps; ``working_bytes``
+    per decision and choice the most that a member's inputs and outputs take. ``held`` finds
+    the three for one choice of a decision: most meshes never need them for all.
+    """
+
+    kind: str
+    decisions: tuple[Decision, ...]
+    where: Mapping[str, int]
+    edges: tuple[Edge, ...]
+    has_parameters: bool
+    held: Callable[[int, int], Held] = field(repr=False)
+
+    def _every(self, part: int) -> tuple[tuple[Any, ...], ...]:
+        return tuple(
+            tuple(self.held(number, choice)[part] for choice in range(len(decision.choices)))
+            for number, decision in enumerate(self.decisions)
+        )
+
+    @cached_property
+    def saved(self) -> Kept:
+        return self._every(0)
+
+    @cached_property
+    def working_bytes(self) -> tuple[Floats, ...]:
+        return tuple(np.array(sizes, dtype=np.float64) for sizes in self._every(1))
+
+    @cached_property
+    def selected(self) -> Kept:
+        return self._every(2)
+
+    def parts(self, mode: Recompute) -> Kept:
+        """What a block keeps from its forward to its backward, but for what it reads."""
+        return {"none": self.saved, "selective": self.selected, "full": ()}[mode]
+
+    def kept_bytes(self, mode: Recompute) -> Floats:
+        """Bytes kept by each choice of all decisions, a storage counted with its first keeper.
+
+        Their sum over a block's decisions is at most what it keeps.
+        """
+        counted: dict[str, int] = {}
+        found = []
+        for number, choices in enumerate(self.parts(mode)):
+            for parts in choices:
+                own = [size for name, size in parts if counted.setdefault(name, number) == number]
+                found.append(float(sum(own)))
+        return np.array(found)
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """Tables on one mesh. ``link`` joins the stage to the one before it."""
+
+    structure: Structure
+    prices: Prices
+    restriction: Restriction
+    link: Link
+    merge: bool = True
+    constants: dict[int, int] = field(default_factory=dict, repr=False)
+    _kinds: dict[str, KindModel] = field(default_factory=dict, repr=False)
+    _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
+    _options: dict[object, Options] = field(default_factory=dict, repr=False)
+    _conversions: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
+    _boundaries: dict[object, Floats] = field(default_factory=dict, repr=False)
+    _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
+    _late: dict[object, Late] = field(default_factory=dict, repr=False)
+    _most_late: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+
+    def kind(self, kind: str) -> KindModel:
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._make_kind(kind)
+            self._kinds[kind] = found
+        return found
+
+    def late(self, kind: str, number: int, choice: int) -> Late:
+        """The weights' half of the backward of one choice of a kind's decision."""
+        key = (kind, number, choice)
+        if key not in self._late:
+            decision = self.kind(kind).decisions[number]
+            layouts, graph = decision.choices[choice].layouts, self.structure.graph
+            nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
+            asked = [(node, layouts[node.name], graph, self.prices) for node in nodes]
+            parts = [part for each in asked for part in late_parts(*each)]
+            self._late[key] = sum(late_seconds(*each) for each in asked), tuple(parts)
+        return self._late[key]
+
+    def most_late(self, kind: str) -> tuple[float, float]:
+        """The largest share that gradients of weights have of any op's passes in a kind, and
+        the most seconds that they take of a block."""
+        if kind not in self._most_late:
+            graph, most, seconds = self.structure.graph, 0.0, 0.0
+            for decision in self.kind(kind).decisions:
+                nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
+                share = max((late_share(node, graph, self.prices) for node in nodes), default=0.0)
+                if share:
+                    forward, backward = decision.seconds[0][:, [0, 2]].T
+                    both = np.maximum(forward + backward, np.finfo(float).tiny)
+                    most = max(most, share * float((backward / both).max()))
+                    seconds += share * float(backward.max())
+            self._most_late[kind] = most, seconds
+        return self._most_late[kind]
+
+    def shared(self, parameter: str) -> Decision:
+        """The decision of a parameter of several blocks."""
+        found = self._shared.get(parameter)
+        if found is None:
+            found = self._parameter(parameter)
+            self._shared[parameter] = found
+        return found
+
+    def _parameter(self, name: str) -> Decision:
+        return parameter_decision(self.structure.graph[name], self.prices, self.restriction)
+
+    def _make_kind(self, kind: str) -> KindModel:
+        graph = self.structure.graph
+        block = self.structure.blocks.kinds[kind]
+        decisions = decide(block, graph, self.prices, self.restriction, merge=self.merge)
+        decisions += tuple(self._parameter(name) for name in self.structure.own_parameters(block))
+        where = {name: i for i, decision in enumerate(decisions) for name in decision.members}
+        return KindModel(
+            kind,
+            decisions,
+            where,
+            self._edges_inside(kind, where),
+            bool(block.parameters),
+            self._holder(decisions),
+        )
+
+    def _edges_inside(self, kind: str, where: Mapping[str, int]) -> tuple[Edge, ...]:
+        graph = self.structure.graph
+        block = self.structure.blocks.kinds[kind]
+        own = set(block.nodes)
+        uses: dict[Ref, list[Use]] = {}
+        for name in block.nodes:
+            for position, ref in enumerate(graph[name].inputs):
+                if ref.name in own and where[ref.name] != where[name]:
+                    uses.setdefault(ref, []).append(Use(kind, name, position))
+        return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
+
+    def _holder(self, decisions: Sequence[Decision]) -> Callable[[int, int], Held]:
+        """``KindModel.held``, found when first asked for."""
+        graph, prices = self.structure.graph, self.prices
+        by_choice: dict[tuple[int, int], Held] = {}
+        by_layout: dict[tuple[str, int], Held] = {}
+
+        def of_layout(node: Node, layout: NodeLayout) -> Held:
+            key = (node.name, id(layout))  # by identity: hashing a layout takes longer
+            if key not in by_layout:
+                by_layout[key] = (
+                    saved_parts(node, layout, graph, prices),
+                    working_bytes(node, layout, graph, prices),
+                    kept_parts(node, layout, graph, prices),
+                )
+            return by_layout[key]
+
+        def held(number: int, choice: int) -> Held:
+            if (number, choice) not in by_choice:
+                decision = decisions[number]
+                layouts = decision.choices[choice].layouts
+                nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
+                own = [of_layout(node, layouts[node.name]) for node in nodes]
+                by_choice[number, choice] = (
+                    tuple(dict.fromkeys(part for saved, _, _ in own for part in saved)),
+                    max((size for _, size, _ in own), default=0),
+                    tuple(dict.fromkeys(part for _, _, selected in own for part in selected)),
+                )
+            return by_choice[number, choice]
+
+        return held
+
+    def made(self, name: str, index: int) -> Options:
+        """The layouts in which a kind's value may be made; ``name`` is a template's."""
+        key = ("made", name, index)
+        if key not in self._options:
+            _, decision = self.home(name)
+            self._options[key] = Options.of(
+                [choice.layouts[name].outputs[index] for choice in decision.choices]
+            )
+        return self._options[key]
+
+    def wanted(self, use: Use) -> Options:
+        """The layouts in which a use may want its value."""
+        key = ("wanted", use)
+        if key not in self._options:
+            _, decision = self.home(use.node)
+            self._options[key] = Options.of(
+                [choice.layouts[use.node].inputs[use.position] for choice in decision.choices]
+            )
+        return self._options[key]
+
+    def received(self, first: Use) -> Options:
+        """The layouts in which a stage may receive a value: as its first use wants it."""
+        key = ("received", first)
+        if key not in self._options:
+            wanted = self.wanted(first)
+            at_boundary = Options.of([boundary_layout(each) for each in wanted.layouts])
+            self._options[key] = Options(
+                at_boundary.layouts, at_boundary.of_choice[wanted.of_choice]
+            )
+        return self._options[key]
+
+    @cached_property
+    def _kind_of(self) -> dict[str, str]:
+        return {
+            name: block.kind
+            for block in self.structure.blocks.kinds.values()
+            for name in (*block.nodes, *block.parameters)
+        }
+
+    def home(self, name: str) -> tuple[str, Decision]:
+        """The kind (or the shared parameter's own name) and the decision of a member."""
+        is_parameter = self.structure.graph[name].kind == "parameter"
+        if is_parameter and self.structure.is_shared(name):
+            return name, self.shared(name)
+        kind = self._kind_of[name]
+        model = self.kind(kind)
+        return kind, model.decisions[model.where[name]]
+
+    def source(self, edge: Edge) -> Options:
+        """The layouts that an edge's value may come in."""
+        if edge.first is not None:
+            return self.received(edge.first)
+        return self.made(edge.name, edge.index)
+
+    def spec(self, edge: Edge) -> TensorSpec:
+        return self.structure.graph[edge.name].outputs[edge.index]
+
+    def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
+        """The distinct layouts that an edge's uses may want; per use the one of each choice."""
+        distinct: dict[Layout, int] = {}
+        columns = []
+        for use in edge.uses:
+            options = self.wanted(use)
+            numbers = np.array([distinct.setdefault(w, len(distinct)) for w in options.layouts])
+            columns.append(numbers[options.of_choice])
+        return tuple(distinct), tuple(columns)
+
+    def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
+        """Seconds forward and backward from every source layout to every target layout."""
+        found = self._conversions.get(edge)
+        if found is None:
+            spec, (targets, _) = self.spec(edge), self.targets(edge)
+            pairs = np.array(
+                [
+                    [self.prices.conversion(spec, source, target) for target in targets]
+                    for source in self.source(edge).layouts
+                ]
+            )
+            found = pairs[:, :, 0], pairs[:, :, 1]
+            self._conversions[edge] = found
+        return found
+
+    def merged(self, edge: Edge) -> Merged:
+        """An edge's ends and conversions with equal rows and columns made one."""
+        found = self._merged.get(edge)
+        if found is None:
+            both = np.stack(self.conversions(edge))
+            _, columns = self.targets(edge)
+            alone = all(np.array_equal(column, columns[0]) for column in columns) and (
+                len({self.home(use.node)[1].name for use in edge.uses}) == 1
+            )
+            rows, targets, reduced = merge_classes(both, merge_columns=alone)
+            found = Merged(
+                rows[self.source(edge).of_choice],
+                tuple(targets[column] for column in columns),
+                reduced[0],
+                reduced[1],
+            )
+            self._merged[edge] = found
+        return found
+
+    def boundary_seconds(self, name: str, index: int, *, whole: bool = False) -> Floats:
+        """Per source layout, seconds (forward, backward) to bring a value to a boundary.
+
+        ``whole``: to I on every axis, as the loss ends.
+        """
+        key = (name, index, whole)
+        if key not in self._boundaries:
+            spec = self.structure.graph[name].outputs[index]
+            rows = []
+            for layout in self.made(name, index).layouts:
+                target = loss_layout(layout) if whole else boundary_layout(layout)
+                rows.append(self.prices.conversion(spec, layout, target))
+            self._boundaries[key] = np.array(rows)
+        return self._boundaries[key]
+
+    def receive_seconds(self, ref: Ref, first: Use) -> Floats:
+        """Per received layout, seconds (forward, backward) on the link."""
+        spec = self.structure.graph.spec(ref)
+        key = (spec, first)
+        if key not in self._boundaries:
+            layouts = self.received(first).layouts
+            rows = [self.prices.transfer(spec, each, self.link) for each in layouts]
+            self._boundaries[key] = np.array(rows)
+        return self._boundaries[key]
+
+    def block_sync(self, kind: str, zero: int) -> Seconds:
+        """What a block's collectives over the sharding axis cost besides their bytes."""
+        if not self.kind(kind).has_parameters:
+            return Seconds()
+        return self.prices.block_sync(zero)
+
+
+def loss_layout(layout: Layout) -> Layout:
+    """Whole on every axis."""
+    return (INVARIANT,) * len(layout)

@@ -1,0 +1,163 @@
+"""The step of a pipeline: from each stage's cost to a simulated timeline.
+
+In: a schedule, how many micro-batches, what each stage costs. Out: the timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ...cost_model.actions import Edges, Schedule, chain
+from ...cost_model.cluster import Cluster
+from ...cost_model.free_ports import FreePorts
+from ...cost_model.ports import Ports
+from ...cost_model.simulator import simulate
+from ...cost_model.stage_costs import Overlap, StageCosts
+from ...cost_model.timeline import Timeline
+from ..inter_op.branches import WeightedEdges
+from ..schedules.schedules import build_schedule
+from .slice_costs import SliceShares
+from .stage_cost import StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A schedule by name, of so many micro-batches.
+
+    ``edges`` say which stage needs which (earlier, later), and the share of what the later one
+    receives that comes from there; without them each stage needs the one before. ``slices``
+    are those of the sequences, where they are sliced.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int = 1
+    edges: WeightedEdges | None = None
+    slices: SliceShares | None = None
+
+
+def simulate_stages(
+    pipeline: Pipeline,
+    costs: Sequence[StageCost],
+    *,
+    overlap: Overlap | None = None,
+    latency_seconds: float = 0.0,
+) -> Timeline:
+    """The step of a pipeline of these stages.
+
+    With an ``overlap`` gradients are summed beside the last backward and slow it down; without
+    one they are summed after it. ``latency_seconds``: of every message, what keeps no other from
+    being sent.
+    """
+    edges, slices = pipeline.edges, pipeline.slices
+    pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
+    if pairs == chain(len(costs)):
+        pairs = edges = None
+    own = stage_costs(costs, edges, latency_seconds=latency_seconds)
+    if slices is not None:
+        own = replace(
+            own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward
+        )
+    table = build_schedule(
+        pipeline.schedule, len(costs), pipeline.num_microbatches,
+        num_chunks=pipeline.num_chunks, edges=pairs,
+        slices=slices.lengths if slices is not None else (),
+    )  # fmt: skip
+    return simulate(table, own, overlap=overlap)
+
+
+def simulate_figures(
+    schedule: str,
+    num_microbatches: int,
+    figures: Sequence[Sequence[float]],
+    *,
+    edges: WeightedEdges | None = None,
+    latency_seconds: float = 0.0,
+    shared: bool = True,
+) -> float:
+    """The step's seconds from the five figures of each stage: forward, backward, receive
+    forward, receive backward, end of the step; of a split backward the first half, and the
+    weights' half as a sixth. The same as ``simulate_stages``, for many. Not ``shared``: as if no
+    messages shared a port (``free_ports``)."""
+    forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
+    weights = late[0] if late else ()
+    if late:
+        backward = tuple(i + w for i, w in zip(backward, weights, strict=True))
+    if len(figures) == 1:
+        return float(num_microbatches * (forward[0] + backward[0]) + end[0])
+    pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
+    if pairs == chain(len(figures)):
+        pairs = edges = None
+    received = [(target, 1.0) for target in range(1, len(figures))]
+    if edges is not None:
+        received = [(target, share) for _, target, share in edges]
+    costs = StageCosts(
+        forward,
+        backward,
+        send_seconds=[share * receive[target] for target, share in received],
+        send_backward_seconds=[share * receive_backward[target] for target, share in received],
+        step_seconds=end,
+        weight_backward_seconds=weights,
+        edges=pairs,
+        send_latency_seconds=(latency_seconds,) * len(received),
+    )
+    table = _table(schedule, len(figures), num_microbatches, pairs)
+    return float(simulate(table, costs, ports=Ports if shared else FreePorts).step_seconds)
+
+
+def latency_seconds(cluster: Cluster) -> float:
+    """What every message between devices of the cluster is on its way at least."""
+    links = [host.link for host in cluster.hosts if host.num_devices > 1]
+    links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
+    return min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
+
+
+@lru_cache(maxsize=256)
+def _table(schedule: str, num_stages: int, num_microbatches: int, pairs: Edges | None) -> Schedule:
+    return build_schedule(schedule, num_stages, num_microbatches, edges=pairs)
+
+
+def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
+    """For each stage the seconds of a micro-batch's messages to the stages that need it."""
+    found = [0.0] * len(costs)
+    chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
+    for source, target, share in chained if edges is None else edges:
+        found[source] += share * costs[target].receive_seconds[0]
+    return found
+
+
+def stage_costs(
+    costs: Sequence[StageCost],
+    edges: WeightedEdges | None = None,
+    *,
+    latency_seconds: float = 0.0,
+) -> StageCosts:
+    """What the simulator asks of stages that were priced.
+
+    ``gradient_sync`` holds the gathering of ZeRO 1 and 2 too: it is taken with the gradients.
+    """
+    received = [(target, 1.0) for target in range(1, len(costs))]
+    if edges is not None:
+        received = [(target, share) for _, target, share in edges]
+    receives = [
+        tuple(seconds * share for seconds in costs[target].receive_seconds)
+        for target, share in received
+    ]
+    own = [cost.seconds for cost in costs]
+    late = [cost.late_seconds for cost in costs if cost.late_seconds is not None]
+    return StageCosts(
+        forward_seconds=[cost.forward_seconds for cost in costs],
+        backward_seconds=[cost.backward_seconds for cost in costs],
+        send_seconds=[forward for forward, _ in receives],
+        send_backward_seconds=[backward for _, backward in receives],
+        gradient_sync_seconds=[each.gradient_sync for each in own],
+        step_seconds=[each.optimizer for each in own],
+        activation_bytes=[int(cost.activation_bytes) for cost in costs],
+        forward_communication_seconds=[e.forward_communication + e.forward_states for e in own],
+        backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],
+        weight_backward_seconds=late if len(late) == len(costs) else (),
+        edges=None if edges is None else tuple((source, target) for source, target, _ in edges),
+        send_latency_seconds=(latency_seconds,) * len(received),
+    )

@@ -1,0 +1,93 @@
+"""The half of a backward that may wait: the gradients of weights.
+
+In: a node in a layout. Out: the seconds of the gradients of its weights, which are part of its
+backward, and what is kept for them once the other half is done.
+
+Schedules that split backwards (ZB-H1, ZB-H2, ZB-V, DualPipeV) put off the weights' gradients of
+matrix products, convolutions and embeddings whose weights are made of parameters alone, as
+``runtime.weight_gradients`` does. All else is in the first half: other ops' backwards, what is
+run again, every collective. The product for the weights has as many operations as that for the
+data and as many bytes, so it takes half of the op's backward, or all of it where the data has
+no gradient. Until then a micro-batch keeps the op's data and the gradient of its result.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
+"""
+
+from __future__ import annotations
+
+from ..graph import Graph, Node, Ref
+from ..rules.table import packet
+from ..strategy import NodeLayout
+from .choices import input_specs
+from .prices import Prices
+from .saved import Part, layout_of, storage
+
+_CONVOLUTION = (0, (1, 2))
+
+POSITIONS = {
+    "linear": (0, (1, 2)),
+    "mm": (0, (1,)),
+    "bmm": (0, (1,)),
+    "addmm": (1, (2, 0)),
+    "embedding": (1, (0,)),
+    "conv1d": _CONVOLUTION,
+    "conv2d": _CONVOLUTION,
+    "conv3d": _CONVOLUTION,
+}
+"""Of the ops that put weight gradients off, where among the arguments data and weights are."""
+
+
+def late_seconds(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> float:
+    """Seconds of a node's backward that a split schedule may put off."""
+    share = late_share(node, graph, prices)
+    if not share:
+        return 0.0
+    return share * prices.compute(node, input_specs(node, graph), layout)[1]
+
+
+def late_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
+    """What is kept for it: each storage's name and local bytes."""
+    if not late_share(node, graph, prices):
+        return ()
+    data = node.args[POSITIONS[packet(node.op)][0]]
+    root = storage(data, graph, prices)
+    made = prices.local_bytes(node.spec, layout.outputs[0])
+    found = [(f"{node.name}:gradient", made)]
+    if graph[root.name].kind in ("op", "input"):
+        size = prices.local_bytes(graph.spec(root), layout_of(data, node, layout))
+        found.append((f"{root.name}:{root.index}", size))
+    return tuple(found)
+
+
+def late_share(node: Node, graph: Graph, prices: Prices) -> float:
+    """The part of a node's backward that is gradients of weights: none, half or all of it."""
+    positions = POSITIONS.get(packet(node.op)) if node.kind == "op" else None
+    if positions is None or node.kwargs:
+        return 0.0
+    data, weights = _argument(node, positions[0]), [_argument(node, at) for at in positions[1]]
+    given = [each for each in weights if each is not None]
+    if data is None or weights[0] is None or _is_of_parameters(data, graph, prices):
+        return 0.0
+    if not all(_is_of_parameters(each, graph, prices) for each in given):
+        return 0.0
+    if not any(graph.spec(each).requires_grad for each in given):
+        return 0.0
+    return 0.5 if graph.spec(data).requires_grad else 1.0
+
+
+def _argument(node: Node, position: int) -> Ref | None:
+    found = node.args[position] if position < len(node.args) else None
+    return found if isinstance(found, Ref) else None
+
+
+def _is_of_parameters(ref: Ref, graph: Graph, prices: Prices) -> bool:
+    """Whether a value is computed from parameters and nothing else."""
+    known: dict[str, bool] = prices.cache.setdefault("of parameters", {})
+    if ref.name not in known:
+        for node in graph:
+            known[node.name] = node.kind == "parameter" or (
+                node.kind == "op"
+                and bool(node.inputs)
+                and all(known[each.name] for each in node.inputs)
+            )
+    return known[ref.name]

@@ -1,0 +1,161 @@
+"""What a block takes in one piece, against the sum of its ops measured one by one.
+
+In: a graph, its blocks, a profile that has whole blocks among its ops. Out: by node the factor
+of its measured seconds, forward and backward, that makes the ops of a block add up to what the
+block took. It holds what no op by itself shows: values that have left the caches, views, sums
+of gradients of values used more than once, and the interpreter between the ops.
+
+A whole block is kept as an op case: ``BLOCK_OP`` on the block's inputs at the rows of one rank,
+its arguments a hash of what it computes. Of several of one kind the nearest in bytes counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...cost_model.cluster import Cluster
+from ...cost_model.profile.case import OpCase, TensorCase, canonical
+from ...cost_model.profile.lookup import Profile
+from ...cost_model.profile.records import Measurement
+from .. import rules as default_rules
+from ..graph import Block, Blocks, Graph, Ref
+from ..layout import INVARIANT, Mesh
+from ..plan import Precision
+from ..precision import with_precision
+from ..strategy import NodeLayout
+from .basis import Basis
+from .choices import input_specs
+from .prices import Prices
+
+BLOCK_OP = "autoparallel.block"
+FAMILY = "block"
+
+ONE_DEVICE = Mesh(("dp",), (1,))
+
+Factors = Mapping[str, tuple[float, float]]
+"""By node: of measured seconds forward and backward."""
+
+
+def block_inputs(graph: Graph, block: Block) -> tuple[Ref, ...]:
+    """What a block takes from outside, its own parameters and buffers among it, by first use."""
+    own = set(block.nodes)
+    found = (ref for name in block.nodes for ref in graph[name].inputs if ref.name not in own)
+    return tuple(dict.fromkeys(found))
+
+
+def block_case(graph: Graph, block: Block) -> OpCase:
+    """A block on one device at the graph's batch size, as it is kept in a profile."""
+    return OpCase(
+        op=BLOCK_OP,
+        tensors=tuple(
+            TensorCase(spec.shape, spec.dtype, spec.requires_grad)
+            for spec in map(graph.spec, block_inputs(graph, block))
+        ),
+        arguments=canonical([_digest(graph, block)], {}),
+        family=FAMILY,
+        num_bytes=_bytes(graph, block),
+    )
+
+
+def whole_blocks(
+    graph: Graph, blocks: Blocks, cluster: Cluster, basis: Basis, *, precision: Precision
+) -> Basis:
+    """``basis`` with the factors that its profile's whole blocks give the nodes of ``graph``."""
+    profile = basis.used
+    if profile is None:
+        return basis
+    measured: dict[str, list[tuple[OpCase, Measurement]]] = {}
+    for case, found in profile.ops.items():
+        if case.op == BLOCK_OP:
+            measured.setdefault(case.arguments, []).append((case, found))
+    if not measured:
+        return basis
+    graph = with_precision(graph, precision)
+    factors: dict[str, tuple[float, float]] = {}
+    by_kind = {
+        kind: _factors(graph, block, cluster, profile, measured)
+        for kind, block in blocks.kinds.items()
+    }
+    for block in blocks.blocks:
+        own = by_kind[block.kind]
+        if own is not None:
+            factors.update(dict.fromkeys(block.nodes, own))
+    return replace(basis, profile=replace(profile, factors=factors))
+
+
+def _factors(
+    graph: Graph,
+    block: Block,
+    cluster: Cluster,
+    profile: Profile,
+    measured: Mapping[str, list[tuple[OpCase, Measurement]]],
+) -> tuple[float, float] | None:
+    """The factors of the nearest block of this kind that was measured; None if none was."""
+    own = block_case(graph, block)
+    same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0])]
+    if not same:
+        return None
+    case, found = min(same, key=lambda each: abs(sum(each[0].num_bytes) - sum(own.num_bytes)))
+    rows = _rows(graph, block, case)
+    assert rows is not None
+    summed = seconds_by_ops(graph.with_batch_size(rows), block, cluster, profile)
+    return (
+        found.forward_seconds / summed[0] if summed[0] > 0 else 1.0,
+        found.backward_seconds / summed[1] if summed[1] > 0 else 1.0,
+    )
+
+
+def seconds_by_ops(
+    graph: Graph, block: Block, cluster: Cluster, profile: Profile
+) -> tuple[float, float]:
+    """Seconds of a block on one device, forward and backward, as the sum of its ops."""
+    bare = replace(profile, factors={})
+    prices = Prices(ONE_DEVICE, cluster, (0,), "fp32", "adamw", default_rules, profile=bare)
+    forward = backward = 0.0
+    whole = (INVARIANT,)
+    for name in block.nodes:
+        node = graph[name]
+        layout = NodeLayout((whole,) * len(node.inputs), (whole,) * len(node.outputs))
+        own = prices.compute(node, input_specs(node, graph), layout)
+        forward, backward = forward + own[0], backward + own[1]
+    return forward, backward
+
+
+def _rows(graph: Graph, block: Block, case: OpCase) -> int | None:
+    """The batch size at which the block has the case's inputs; None if there is none."""
+    refs = block_inputs(graph, block)
+    if len(refs) != len(case.tensors):
+        return None
+    rows = graph.batch_size
+    for ref, tensor in zip(refs, case.tensors, strict=True):
+        dim = graph.batch_dims[ref.name][ref.index] if graph.batch_dims else None
+        shape = graph.spec(ref).shape
+        if dim is not None and shape[dim] and len(shape) == len(tensor.shape):
+            rows = tensor.shape[dim] * graph.batch_size // shape[dim]
+            break
+    if rows < 1 or (rows != graph.batch_size and not graph.batch_dims):
+        return None
+    return rows if block_case(graph.with_batch_size(rows), block) == case else None
+
+
+def _digest(graph: Graph, block: Block) -> str:
+    """What the block computes, whatever its names and its batch."""
+    numbers = {name: index for index, name in enumerate(block.nodes)}
+    lines = [
+        [graph[name].op, [numbers.get(ref.name, -1) for ref in graph[name].inputs]]
+        for name in block.nodes
+    ]
+    shapes = [
+        graph.spec(ref).shape
+        for ref in block_inputs(graph, block)
+        if graph[ref.name].kind == "parameter"
+    ]
+    return hashlib.sha256(json.dumps([lines, shapes]).encode()).hexdigest()[:16]
+
+
+def _bytes(graph: Graph, block: Block) -> tuple[float, float]:
+    read = sum(graph.spec(ref).num_bytes for ref in block_inputs(graph, block))
+    return float(read), float(read)

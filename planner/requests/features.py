@@ -1,0 +1,112 @@
+"""Which means of parallelism a plan may use: ``--allow`` and ``--deny``.
+
+Features come in groups. Allowing some of a group denies the others of that group; a group
+of which nothing is named stays free. Denying always takes away.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..layout import Mesh
+from ..plan import Recompute
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "parallelism": ("dp", "tp", "pp", "cp", "sp", "ep"),
+    "zero": ("zero1", "zero2", "zero3"),
+    "recompute": ("selective", "full"),
+    "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
+}
+"""Features by group; the schedules are one more group.
+
+``dp``, ``tp``, ``cp``: mesh axes of more than one rank, and rows split on any axis with
+``dp``; ``pp``: several stages; ``cp`` also:
+attention on split positions; ``sp``: any other op on split positions; ``ep``: experts'
+weights split by expert; ``selective``, ``full``: recomputation; ``2d-mesh``: two axes;
+``mixed-stages``: stages of different sizes; ``branches``: devices of their own for branches;
+``uneven-shares``: unlike devices with unequal shares of the batch.
+"""
+
+WHOLE_GROUPS = ("zero", "recompute")
+"""Groups whose name stands for all their features."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a plan may not use."""
+
+    denied: frozenset[str] = frozenset()
+
+    def allows(self, name: str) -> bool:
+        return name not in self.denied
+
+    def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
+        """Whether a stage may lie on a mesh.
+
+        >>> features = Features(frozenset({"2d-mesh"}))
+        >>> features.allows_mesh(Mesh(("tp",), (4,)))
+        True
+        >>> features.allows_mesh(Mesh(("dp", "tp"), (2, 2)))
+        False
+        """
+        sizes = {name: size for name, size in zip(mesh.axes, mesh.shape, strict=True) if size > 1}
+        if max_tp is not None and sizes.get("tp", 1) > max_tp:
+            return False
+        shapes = {2: "2d-mesh", 3: "3d-mesh"}
+        return all(map(self.allows, sizes)) and self.allows(shapes.get(len(sizes), ""))
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The ZeRO stages that are left."""
+        return (0, *(zero for zero in (1, 2, 3) if self.allows(f"zero{zero}")))
+
+    @property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """The ways to recompute that are left, with none."""
+        return tuple(mode for mode in MODES if mode == "none" or self.allows(mode))
+
+
+def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]) -> Features:
+    """The features that two lists leave. Raises ``UsageError`` AP185 and AP186.
+
+    >>> sorted(features_of(["zero1"], ["pp"], ("1f1b", "gpipe")).denied)
+    ['pp', 'zero2', 'zero3']
+    """
+    groups = {**GROUPS, "schedules": schedules}
+    allowed, denied = _expanded(allow, groups, "--allow"), _expanded(deny, groups, "--deny")
+    both = sorted(allowed & denied)
+    if both:
+        raise UsageError("AP186", f"{both[0]} is both allowed and denied", fix="name it once")
+    for members in groups.values():
+        named = allowed & set(members)
+        if named:
+            denied |= set(members) - named
+    if set(schedules) <= denied:
+        raise UsageError(
+            "AP186", "every schedule is denied", fix=f"leave one of {', '.join(schedules)}"
+        )
+    return Features(frozenset(denied))
+
+
+def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: str) -> set[str]:
+    known = [name for members in groups.values() for name in members]
+    found: set[str] = set()
+    for text in names:
+        for name in (part.strip().lower() for part in text.split(",")):
+            if name in WHOLE_GROUPS:
+                found |= set(groups[name])
+            elif name in known:
+                found.add(name)
+            elif name:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}? " if close else ""
+                raise UsageError(
+                    "AP185", f"{option}: there is no feature {name!r}",
+                    fix=f"{hint}the features are {', '.join((*known, *WHOLE_GROUPS))}",
+                )  # fmt: skip
+    return found

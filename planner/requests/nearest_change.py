@@ -1,0 +1,195 @@
+"""What binds where nothing fits, and what would make it feasible, found by planning again.
+
+In: the error, the cluster, the request, the search. Out: the error with the plan that is
+nearest (the one for more and more memory): its fullest device and what that holds; what was
+forced; and the changes that were tried and really give a plan. Each gives up one thing: a
+forced choice, a pin, a denied feature, the memory limit, or the size of the cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ...cost_model.cluster import Cluster
+from ..errors import AutoparallelError, InfeasibleError
+from ..plan import Plan, StagePlan
+from .features import Features
+from .request import Forced, Request
+
+Search = Callable[[Cluster, Request], Plan]
+Change = tuple[str, Cluster, Request]
+"""In words, and what is planned instead."""
+
+MOST_SECONDS = 20.0
+"""All changes are tried within so long, and within the time limit of the search itself."""
+
+ENOUGH = 3
+"""Changes that are named."""
+
+FACTORS = (1.05, 1.3, 2.0, 4.0, 16.0, 1e6)
+"""Limits of memory under which the nearest plan is sought."""
+
+EXTRA_SECONDS = 10.0
+"""The nearest plan may take so much longer than the changes."""
+
+MOST_TIMES = 64
+"""The most times as many devices that are tried."""
+
+
+def with_nearest_change(
+    error: InfeasibleError, cluster: Cluster, request: Request, search: Search
+) -> InfeasibleError:
+    """The error that names the changes under which there is a plan, nearest first."""
+    until = time.perf_counter() + min(MOST_SECONDS, request.time_limit_seconds)
+    found: list[str] = []
+    for words, on, asked in changes(cluster, request):
+        left = until - time.perf_counter()
+        if left <= 0 or len(found) == ENOUGH:
+            break
+        plan = _tried(search, on, replace(asked, time_limit_seconds=left))
+        if plan is not None:
+            found.append(f"{words} ({_figures(plan)})")
+    if len(found) < ENOUGH:
+        found += _more_devices(cluster, request, search, until)
+    nearest = _nearest(cluster, request, search, until)
+    fix = "these fit, tried: " + "; ".join(found) if found else error.fix
+    if nearest is None:
+        return InfeasibleError(error.code, error.what, why=error.why, where=error.where, fix=fix)
+    limit = _limit_bytes(cluster, request)
+    peak = nearest.prediction.peak_memory_bytes
+    return InfeasibleError(
+        error.code,
+        f"the model does not fit: the nearest plan found needs {_text(peak)} of {_text(limit)}",
+        why=f"{_binding(nearest)}{_choices(request)}",
+        where=_fullest(nearest)[0],
+        fix=fix,
+    )
+
+
+def _nearest(cluster: Cluster, request: Request, search: Search, until: float) -> Plan | None:
+    """The plan for the least of a few larger limits that gives one."""
+    limit = _limit_bytes(cluster, request)
+    for factor in FACTORS:
+        left = until + EXTRA_SECONDS - time.perf_counter()
+        if left <= 0:
+            return None
+        more = replace(request, memory_limit_bytes=int(limit * factor), time_limit_seconds=left)
+        found = _tried(search, cluster, more)
+        if found is not None:
+            return found
+    return None
+
+
+def _limit_bytes(cluster: Cluster, request: Request) -> int:
+    if request.memory_limit_bytes is not None:
+        return request.memory_limit_bytes
+    return min(host.device.usable_memory_bytes for host in cluster.hosts)
+
+
+def _fullest(plan: Plan) -> tuple[str, StagePlan]:
+    """The stage whose devices hold the most, in words too."""
+    sizes = [sum(stage.prediction.memory_bytes.values()) for stage in plan.stages]
+    index = sizes.index(max(sizes))
+    stage = plan.stages[index]
+    of = f"stage {index} ({stage.blocks[0].name} to {stage.blocks[-1].name}), "
+    return f"{of if len(plan.stages) > 1 else ''}rank {stage.devices[0]}", stage
+
+
+def _binding(plan: Plan) -> str:
+    """What the fullest device holds, the most first."""
+    found = _fullest(plan)[1].prediction.memory_bytes
+    ordered = sorted(found.items(), key=lambda each: -each[1])
+    return ", ".join(f"{name} {_text(size)}" for name, size in ordered if size)
+
+
+def _choices(request: Request) -> str:
+    """What was fixed and may bind."""
+    forced = {name: getattr(request.forced, name) for name in Forced.__dataclass_fields__}
+    said = [f"{name}={value}" for name, value in forced.items() if value is not None]
+    if request.microbatch_size is not None:
+        said.append(f"micro-batches of {request.microbatch_size} rows")
+    said += [f"--pin {pin}" for pin in request.pins]
+    said += [f"--stage-at {path}" for path in request.stage_at]
+    said += [f"--max-tp {request.max_tp}"] if request.max_tp is not None else []
+    denied = ", ".join(sorted(request.features.denied))
+    said += [f"denied: {denied}"] if denied else []
+    return f"; fixed: {', '.join(said)}" if said else ""
+
+
+def _text(num_bytes: float) -> str:
+    """
+    >>> _text(3_250_000_000), _text(4_200_000)
+    ('3.25 GB', '4.20 MB')
+    """
+    unit, size = ("GB", 1e9) if num_bytes >= 1e8 else ("MB", 1e6)
+    return f"{num_bytes / size:.2f} {unit}"
+
+
+def _tried(search: Search, cluster: Cluster, request: Request) -> Plan | None:
+    try:
+        return search(cluster, request)
+    except AutoparallelError:
+        return None
+
+
+def _figures(plan: Plan) -> str:
+    return f"{_text(plan.prediction.peak_memory_bytes)} on the fullest device"
+
+
+def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
+    """Requests that ask for one thing less, in words, the cheapest to give up first."""
+    forced = request.forced
+    plain = replace(request, microbatch_size=None)
+
+    def without(name: str, text: str) -> Change:
+        return f"without {text}", cluster, replace(request, forced=replace(forced, **{name: None}))
+
+    if request.microbatch_size is not None or forced.num_microbatches is not None:
+        free = replace(plain, forced=replace(forced, num_microbatches=None))
+        yield "the micro-batch left to the search", cluster, free
+    if forced.recompute in ("none", "selective"):
+        yield without("recompute", f"recompute={forced.recompute}")
+    if forced.zero is not None and forced.zero < 3:
+        yield without("zero", f"zero={forced.zero}")
+    if forced.schedule is not None:
+        yield without("schedule", f"schedule={forced.schedule}")
+    for name in ("dp", "tp", "pp", "cp", "ep"):
+        if getattr(forced, name) is not None:
+            yield without(name, f"{name}={getattr(forced, name)}")
+    for pin in request.pins:
+        others = tuple(each for each in request.pins if each != pin)
+        yield f"without --pin {pin}", cluster, replace(request, pins=others)
+    for path in request.stage_at:
+        paths = tuple(each for each in request.stage_at if each != path)
+        yield f"without --stage-at {path}", cluster, replace(request, stage_at=paths)
+    if request.max_tp is not None:
+        yield f"without --max-tp {request.max_tp}", cluster, replace(request, max_tp=None)
+    for name in sorted(request.features.denied):
+        rest = Features(request.features.denied - {name})
+        yield f"with {name} allowed", cluster, replace(request, features=rest)
+    if forced != Forced():
+        yield "without any --parallel", cluster, replace(plain, forced=Forced())
+    if request.memory_limit_bytes is not None:
+        yield (
+            "without --memory-limit", cluster, replace(request, memory_limit_bytes=None),
+        )  # fmt: skip
+
+
+def _more_devices(cluster: Cluster, request: Request, search: Search, until: float) -> list[str]:
+    """The first multiple of the cluster on which there is a plan: more of its hosts."""
+    times = 2
+    forced = request.forced
+    if forced.dp is not None and forced.tp is not None and forced.pp is not None:
+        request = replace(request, forced=replace(forced, dp=None))
+    while times <= MOST_TIMES:
+        left = until - time.perf_counter()
+        if left <= 0:
+            break
+        larger = replace(cluster, name=f"{times} × {cluster.name}", hosts=cluster.hosts * times)
+        found = _tried(search, larger, replace(request, time_limit_seconds=left))
+        if found is not None:
+            return [f"{larger.num_devices} devices, {larger.name} ({_figures(found)})"]
+        times *= 2
+    return []

@@ -1,0 +1,157 @@
+"""What the outer loop of the search goes through, checked against what was asked for.
+
+In: a request, a graph, a cluster. Out: sizes of micro-batches and numbers of stages, or a
+``UsageError`` that says which option cannot be met.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+from ...cost_model.cluster import Cluster
+from ..errors import UsageError
+from ..graph import Graph
+from .request import Forced, Request, divisors
+
+
+def check_degrees(forced: Forced, cluster: Cluster) -> None:
+    """Raises ``UsageError`` where the forced degrees cannot use every device exactly once."""
+    degrees = {
+        name: value
+        for name in ("dp", "ep", "cp", "tp", "pp")
+        if (value := getattr(forced, name)) is not None
+    }
+    product = 1
+    for value in degrees.values():
+        product *= value
+    total = cluster.num_devices
+    said = " × ".join(f"{name}={value}" for name, value in degrees.items())
+    if {"dp", "tp", "pp"} <= set(degrees) and product != total:
+        raise UsageError(
+            "AP127",
+            f"{said} is {product} devices, the cluster has {total}",
+            fix=f"degrees whose product is {total}",
+        )
+    if product > total or (len(set(_host_sizes(cluster))) == 1 and total % product):
+        raise UsageError(
+            "AP127",
+            f"{said} does not divide the cluster's {total} devices",
+            fix=f"degrees whose product divides {total}: {', '.join(map(str, divisors(total)))}",
+        )
+
+
+def _host_sizes(cluster: Cluster) -> tuple[int, ...]:
+    return tuple(host.num_devices for host in cluster.hosts)
+
+
+def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[int, ...]:
+    """The rows a micro-batch may have, the likeliest first. Raises ``UsageError`` if none.
+
+    Where rows see each other (``batch_norm``) the batch is one micro-batch, which alone is
+    exact, unless the request says otherwise.
+    """
+    batch, forced = request.global_batch, request.forced
+    if forced.num_microbatches is not None and batch % forced.num_microbatches:
+        raise UsageError(
+            "AP124",
+            f"a global batch of {batch} rows cannot be cut into {forced.num_microbatches} "
+            "micro-batches",
+            fix=f"a divisor of {batch}: {', '.join(map(str, divisors(batch)))}",
+        )
+    if not graph.batch_dims:
+        return _captured_rows(graph, request)
+    rows = (batch,) if graph.accumulation.mixing else divisors(batch)
+    if graph.accumulation.mixing and forced.num_microbatches is not None:
+        rows = divisors(batch)
+    if request.microbatch_size is not None:
+        rows = (request.microbatch_size,)
+    if forced.num_microbatches is not None:
+        rows = tuple(each for each in rows if each * forced.num_microbatches == batch)
+    parts = (forced.dp or 1) * (forced.ep or 1)
+    rows = tuple(each for each in rows if each % parts == 0)
+    if not rows:
+        raise UsageError(
+            "AP124",
+            f"a global batch of {batch} rows cannot be cut as asked",
+            why=_asked(request),
+            fix=f"micro-batches of a multiple of {_split_by(forced)} rows",
+        )
+    middle = log2(2 * cluster.num_devices)
+    return tuple(sorted(rows, key=lambda each: (abs(log2(each) - middle), each)))
+
+
+def _captured_rows(graph: Graph, request: Request) -> tuple[int, ...]:
+    if request.global_batch != graph.batch_size or request.forced.num_microbatches not in (None, 1):
+        raise UsageError(
+            "AP125",
+            f"this model can only be planned at the batch it was captured with, "
+            f"{graph.batch_size} rows in one micro-batch",
+            why="which of its dimensions count the batch could not be found out",
+            fix=f"--global-batch {graph.batch_size}",
+        )
+    return (graph.batch_size,)
+
+
+def _asked(request: Request) -> str:
+    forced = request.forced
+    asked = {
+        "micro-batch size": request.microbatch_size,
+        "number of micro-batches": forced.num_microbatches,
+        "dp": forced.dp,
+        "ep": forced.ep,
+    }
+    return ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
+
+
+def _split_by(forced: Forced) -> str:
+    """The degrees that split rows.
+
+    >>> _split_by(Forced(dp=2, ep=4)), _split_by(Forced())
+    ('dp=2 × ep=4', 'dp=1')
+    """
+    degrees = {"dp": forced.dp or 1, "ep": forced.ep or 1}
+    said = [f"{name}={size}" for name, size in degrees.items() if size > 1]
+    return " × ".join(said) or "dp=1"
+
+
+def stage_numbers(
+    request: Request, cluster: Cluster, num_blocks: int, *, least_stages: int = 1
+) -> tuple[int, ...]:
+    """The numbers of stages to try, at least as many as ``--stage-at`` begins.
+
+    Raises ``UsageError`` if a forced number has too few blocks, or is too small.
+    """
+    forced, least = request.forced.pp, least_stages
+    if forced is not None and forced < least:
+        raise UsageError(
+            "AP183",
+            f"--stage-at asks for {least} stages, pp={forced} is forced",
+            fix=f"pp={least}, or fewer --stage-at",
+        )
+    if least > 1 and not request.features.allows("pp"):
+        raise UsageError(
+            "AP186",
+            f"--stage-at asks for {least} stages, and pp is denied",
+            fix="leave one of the two out",
+        )
+    if forced is not None and forced > num_blocks:
+        raise UsageError(
+            "AP128",
+            f"pp={forced} needs as many blocks, the model has {num_blocks}",
+            fix=f"pp of at most {num_blocks}",
+        )
+    if forced is not None:
+        return (forced,)
+    asked = request.forced
+    degrees = (asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1) * (asked.ep or 1)
+    most = cluster.num_devices // degrees
+    if not request.features.allows("pp"):
+        return (1,)
+    found = tuple(range(least, min(most, num_blocks) + 1))
+    if not found:
+        raise UsageError(
+            "AP183",
+            f"--stage-at asks for {least} stages, {most} fit on the cluster's devices",
+            fix="fewer --stage-at",
+        )
+    return found

@@ -1,0 +1,326 @@
+"""Layouts that the user asks for: ``layers.*.mlp.up_proj.weight=S(0)@tp``.
+
+In: pins, the graph, its blocks. Out: blocks in which those that are pinned differently are of
+different kinds; per node of a kind what each axis of a mesh is pinned to; the pins that a
+plan does not keep.
+
+A path is that of a parameter, of a module (the value that it makes) or of an op of the
+captured program. ``*`` stands for anything within one part of a path, ``**`` for any parts.
+A parameter is pinned as it is held, a value as it is made. ``R`` asks for the whole on every
+rank, whatever its gradient (``R`` or ``I``); an axis that a mesh does not have keeps values
+whole, so ``S`` asks for a mesh that has it.
+
+A choice that breaks a pin costs ``PENALTY_SECONDS`` more where no other choice is left, so
+the solvers need not know: such a plan is only found where none keeps the pin.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import UsageError
+from ..graph import Block, Blocks, Graph
+from ..layout import INVARIANT, Layout, Mesh, Placement, parse_placement
+from ..plan import Plan, StagePlan
+
+AXES = ("dp", "ep", "cp", "tp")
+"""The axes that meshes may have."""
+
+PENALTY_SECONDS = 1e6
+"""What a choice that breaks a pin costs: more than any step takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """``pattern`` as it was written, and the placement on one axis."""
+
+    pattern: str
+    placement: Placement
+    axis: str
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.placement}@{self.axis}"
+
+    def keeps(self, layout: Layout, mesh: Mesh) -> bool:
+        """Whether a layout on a mesh is as pinned."""
+        return self._kept(_on(layout, mesh, self.axis))
+
+    def _kept(self, placement: Placement) -> bool:
+        if self.placement.kind == "R":
+            return placement.kind in ("R", "I")
+        return placement == self.placement
+
+
+Pins = Mapping[str, tuple[Pin, ...]]
+"""For each pinned node, by its template's name, its pins."""
+
+
+def parse_pin(text: str) -> Pin:
+    """A pin from its text. Raises ``UsageError`` AP180 (form) and AP182 (axis).
+
+    >>> str(parse_pin("layers.*.up_proj.weight = S(0)@tp"))
+    'layers.*.up_proj.weight=S(0)@tp'
+    """
+    pattern, equals, rest = text.rpartition("=")
+    layout, at, axis = (part.strip() for part in rest.partition("@"))
+    try:
+        placement = parse_placement(layout)
+    except ValueError:
+        placement = None
+    if not equals or not at or not pattern.strip() or placement is None:
+        raise UsageError(
+            "AP180",
+            f"--pin {text!r} is not PATH=LAYOUT@AXIS",
+            why=f"{layout!r} is no layout" if equals and at and placement is None else "",
+            fix="for example: --pin 'layers.*.mlp.up_proj.weight=S(0)@tp'; layouts are S(dim), "
+            "R (whole), I and P",
+        )
+    if axis not in AXES:
+        raise UsageError(
+            "AP182",
+            f"--pin {text!r}: there is no axis {axis!r}",
+            fix=f"one of {', '.join(AXES)}",
+        )
+    return Pin(pattern.strip(), placement, axis)
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """A path with ``*`` (within a part), ``**`` (any parts) and ``?`` as a regular expression.
+
+    >>> [bool(pattern_of("layers.*.up").fullmatch(path)) for path in
+    ...  ("layers.3.up", "layers.3.mlp.up")]
+    [True, False]
+    """
+    parts = re.split(r"(\*\*|\*|\?)", text)
+    special = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+    return re.compile("".join(special.get(part, re.escape(part)) for part in parts))
+
+
+def paths(graph: Graph) -> dict[str, str]:
+    """Every path that can be pinned, with the node that it stands for."""
+    found: dict[str, str] = {}
+    for node in graph:
+        if node.kind == "op":
+            parts = node.module.split(".") if node.module else []
+            for end in range(1, len(parts) + 1):
+                found[".".join(parts[:end])] = node.name
+    found |= {node.name: node.name for node in graph if node.kind in ("op", "parameter")}
+    return found | {name: held for name, held in graph.tied.items() if held in graph.by_name}
+
+
+def matched(graph: Graph, pins: Iterable[Pin]) -> dict[str, tuple[Pin, ...]]:
+    """For each pinned node its pins. Raises ``UsageError`` AP181 and AP183."""
+    known = paths(graph)
+    found: dict[str, dict[Pin, None]] = {}
+    for pin in pins:
+        pattern = pattern_of(pin.pattern)
+        names = dict.fromkeys(node for path, node in known.items() if pattern.fullmatch(path))
+        if not names:
+            raise _unknown(pin, known)
+        for name in names:
+            _check(pin, name, graph)
+            found.setdefault(name, {})[pin] = None
+    for name, own in found.items():
+        _check_agreement(name, tuple(own))
+    return {name: tuple(own) for name, own in found.items()}
+
+
+def _unknown(pin: Pin, known: Iterable[str]) -> UsageError:
+    return UsageError(
+        "AP181",
+        f"--pin {pin}: no parameter, module or op is called {pin.pattern!r}",
+        fix=nearest(pin.pattern, known),
+    )
+
+
+def nearest(text: str, known: Iterable[str]) -> str:
+    """A sentence with the known paths that are most like ``text``, a few at most.
+
+    Numbers in a path count as ``*`` does, so one of many equal layers is named.
+
+    >>> nearest("layers.*.up.wieght", ["layers.0.up.weight", "layers.1.up.weight", "head"])
+    'the nearest are layers.*.up.weight'
+    """
+    general = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in known))
+    wanted = re.sub(r"\b\d+\b", "*", text)
+    close = difflib.get_close_matches(wanted, general, n=3, cutoff=0.5)
+    return f"the nearest are {', '.join(close)}" if close else ""
+
+
+def _check(pin: Pin, name: str, graph: Graph) -> None:
+    """Raises AP183 for what no mesh could give this node."""
+    node, placement = graph[name], pin.placement
+    shape = node.spec.shape
+    why = ""
+    if placement.is_shard and placement.dim >= len(shape):
+        why = f"{name} has {len(shape)} dimensions, the last is S({len(shape) - 1})"
+    elif placement.kind == "P" and node.kind == "parameter":
+        why = f"{name} is a parameter, which is held split or whole"
+    if why:
+        raise UsageError("AP183", f"--pin {pin} cannot be met", why=why, fix="another layout")
+
+
+def _check_agreement(name: str, pins: Sequence[Pin]) -> None:
+    for pin in pins:
+        for other in pins:
+            if pin.axis == other.axis and pin.placement != other.placement:
+                raise UsageError(
+                    "AP183",
+                    f"--pin {pin} cannot be met",
+                    why=f"--pin {other} asks for another layout of {name}",
+                    fix="leave one of the two out",
+                )
+
+
+def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
+    """The blocks, of kinds that are each pinned alike. Raises ``UsageError`` AP181 and AP183."""
+    if not pins:
+        return blocks
+    by_name = matched(graph, pins)
+    numbers: dict[object, int] = {}
+    found: list[Block] = []
+    for block in blocks.blocks:
+        names = (*block.nodes, *block.parameters)
+        signature = tuple(by_name.get(name, ()) for name in names)
+        known = [key for key in numbers if isinstance(key, tuple) and key[0] == block.kind]
+        number = numbers.setdefault((block.kind, signature), len(known))
+        kind = f"{block.kind}@{number}" if number else block.kind
+        found.append(replace(block, kind=kind))
+    return Blocks(tuple(found))
+
+
+def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
+    """The pins of each node of a kind, for blocks whose kinds are each pinned alike.
+
+    A parameter of several blocks goes by its own name.
+    """
+    template = blocks.template if pins else {}
+    found: dict[str, tuple[Pin, ...]] = {}
+    for name, own in matched(graph, pins).items():
+        found[name] = found[template.get(name, name)] = own
+    return found
+
+
+def in_given_kinds(plan: Plan, blocks: Blocks, given: Blocks) -> Plan:
+    """A plan for ``blocks`` as one for ``given``, of fewer kinds.
+
+    Layouts that are not those of the given kind's template go by the nodes' own names.
+    """
+    if blocks is given:
+        return plan
+    start, stages = 0, []
+    for stage in plan.stages:
+        positions = range(start, start + len(stage.blocks))
+        stages.append(_renamed(stage, blocks, given, positions))
+        start = positions.stop
+    return replace(plan, stages=tuple(stages))
+
+
+def _renamed(stage: StagePlan, blocks: Blocks, given: Blocks, positions: range) -> StagePlan:
+    layouts = dict(stage.layouts)
+    for position in positions:
+        own = blocks.blocks[position]
+        for name in (*own.nodes, *own.parameters):
+            template = blocks.template[name]
+            if template != given.template[name] and template in stage.layouts:
+                layouts[name] = stage.layouts[template]
+    plans = tuple(
+        replace(block, kind=given.blocks[position].kind)
+        for block, position in zip(stage.blocks, positions, strict=True)
+    )
+    return replace(stage, layouts=dict(sorted(layouts.items())), blocks=plans)
+
+
+def _on(layout: Layout, mesh: Mesh, axis: str) -> Placement:
+    """The placement on an axis; whole where the mesh does not have it."""
+    if axis not in mesh.axes or mesh.shape[mesh.axes.index(axis)] == 1:
+        return INVARIANT
+    return layout[mesh.axes.index(axis)]
+
+
+def kept(layouts: Sequence[Layout], pins: Sequence[Pin], mesh: Mesh) -> tuple[Layout, ...]:
+    """Of the layouts those that keep the pins, all if none does."""
+    if not pins:
+        return tuple(layouts)
+    return tuple(each for each in layouts if breaks(each, pins, mesh) == 0) or tuple(layouts)
+
+
+def breaks(layout: Layout, pins: Sequence[Pin], mesh: Mesh) -> int:
+    """How many pins a layout breaks."""
+    return sum(not pin.keeps(layout, mesh) for pin in pins)
+
+
+def broken(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dict[Pin, str]:
+    """The pins that a plan does not keep, each with the node and its layout."""
+    found: dict[Pin, str] = {}
+    start = 0
+    by_name = matched(graph, pins)
+    for stage in plan.stages:
+        own = blocks.blocks[start : start + len(stage.blocks)]
+        start += len(stage.blocks)
+        for name in dict.fromkeys(name for block in own for name in _read(block, graph)):
+            layout = stage.layouts.get(name) or stage.layouts.get(blocks.template.get(name, name))
+            if layout is None:
+                continue
+            for pin in by_name.get(name, ()):
+                if not pin.keeps(layout.outputs[0], stage.mesh):
+                    placement = _on(layout.outputs[0], stage.mesh, pin.axis)
+                    found.setdefault(pin, f"{name} is {placement} on {pin.axis}")
+    return found
+
+
+def _read(block: Block, graph: Graph) -> Iterable[str]:
+    """The ops of a block and the parameters that they use."""
+    yield from block.nodes
+    for name in block.nodes:
+        for ref in graph[name].inputs:
+            if graph[ref.name].kind == "parameter":
+                yield ref.name
+
+
+def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Plan:
+    """The plan without the alternatives that break pins. Raises AP184 if it breaks one itself."""
+    if not pins:
+        return plan
+    found = broken(plan, graph, blocks, pins)
+    if found:
+        pin, what = next(iter(found.items()))
+        others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise UsageError(
+            "AP184",
+            f"no plan meets --pin {pin}{others}",
+            why=f"{what} in the nearest plan; {_reason(pin, graph)}",
+            fix="leave the pin out, or force the axis it needs: "
+            f"--parallel {pin.axis}=N with an N that divides the dimension",
+        )
+    kept_ones = tuple(a for a in plan.alternatives if a.step_seconds < PENALTY_SECONDS)
+    return replace(plan, alternatives=kept_ones)
+
+
+def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
+    """Raises AP184 where a configuration's seconds have the penalty of a pin that is broken."""
+    if pins and max(seconds) >= PENALTY_SECONDS:
+        raise UsageError(
+            "AP184",
+            f"the configuration cannot meet --pin {' --pin '.join(map(str, pins))}",
+            why="its meshes lay nothing so",
+            fix="leave a pin out, or give the axis it needs in --parallel",
+        )
+
+
+def plain_kind(kind: str) -> str:
+    """A kind of blocks, whatever is pinned in them.
+
+    >>> plain_kind("layers.0@1"), plain_kind("layers.0")
+    ('layers.0', 'layers.0')
+    """
+    return kind.partition("@")[0]
+
+
+def _reason(pin: Pin, graph: Graph) -> str:
+    name = next(name for name, own in matched(graph, (pin,)).items() if pin in own)
+    shape = " × ".join(map(str, graph[name].spec.shape))
+    return f"it is {shape}, and no mesh that fits and is allowed lays it so"

@@ -1,0 +1,203 @@
+"""What is asked of the planner: the batch, the number format, limits, and forced choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import UsageError
+from ..plan import Precision, Recompute
+from .features import Features
+from .goal import Goal
+from .pins import Pin
+
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
+"""What the search chooses among: one stage per rank."""
+
+CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
+"""What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
+
+ARRANGED_SCHEDULES = ("chimera", "terapipe")
+"""What the best pipelines are tried under as they are (``arranged_search``)."""
+
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
+"""What is not equal to one device: see ``asynchronous``."""
+
+FORCED_SCHEDULES = (
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES, *ASYNCHRONOUS,
+)  # fmt: skip
+"""What can be forced."""
+
+SEARCHES = ("dp", "rl")
+"""How pipelines are found: by dynamic programming, or by placers that learn (``placement``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Choices that the caller made; the search decides those that are None.
+
+    ``dp=k``: a mesh axis "dp" of size k that splits the batch and replicates parameters.
+    ``tp=k``: a mesh axis "tp" of size k that does not split the batch of the inputs and
+    splits, and computes split with, every parameter of two or more dimensions that it
+    divides. ``pp=k``: k stages, or k times ``chunks`` where a schedule runs several per rank.
+    ``cp=k``: a mesh axis "cp" of size k that splits positions; ``ep=k``: one that splits the
+    weights of experts by expert and all else by rows. ``sequence_parallel``: whether
+    values between the split parameters of "tp" are split along positions (True), whole
+    (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
+    that the planner chooses, as it does for None where the schedule has slices.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    zero: int | None = None
+    recompute: Recompute | None = None
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    sequence_parallel: bool | None = None
+    chunks: int | None = None
+    slices: int | Literal["auto"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError("AP120", f"{name}={value} is less than 1")
+        if self.slices is not None and self.schedule != "terapipe":
+            raise UsageError("AP120", f"slices={self.slices} without schedule=terapipe")
+        if isinstance(self.slices, int) and self.slices < 1:
+            raise UsageError("AP120", f"slices={self.slices} is less than 1")
+        if self.zero is not None and self.zero not in (0, 1, 2, 3):
+            raise UsageError("AP121", f"zero={self.zero} is not one of 0, 1, 2 and 3")
+        if self.schedule is not None and self.schedule not in FORCED_SCHEDULES:
+            raise UsageError(
+                "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One planning job.
+
+    ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch over
+    all data-parallel ranks; None lets the search choose. ``memory_limit_bytes`` per device
+    overrides what the device says. ``top`` is how many candidates the simulator ranks.
+    ``gap``: how much worse than the best a plan may be, where that can be shown. ``pins`` are
+    layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
+    may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
+    """
+
+    global_batch: int
+    seq: int | None = None
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    memory_limit_bytes: int | None = None
+    microbatch_size: int | None = None
+    forced: Forced = field(default_factory=Forced)
+    time_limit_seconds: float = 60.0
+    top: int = 5
+    gap: float = 0.01
+    pins: tuple[Pin, ...] = ()
+    stage_at: tuple[str, ...] = ()
+    max_tp: int | None = None
+    features: Features = field(default_factory=Features)
+    goal: Goal = field(default_factory=Goal)
+    target: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    search: str = "dp"
+
+    def __post_init__(self) -> None:
+        if self.search not in SEARCHES:
+            raise UsageError("AP330", f"search={self.search} is not one of {', '.join(SEARCHES)}")
+        if self.global_batch < 1:
+            raise UsageError("AP123", f"a global batch of {self.global_batch} has no rows")
+        check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
+        rows = self.microbatch_size
+        if rows is not None and (rows < 1 or self.global_batch % rows):
+            raise UsageError(
+                "AP124",
+                f"a global batch of {self.global_batch} rows cannot be cut into micro-batches "
+                f"of {rows}",
+                fix=f"a divisor of {self.global_batch}: "
+                + ", ".join(str(size) for size in divisors(self.global_batch)),
+            )
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that a plan may have."""
+        if self.forced.schedule is not None:
+            return (self.forced.schedule,)
+        allowed = tuple(name for name in SCHEDULES if self.features.allows(name))
+        return allowed or SCHEDULES
+
+    @property
+    def allows_one_stage(self) -> bool:
+        """Whether a rank of a pipeline may have one stage; if not, pipelines are only searched
+        so to be cut again."""
+        return self.forced.schedule is not None or any(map(self.features.allows, SCHEDULES))
+
+    @property
+    def chunked_schedules(self) -> tuple[str, ...]:
+        """The schedules of several stages per rank that a plan may have, where none is forced."""
+        if self.forced.schedule is not None:
+            return ()
+        return tuple(name for name in CHUNKED_SCHEDULES if self.features.allows(name))
+
+    @property
+    def arranged_schedules(self) -> tuple[str, ...]:
+        """The schedules that pipelines found for others may have, where none is forced."""
+        if self.forced.schedule is not None:
+            return ()
+        return tuple(name for name in ARRANGED_SCHEDULES if self.features.allows(name))
+
+    @property
+    def frees_axes(self) -> bool:
+        """Whether an axis "dp" may split weights: it is one of tensor parallelism then."""
+        return self.features.allows("tp") and self.max_tp is None
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The ZeRO stages that a plan may have."""
+        return self.features.zeros if self.forced.zero is None else (self.forced.zero,)
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """The one way in which every block must run; None where it is for the search."""
+        if self.forced.recompute is None and self.features.recompute == ("none",):
+            return "none"
+        return self.forced.recompute
+
+
+def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
+    """Raises AP186 where a choice is forced and denied, AP187 for a gap that is none."""
+    if not 0 <= gap < 1:
+        raise UsageError("AP187", f"a gap of {gap:g} is not at least 0 and below 1")
+    if max_tp is not None and max_tp < 1:
+        raise UsageError("AP120", f"max_tp={max_tp} is less than 1")
+    if max_tp is not None and forced.tp is not None and forced.tp > max_tp:
+        raise UsageError(
+            "AP186", f"tp={forced.tp} is forced, but at most {max_tp} is allowed",
+            fix="leave one of --parallel tp and --max-tp out",
+        )  # fmt: skip
+    wanted = [name for name in ("dp", "tp", "pp", "cp", "ep") if (getattr(forced, name) or 1) > 1]
+    wanted += [f"zero{forced.zero}"] if forced.zero else []
+    wanted += [forced.recompute] if forced.recompute not in (None, "none") else []
+    wanted += [forced.schedule] if forced.schedule is not None else []
+    for name in wanted:
+        if not features.allows(name):
+            raise UsageError(
+                "AP186", f"{name} is forced and denied",
+                fix="leave it out of --parallel or of --deny, or name it in --allow",
+            )  # fmt: skip
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(size for size in range(1, number + 1) if number % size == 0)

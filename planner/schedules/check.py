@@ -1,0 +1,323 @@
+"""Static checks of an action table: nothing is missing, nothing deadlocks.
+
+In: a Schedule. Out: nothing if it is sound, else a PlanError that names the first action
+at fault. The rules are those of the interpreter: a compute action waits for its receives
+and its own rank's earlier results, a receive is only posted, a send never waits, and the
+messages from one rank to another arrive in the order they were sent, matched with the
+receives in the order these were posted. ``check_blocking`` is stricter: a send waits for its
+receives too, as without any buffer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from itertools import pairwise
+
+from ...cost_model.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    NO_MICROBATCH,
+    RECEIVES,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    REDUCE,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    SENDS,
+    STEP,
+    WEIGHT_BACKWARD,
+    Action,
+    Row,
+    Schedule,
+    matching_receives,
+    weight_versions,
+)
+from ..errors import PlanError
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raises PlanError if the table is not a correct training (or inference) step."""
+    trains = any(a.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for a in row)
+    _check_ownership(schedule)
+    _check_passes(schedule, trains)
+    _check_pairs(schedule)
+    _check_progress(schedule, blocking=False)
+    if trains:
+        _check_step(schedule)
+        _check_versions(schedule)
+
+
+def check_blocking(schedule: Schedule) -> None:
+    """Raises PlanError if the table deadlocks where every send waits until it is received."""
+    _check_progress(schedule, blocking=True)
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage, the most micro-batches whose activations are held at once.
+
+    A micro-batch is held from its forward to its backward (its weight backward where the
+    backward is split); without a backward it is held during its forward only. Of a micro-batch
+    in slices, all count as long as one is held.
+    """
+    peaks = [0] * schedule.num_stages
+    for row in schedule.table:
+        for held in _held_through(row):
+            for stage, count in held.items():
+                peaks[stage] = max(peaks[stage], count)
+    return tuple(peaks)
+
+
+def peak_of_ranks(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, the most micro-batches of all its stages together that are held at once."""
+    return tuple(
+        max((sum(held.values()) for held in _held_through(row)), default=0)
+        for row in schedule.table
+    )
+
+
+def _held_through(row: Row) -> Iterator[Counter[int]]:
+    """By stage, how many micro-batches are held, while each forward of the row runs."""
+    held: Counter[int] = Counter()
+    slices: Counter[tuple[int, int]] = Counter()
+    frees = {(a.stage, a.microbatch) for a in row if a.kind in (BACKWARD, WEIGHT_BACKWARD)}
+    for action in row:
+        unit = (action.stage, action.microbatch)
+        if action.kind == FORWARD:
+            slices[unit] += 1
+            held[action.stage] += slices[unit] == 1
+            yield held
+        if action.kind in (BACKWARD, WEIGHT_BACKWARD) or (
+            action.kind == FORWARD and unit not in frees
+        ):
+            slices[unit] -= 1
+            held[action.stage] -= slices[unit] == 0
+
+
+def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iterator[Action]:
+    """The actions that ``action`` needs done before it: a receive stands for its message.
+
+    ``split`` holds the input backwards of the table.
+    """
+    kind, stage, m, part = action
+    ranks, wiring = schedule.stage_rank, schedule.wiring
+    if kind == FORWARD:
+        if part:
+            yield Action(FORWARD, stage, m, part - 1)
+        for other in wiring.producers[stage]:
+            remote = ranks[other] != ranks[stage]
+            yield Action(RECV_FORWARD if remote else FORWARD, stage if remote else other, m, part)
+    elif kind in (BACKWARD, INPUT_BACKWARD):
+        yield Action(FORWARD, stage, m, part)
+        if part + 1 < schedule.num_slices:
+            yield _gradient(split, stage, m, part + 1)
+        for other in wiring.consumers[stage]:
+            remote = ranks[other] != ranks[stage]
+            yield (
+                Action(RECV_BACKWARD, stage, m, part)
+                if remote
+                else _gradient(split, other, m, part)
+            )
+    elif kind == WEIGHT_BACKWARD:
+        yield Action(INPUT_BACKWARD, stage, m, part)
+    elif kind == SEND_FORWARD:
+        yield Action(FORWARD, stage, m, part)
+    elif kind == SEND_BACKWARD:
+        yield _gradient(split, stage, m, part)
+
+
+def _gradient(split: Set[Action], stage: int, microbatch: int, part: int) -> Action:
+    """The action of a stage that makes the gradients of its inputs."""
+    half = Action(INPUT_BACKWARD, stage, microbatch, part)
+    return half if half in split else half._replace(kind=BACKWARD)
+
+
+def _fault(schedule: Schedule, what: str, why: str = "") -> PlanError:
+    return PlanError("AP540", f"schedule {schedule.name!r}: {what}", why=why, where="schedule")
+
+
+def _check_ownership(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.table):
+        for action in row:
+            if not 0 <= action.stage < schedule.num_stages:
+                raise _fault(schedule, f"{action} names a stage that does not exist")
+            if schedule.stage_rank[action.stage] != rank:
+                raise _fault(
+                    schedule,
+                    f"{action} is in the row of pipeline rank {rank}",
+                    f"stage {action.stage} belongs to rank {schedule.stage_rank[action.stage]}",
+                )
+
+
+def _check_passes(schedule: Schedule, trains: bool) -> None:
+    """Each slice of each micro-batch passes each part of the model once, forward first."""
+    positions = [_positions(schedule, row) for row in schedule.table]
+    stages: dict[int, list[int]] = {}
+    for stage in range(schedule.num_stages):
+        stages.setdefault(schedule.part(stage), []).append(stage)
+    for replicas in stages.values():
+        for m in range(schedule.num_microbatches):
+            first = Action(FORWARD, replicas[0], m)
+            passed = [
+                stage for stage in replicas
+                if first._replace(stage=stage) in positions[schedule.stage_rank[stage]]
+            ]  # fmt: skip
+            if not passed:
+                raise _fault(schedule, f"{first} is missing")
+            if len(passed) > 1:
+                raise _fault(schedule, f"{first} is done by several replicas, stages {passed}")
+            position = positions[schedule.stage_rank[passed[0]]]
+            for part in range(schedule.num_slices):
+                forward = Action(FORWARD, passed[0], m, part)
+                _check_pass(schedule, position, forward, trains=trains)
+
+
+def _check_pass(
+    schedule: Schedule, position: Mapping[Action, int], forward: Action, *, trains: bool
+) -> None:
+    """A forward is there, and its backward or the two halves after it, in their order."""
+    whole = forward._replace(kind=BACKWARD)
+    halves = (forward._replace(kind=INPUT_BACKWARD), forward._replace(kind=WEIGHT_BACKWARD))
+    if forward not in position:
+        raise _fault(schedule, f"{forward} is missing")
+    if not trains:
+        return
+    split = any(half in position for half in halves)
+    if whole in position and split:
+        raise _fault(schedule, f"{whole} and its halves are both there")
+    for before, after in pairwise((forward, *halves) if split else (forward, whole)):
+        if after not in position:
+            raise _fault(schedule, f"{after} is missing")
+        if position[before] > position[after]:
+            raise _fault(schedule, f"{after} comes before {before}")
+
+
+def _positions(schedule: Schedule, row: Row) -> dict[Action, int]:
+    position: dict[Action, int] = {}
+    for index, action in enumerate(row):
+        if action in position:
+            raise _fault(schedule, f"{action} is there twice")
+        whole_step = action.kind in (REDUCE, STEP) and action.microbatch == NO_MICROBATCH
+        if not whole_step and not 0 <= action.microbatch < schedule.num_microbatches:
+            raise _fault(schedule, f"{action} names a micro-batch that does not exist")
+        if not 0 <= action.slice < schedule.num_slices:
+            raise _fault(schedule, f"{action} names a slice that does not exist")
+        position[action] = index
+    return position
+
+
+def _check_pairs(schedule: Schedule) -> None:
+    """Every send has its one receive, and both sides of a pair of ranks list the same order."""
+    ranks = schedule.stage_rank
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(schedule.table):
+        for action in row:
+            if action.kind in SENDS:
+                targets = matching_receives(action, schedule.wiring)
+                if not targets:
+                    raise _fault(schedule, f"{action} has no stage to send to")
+                for receive in targets:
+                    sent.setdefault((rank, ranks[receive.stage]), []).append(receive)
+            elif action.kind in RECEIVES:
+                sources = schedule.wiring[action.kind == RECV_BACKWARD][action.stage]
+                if not sources:
+                    raise _fault(schedule, f"{action} has no stage to receive from")
+                for source in sources:
+                    received.setdefault((ranks[source], rank), []).append(action)
+    for pair in sent.keys() | received.keys():
+        _check_pair(schedule, pair, sent.get(pair, []), received.get(pair, []))
+
+
+def _check_pair(
+    schedule: Schedule, pair: tuple[int, int], sent: list[Action], received: list[Action]
+) -> None:
+    for action in sorted(set(sent) - set(received), key=str):
+        raise _fault(schedule, f"{action} is missing: its message is sent, never received")
+    for action in sorted(set(received) - set(sent), key=str):
+        raise _fault(schedule, f"{action} waits for a message that nobody sends")
+    for expected, action in zip(sent, received, strict=True):
+        if expected != action:
+            raise _fault(
+                schedule,
+                f"rank {pair[1]} posts {action} where rank {pair[0]} sends for {expected}",
+                "messages between two ranks match in the order they are posted",
+            )
+
+
+def _check_progress(schedule: Schedule, *, blocking: bool) -> None:
+    """Runs the table; what cannot go on is a deadlock."""
+    split = {a for row in schedule.table for a in row if a.kind == INPUT_BACKWARD}
+    done: set[Action] = set()
+    sent: Counter[Action] = Counter()
+    cursor = [0] * schedule.num_ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(schedule.table):
+            while cursor[rank] < len(row):
+                action = row[cursor[rank]]
+                takers = matching_receives(action, schedule.wiring) if action.kind in SENDS else ()
+                if not all(
+                    need in done
+                    and (need.kind not in RECEIVES or sent[need] == _num_senders(need, schedule))
+                    for need in requirements(action, schedule, split)
+                ) or (blocking and not done.issuperset(takers)):
+                    break
+                done.add(action)
+                sent.update(takers)
+                cursor[rank] += 1
+                progress = True
+    stuck = [
+        f"rank {rank} at {row[cursor[rank]]}"
+        for rank, row in enumerate(schedule.table)
+        if cursor[rank] < len(row)
+    ]
+    if stuck:
+        raise _fault(schedule, "deadlock", "; ".join(stuck))
+
+
+def _num_senders(receive: Action, schedule: Schedule) -> int:
+    return len(schedule.wiring[receive.kind == RECV_BACKWARD][receive.stage])
+
+
+def _check_step(schedule: Schedule) -> None:
+    """Each stage reduces after the last backward of each update, and steps after that.
+
+    All stages update equally often, and synchronous schedules once.
+    """
+    updates = set()
+    for stage, rank in enumerate(schedule.stage_rank):
+        open_backward = reduced = False
+        steps = 0
+        for action in schedule.table[rank]:
+            if action.stage != stage:
+                continue
+            if action.kind in (BACKWARD, WEIGHT_BACKWARD):
+                open_backward, reduced = True, False
+            elif action.kind == REDUCE:
+                reduced = True
+            elif action.kind == STEP:
+                if not reduced:
+                    raise _fault(schedule, f"{action} has no REDUCE after the last backward")
+                open_backward, reduced, steps = False, False, steps + 1
+        if open_backward or steps == 0:
+            raise _fault(schedule, f"{Action(STEP, stage)} is missing after the last backward")
+        updates.add(steps)
+    if len(updates) > 1 or (schedule.weights == "flushed" and updates != {1}):
+        raise _fault(schedule, f"stages step {sorted(updates)} times")
+
+
+def _check_versions(schedule: Schedule) -> None:
+    """No action needs weights that its stage has not made yet."""
+    if schedule.weights == "flushed":
+        return
+    versions = weight_versions(schedule)
+    for row in schedule.table:
+        made = [0] * schedule.num_stages
+        for action in row:
+            if action.kind == STEP:
+                made[action.stage] += 1
+            elif versions.get(action, 0) > made[action.stage]:
+                raise _fault(schedule, f"{action} needs a version of the weights not made yet")

@@ -1,0 +1,208 @@
+"""Pipeline schedules: the order in which each pipeline rank computes, as pure functions.
+
+In: a schedule's name, how many stages and micro-batches. Out: the action table that the
+checks, the simulator and the interpreter share. A schedule is defined by the order of its
+compute actions alone (``schedules_orders``, ``schedules_zero_bubble``,
+``schedules_bidirectional``, ``schedules_sliced``, ``schedules_asynchronous``); what each is and
+holds is in ``schedules_list``; sends and receives are added by one rule for all schedules
+(``schedules_messages``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ...cost_model.actions import Edges, Schedule, Table, Wiring, chain
+from ..errors import UsageError
+from .asynchronous import per_update_of_2bw
+from .bidirectional import two_ways
+from .catalogue import LOOPED, SCHEDULES, ScheduleInfo, Size
+from .messages import complete
+from .orders import depths, gpipe, inference, one_forward_one_backward, round_size
+
+__all__ = ["LOOPED", "SCHEDULES", "ScheduleInfo", "build_schedule", "find_schedule", "in_flight"]
+
+ALIASES: Mapping[str, str] = {"interleaved-1f1b": "interleaved"}
+
+
+def find_schedule(name: str) -> ScheduleInfo:
+    """The schedule of this name. Raises UsageError AP150.
+
+    >>> find_schedule("interleaved-1f1b").name
+    'interleaved'
+    """
+    found = SCHEDULES.get(ALIASES.get(name, name))
+    if found is None:
+        raise UsageError(
+            "AP150", f"there is no schedule named {name!r}", where="schedule",
+            fix=f"use one of {', '.join(SCHEDULES)}",
+        )  # fmt: skip
+    return found
+
+
+def build_schedule(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int | None = None,
+    prefetch: int | None = None,
+    edges: Edges | None = None,
+    slices: tuple[int, ...] = (),
+) -> Schedule:
+    """The action table of the schedule ``name``.
+
+    ``edges`` say which stages need which; without them each needs the one before.
+
+    ``num_chunks`` stages share a pipeline rank: in looped schedules, where stage ``s`` is on
+    rank ``s % (num_stages / num_chunks)``, and in those in the shape of a V, which have two.
+    Chimera has one part of the model per rank and direction; ``num_stages`` is that of one
+    direction. ``slices``: the lengths of the slices of sequences, for TeraPipe only.
+    ``prefetch`` is how many forwards and backwards ahead of its use a receive is posted: by
+    default 2, which posts the next one of each direction while forwards and backwards
+    alternate, and with several chunks as many as keep unbuffered sends from a deadlock. Raises
+    UsageError for an unknown name, an empty pipeline, or chunks and micro-batches that the
+    schedule cannot have.
+
+    >>> from autoparallel.cost_model.actions import format_table
+    >>> print(format_table(build_schedule("1f1b", 2, 2).table))
+    0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1 0REDUCE 0STEP
+    1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1STEP
+    """
+    info = find_schedule(name)
+    if num_stages < 1 or num_microbatches < 1:
+        raise UsageError(
+            "AP151", f"a schedule of {num_stages} stages and {num_microbatches} micro-batches",
+            why="a pipeline has at least one stage and one micro-batch", where="schedule",
+        )  # fmt: skip
+    if edges is not None and edges != chain(num_stages):
+        return _of_graph(info, num_stages, num_microbatches, edges, _prefetch(prefetch))
+    chunks = info.chunks[0] if num_chunks is None else num_chunks
+    size = _size(info, num_stages, num_microbatches, chunks)
+    if slices and info.name != "terapipe":
+        raise _bad(f"schedule {info.name!r} runs whole sequences", "schedule terapipe")
+    parts: tuple[int, ...] = ()
+    ways: Edges | None = None
+    if info.name == "chimera":
+        parts, ways = two_ways(size.num_ranks)
+    orders = info.orders(size._replace(num_slices=len(slices) or 1))
+    rest = complete(orders, prefetch=_prefetch(prefetch, size), edges=ways, parts=parts)
+    return Schedule(
+        info.name, num_microbatches, *rest,
+        edges=ways, parts=parts, slices=slices, weights=info.weights,
+    )  # fmt: skip
+
+
+def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
+    """The forwards and backwards of each rank in a schedule's order, without messages.
+
+    >>> from autoparallel.cost_model.actions import format_table
+    >>> print(format_table(compute_orders("1f1b", 2, 2)))
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+    """
+    info = find_schedule(name)
+    return info.orders(_size(info, num_stages, num_microbatches, num_chunks))
+
+
+def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """The parts of the model that each rank holds: its stages, or those that they replicate.
+
+    >>> parts_of_ranks("bfs", 2, 2), parts_of_ranks("zbv", 2, 2), parts_of_ranks("chimera", 2, 1)
+    (((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1), (1, 0)))
+    """
+    info, last = find_schedule(name), num_ranks * num_chunks - 1
+    if info.name == "chimera" or info.chunks == (2, 2):
+        return tuple((rank, last - rank) for rank in range(num_ranks))
+    return tuple(tuple(range(rank, last + 1, num_ranks)) for rank in range(num_ranks))
+
+
+def _of_graph(
+    info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges, prefetch: int
+) -> Schedule:
+    """The schedule of stages that form any directed acyclic graph."""
+    if info.name not in OF_GRAPHS:
+        raise UsageError(
+            "AP154", f"schedule {info.name!r} runs stages one after the other", where="schedule",
+            fix=f"one of {', '.join(OF_GRAPHS)}",
+        )  # fmt: skip
+    orders = OF_GRAPHS[info.name](num_microbatches, depths(Wiring.of(num_stages, edges)))
+    rest = complete(orders, prefetch=prefetch, edges=edges)
+    return Schedule(info.name, num_microbatches, *rest, edges=edges)
+
+
+OF_GRAPHS: Mapping[str, Callable[[int, tuple[int, ...]], Table]] = {
+    "gpipe": lambda num_microbatches, depth: gpipe(len(depth), num_microbatches),
+    "1f1b": lambda num_microbatches, depth: one_forward_one_backward(
+        len(depth), num_microbatches, depth=depth
+    ),
+    "eager-1f1b": lambda num_microbatches, depth: one_forward_one_backward(
+        len(depth), num_microbatches, depth=depth, eager=2
+    ),
+    "inference": lambda num_microbatches, depth: inference(len(depth), num_microbatches),
+}
+"""The orders of the schedules that run stages of any graph, by the stages' depths."""
+
+
+def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> int:
+    """The most micro-batches that a stage of this depth (see ``depths``) holds at once.
+
+    >>> in_flight("1f1b", 2, 3, 8), in_flight("gpipe", 2, 3, 8), in_flight("gpipe", 1, 1, 8)
+    (2, 8, 1)
+    >>> in_flight("zb-h1", 2, 3, 8)
+    3
+    """
+    if num_stages == 1:
+        return 1
+    info = find_schedule(name)
+    if info.name in OF_GRAPHS:
+        return info.in_flight(depth, num_microbatches, 0)
+    num_stages = max(num_stages, depth)
+    return info.in_flight(num_stages, num_microbatches, num_stages - depth, info.chunks[0])
+
+
+def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Size:
+    """What the schedule is asked for, once it is known to fit. Raises UsageError AP153."""
+    if num_chunks < 1 or num_stages % num_chunks:
+        raise _bad(f"{num_stages} stages are not {num_chunks} chunks on each rank")
+    low, high = info.chunks
+    if not low <= num_chunks <= high:
+        has = "one chunk" if high == 1 else "two chunks"
+        raise _bad(
+            f"schedule {info.name!r} runs {has} per rank, not {num_chunks}",
+            f"one of {', '.join(LOOPED)}" if high == 1 else "chunks=2",
+        )
+    num_ranks = num_stages // num_chunks
+    in_rounds = info.name in ("interleaved", "zb-h1") and num_chunks > 1
+    if in_rounds and not round_size(num_ranks, num_microbatches):
+        raise _bad(
+            f"{num_microbatches} micro-batches cannot go in equal rounds through {num_ranks} ranks",
+            f"a multiple of {num_ranks} micro-batches",
+        )
+    if info.name == "dualpipev" and num_microbatches < num_stages:
+        raise _bad(
+            f"schedule 'dualpipev' takes at least as many micro-batches as stages, {num_stages}"
+        )
+    if info.name == "chimera" and (num_ranks % 2 or num_microbatches < 2):
+        raise _bad(
+            "schedule 'chimera' takes an even number of ranks and at least two micro-batches"
+        )
+    updates = per_update_of_2bw(num_ranks, num_microbatches) if info.name == "pipedream-2bw" else 1
+    return Size(num_ranks, num_microbatches, num_chunks, per_update=updates)
+
+
+def _prefetch(asked: int | None, size: Size | None = None) -> int:
+    """How far ahead receives are posted.
+
+    In a loop of ranks the last one sends to the first while that still sends to the second;
+    a rank's own round, or its share of all micro-batches, may pass before it takes that.
+    """
+    if asked is not None:
+        return asked
+    if size is None or size.num_chunks == 1:
+        return 2
+    return max(2, size.num_ranks + 1, size.num_microbatches // size.num_ranks)
+
+
+def _bad(what: str, fix: str = "") -> UsageError:
+    return UsageError("AP153", what, where="schedule", fix=fix)

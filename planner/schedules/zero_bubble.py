@@ -1,0 +1,193 @@
+"""Orders of schedules that split the backward: gradients of inputs first, of weights later.
+
+In: how many pipeline ranks, micro-batches and chunks. Out: each rank's compute actions in
+order. An ``I`` makes what the stage before waits for; its ``W`` waits for nothing else and
+fills what would be a bubble. Sources: Qi et al. 2023, Zero Bubble Pipeline Parallelism
+(arXiv:2401.10241); DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from ...cost_model.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    WEIGHT_BACKWARD,
+    Action,
+    ActionKind,
+    Row,
+    Table,
+)
+from .orders import in_turn, rounds
+
+
+def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
+    """1F1B with split backwards: as much memory, a third of the bubble where F = I = W.
+
+    Rank ``r`` warms up with one forward less than 1F1B's first backward needs and puts off its
+    weight gradients by ``r`` micro-batches. With chunks it is the interleaved order with the
+    same two rules, as ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble`` has it.
+    Source: Qi et al. 2023 (arXiv:2401.10241), section 2.1 and figure 3 top.
+    """
+    return tuple(
+        _split_1f1b(rank, num_ranks, num_microbatches, num_chunks, pace=1)
+        for rank in range(num_ranks)
+    )
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
+    """No bubble where F = I = W, for twice the memory of 1F1B.
+
+    Twice ZB-H1's warm-up, which fills the wait for the first backward, and weight gradients
+    put off twice as far, so that every rank ends as much later as it began.
+    Source: Qi et al. 2023 (arXiv:2401.10241), section 2.2 and figure 3 bottom.
+    """
+    return tuple(
+        _split_1f1b(rank, num_ranks, num_microbatches, 1, pace=2) for rank in range(num_ranks)
+    )
+
+
+def _split_1f1b(
+    rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
+) -> Row:
+    """Forwards and input backwards in turn, weight backwards ``pace * rank`` behind these."""
+    size, turns = rounds(num_ranks, num_microbatches, num_chunks)
+    last = num_chunks - 1
+    order = in_turn(
+        tuple(Action(FORWARD, chunk * num_ranks + rank, m) for chunk, m in turns),
+        tuple(Action(INPUT_BACKWARD, (last - chunk) * num_ranks + rank, m) for chunk, m in turns),
+        warmup=last * size + pace * (num_ranks - 1 - rank),
+    )
+    return _with_weights(order, behind=pace * rank)
+
+
+def _with_weights(order: Row, *, behind: int) -> Row:
+    """Adds each input backward's weight backward, after the ``behind`` next input backwards."""
+    actions: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in order:
+        actions.append(action)
+        if action.kind == INPUT_BACKWARD:
+            waiting.append(action._replace(kind=WEIGHT_BACKWARD))
+            if len(waiting) > behind:
+                actions.append(waiting.popleft())
+    return (*actions, *waiting)
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> Table:
+    """Two chunks per rank in the shape of a V: no bubble where F = I = W, memory of 1F1B.
+
+    Stage ``r`` and stage ``2 num_ranks - 1 - r`` are on rank ``r``, so the last stage is where
+    the first is and a micro-batch's backward begins where its forward ended. The order is that
+    of at least ``2 num_ranks - 1`` micro-batches, without those that are not there.
+    Source: Qi et al. 2023 (arXiv:2401.10241), section 6, figure 7; the order in time for
+    equal F, I and W as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+    """
+    count = max(num_microbatches, 2 * num_ranks - 1)
+    return tuple(
+        tuple(a for a in _zbv_row(rank, num_ranks, count) if a.microbatch < num_microbatches)
+        for rank in range(num_ranks)
+    )
+
+
+def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
+    """``down`` is the chunk on the way from rank 0, ``up`` the one on the way back."""
+    down, up = _Chunk(rank), _Chunk(2 * num_ranks - 1 - rank)
+    left = num_ranks - rank
+    for _ in range(2 * left - 1):
+        yield down.forward()
+    for _ in range(rank):
+        yield from (up.forward(), down.forward())
+    for _ in range(left):
+        yield from (up.forward(), up.inputs(), up.weights())
+    while up.forwards < count:
+        if down.forwards < count:
+            yield down.forward()
+        yield from (down.inputs(), down.weights(), up.forward(), up.inputs(), up.weights())
+    for _ in range(rank):
+        yield from (down.inputs(), up.inputs())
+    for _ in range(left):
+        yield from (down.inputs(), down.weights())
+    for chunk in (up, down):
+        while chunk.weight_backwards < count:
+            yield chunk.weights()
+
+
+class _Chunk:
+    """The stage of a chunk; each call gives the action of the next micro-batch of its kind."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.forwards = self.input_backwards = self.weight_backwards = 0
+
+    def forward(self) -> Action:
+        self.forwards += 1
+        return Action(FORWARD, self.stage, self.forwards - 1)
+
+    def inputs(self) -> Action:
+        self.input_backwards += 1
+        return Action(INPUT_BACKWARD, self.stage, self.input_backwards - 1)
+
+    def weights(self) -> Action:
+        self.weight_backwards += 1
+        return Action(WEIGHT_BACKWARD, self.stage, self.weight_backwards - 1)
+
+
+def dualpipev(num_ranks: int, num_microbatches: int) -> Table:
+    """DualPipe cut in half: a V of two chunks, forward and backward of the two in pairs.
+
+    A pair (forward of one chunk, backward of the other) may overlap communication with
+    compute within itself; here its halves follow each other. Takes at least ``2 num_ranks``
+    micro-batches. Source: github.com/deepseek-ai/DualPipe, ``dualpipe/dualpipev.py``, whose
+    eight phases these are; DeepSeek-V3 (arXiv:2412.19437), section 3.2.1.
+    """
+    return tuple(
+        tuple(_dualpipev_row(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)
+    )
+
+
+def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """The eight phases. ``after`` is how many ranks come after this one."""
+    row = _Pairs(rank, 2 * num_ranks - 1 - rank)
+    down, up, after = row.down, row.up, num_ranks - 1 - rank
+    for _ in range(2 * after):
+        yield row.next(FORWARD, down)
+    for _ in range(rank + 1):
+        yield from (row.next(FORWARD, down), row.next(FORWARD, up))
+    for _ in range(after):
+        yield from (row.next(INPUT_BACKWARD, up), *row.oldest(), row.next(FORWARD, up))
+    for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
+        yield from (row.next(FORWARD, down), row.next(BACKWARD, up))
+        yield from (row.next(FORWARD, up), row.next(BACKWARD, down))
+    for _ in range(after):
+        yield from (row.next(BACKWARD, up), row.next(FORWARD, up), row.next(BACKWARD, down))
+    for position in range(2 * (rank + 1)):
+        kind: ActionKind = BACKWARD if position < rank + 1 else INPUT_BACKWARD
+        yield row.next(kind, down if position % 2 else up)
+    for _ in range(after):
+        yield from (*row.oldest(), row.next(INPUT_BACKWARD, down))
+    while row.waiting:
+        yield from row.oldest()
+
+
+class _Pairs:
+    """Counts the micro-batches of each chunk, and keeps the weight backwards put off."""
+
+    def __init__(self, down: int, up: int) -> None:
+        self.down, self.up = down, up
+        self.counts: dict[tuple[bool, int], int] = {}
+        self.waiting: deque[Action] = deque()
+
+    def next(self, kind: ActionKind, stage: int) -> Action:
+        key = (kind == FORWARD, stage)
+        m = self.counts.get(key, 0)
+        self.counts[key] = m + 1
+        if kind == INPUT_BACKWARD:
+            self.waiting.append(Action(WEIGHT_BACKWARD, stage, m))
+        return Action(kind, stage, m)
+
+    def oldest(self) -> tuple[Action, ...]:
+        return (self.waiting.popleft(),) if self.waiting else ()

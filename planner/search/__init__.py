@@ -1,0 +1,1 @@
+"""From a planning job to a plan: everything decided together."""

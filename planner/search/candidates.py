@@ -1,0 +1,230 @@
+"""From drafts to candidates: each stage's best mesh and layouts, and the simulated step.
+
+In: a job, pipelines of the dynamic program. Out: candidates, simulated under the schedules
+that are allowed and fit. A step of very many micro-batches is simulated at two smaller numbers
+and continued: once the pipeline is full each further micro-batch takes equally long. Only the
+winner's whole step is simulated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from ...cost_model.timeline import Timeline
+from ..inter_op.branches import Places, WeightedEdges, stage_depths, stage_edges
+from ..inter_op.inter_op import StageChoice
+from ..inter_op.pipeline_bound import least_seconds
+from ..intra_op.assembly import Setting
+from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..pricing.stage_cost import StageCost
+from ..pricing.step import Pipeline, latency_seconds, simulate_stages
+from ..schedules.held import Halves, is_split, most_held, splits
+from .job import Job
+from .quests import Draft
+from .report_plan import Candidate
+
+Chosen = tuple[IntraOp, StageAnswer]
+
+MOST_STEPS = 4096
+"""Stages times micro-batches that are simulated one by one."""
+
+WORTH_IT = 0.005
+"""The least gain for which a plan may use the axis "dp" for more than the batch."""
+
+
+MORE_HELD = 2
+"""Where what waits for gradients of weights does not fit, the stage is solved as if it held
+more micro-batches whole: so many more at most."""
+
+
+def stage(
+    job: Job, rows: int, choice: StageChoice, held: Halves, *, refine: bool = False
+) -> Chosen | None:
+    """The best mesh of a stage of a pipeline, and its answer; None where it does not fit.
+
+    ``refine``: with its gap narrowed.
+    """
+    for more in range(1 + (MORE_HELD if is_split(held) else 0)):
+        number = most_held(held) + more
+        found = _stage(job, rows, choice, number)
+        if found is not None and refine:
+            found[0].refine(found[1].run, job.num_microbatches(rows), number)
+            found = _stage(job, rows, choice, number)
+        if found is None or not is_split(held):
+            return found
+        found = _splitting(*found, held)
+        if found[1].cost.total_bytes <= found[0].limits.memory_bytes:
+            return found
+    return None
+
+
+def _stage(job: Job, rows: int, choice: StageChoice, in_flight: int) -> Chosen | None:
+    costs = job.costs(rows)
+    place = costs.places[costs.place(choice.first_device, choice.num_devices)]
+    number = int(costs.runs.classes.numbers[choice.start, choice.stop])
+    return place.answer(number, in_flight)
+
+
+def _splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
+    """The answer with its backward in two halves."""
+    setting: Setting = replace(answer.setting, halves=held)
+    return solver, replace(answer, setting=setting)
+
+
+def edges(job: Job, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
+    """Which stage needs which; None for a chain."""
+    ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
+    return stage_edges(job.at(rows), [s.start for s in stages], Places(job.cluster, ends))
+
+
+def schedules(job: Job, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
+    """The schedules to simulate. Those that split backwards run chains of stages only."""
+    allowed = job.request.schedules
+    if num_stages == 1:
+        return allowed[:1]
+    return tuple(name for name in allowed if is_chain or not splits(name))
+
+
+def candidate(
+    job: Job, draft: Draft, schedule: str | None = None, *, refine: bool = False
+) -> Candidate | None:
+    """A draft under a schedule, if not given the one that the dynamic program thought of.
+
+    None where it does not fit. ``refine``: with each stage's gap narrowed.
+    """
+    schedule = schedule or job.in_flight_schedule
+    stages, rows = draft.pipeline.stages, draft.rows
+    depths = stage_depths(edges(job, rows, stages), len(stages))
+    chosen: list[Chosen] = []
+    for choice, depth in zip(stages, depths, strict=True):
+        held = job.held(schedule, len(stages), rows, depth)
+        found = stage(job, rows, choice, held, refine=refine)
+        if found is None:
+            return None
+        chosen.append(found)
+    return simulated(job, rows, schedule, stages, chosen)
+
+
+def candidates(
+    job: Job, draft: Draft, *, refine: bool, below: float = float("inf"),
+    without: Collection[str] = (),
+) -> Iterator[Candidate]:  # fmt: skip
+    """The draft under every schedule that is allowed and fits, ``without`` some.
+
+    A schedule that splits backwards only where it can take less than the first of the others
+    that fits, and than ``below``: the stages' own work takes as long in any order, and with more
+    micro-batches in flight not less.
+    """
+    stages = draft.pipeline.stages
+    needs = edges(job, draft.rows, stages)
+    work = 0.0
+    for schedule in schedules(job, len(stages), is_chain=needs is None):
+        if schedule in without or (splits(schedule) and work >= below):
+            continue
+        found = candidate(job, draft, schedule, refine=refine)
+        if found is not None:
+            yield found
+            below = min(below, found.step_seconds)
+            work = work or _work_seconds(found, needs)
+
+
+def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
+    """What these stages take in any order, whatever part of their backwards may wait."""
+    costs = [answer.cost for _, answer in found.answers]
+    figures = [
+        (c.forward_seconds, 0.0, *c.receive_seconds, c.step_seconds, c.backward_seconds)
+        for c in costs
+    ]
+    return float(least_seconds(figures, found.num_microbatches, needs))
+
+
+def simulated(
+    job: Job,
+    rows: int,
+    schedule: str,
+    stages: tuple[StageChoice, ...],
+    chosen: Sequence[Chosen],
+    *,
+    whole: bool = False,
+) -> Candidate:
+    """A candidate with its step; ``whole``: every micro-batch of it simulated."""
+    began = time.perf_counter()
+    costs = [answer.cost for _, answer in chosen]
+    count = job.num_microbatches(rows)
+    step, bubble = _step(job, schedule, count, costs, needs=edges(job, rows, stages), whole=whole)
+    job.took("simulator", time.perf_counter() - began)
+    return Candidate(
+        rows, count, schedule, stages,
+        tuple((solver.model, answer) for solver, answer in chosen),
+        step, bubble, max(cost.total_bytes for cost in costs),
+    )  # fmt: skip
+
+
+def _step(
+    job: Job,
+    schedule: str,
+    count: int,
+    costs: Sequence[StageCost],
+    *,
+    needs: WeightedEdges | None,
+    whole: bool,
+) -> tuple[float, float]:
+    """Seconds of a step, and the share of them that devices wait."""
+
+    def run(number: int) -> Timeline:
+        least = latency_seconds(job.cluster)
+        return simulate_stages(
+            Pipeline(schedule, number, edges=needs), costs, latency_seconds=least
+        )
+
+    few = (4 if splits(schedule) else 2) * len(costs)
+    more = few + max(len(costs) // 2, 1)
+    if whole or len(costs) * count <= MOST_STEPS or count <= 2 * more:
+        timeline = run(count)
+        return timeline.step_seconds, timeline.bubble_fraction
+    first = run(few).step_seconds
+    second = run(more)
+    seconds = second.step_seconds + (count - more) * (second.step_seconds - first) / (more - few)
+    busy = (1 - second.bubble_fraction) * second.step_seconds * count / more
+    return seconds, max(0.0, 1 - busy / seconds)
+
+
+def completed(job: Job, best: Candidate) -> Candidate:
+    """The winner with its whole step simulated."""
+    count = best.num_microbatches
+    costs = [answer.cost for _, answer in best.answers]
+    needs = edges(job, best.rows, best.stages)
+    step, bubble = _step(job, best.schedule, count, costs, needs=needs, whole=True)
+    return replace(best, step_seconds=step, bubble_fraction=bubble)
+
+
+def freed(job: Job, best: Candidate) -> Candidate:
+    """The winner with the meshes' axes left to the solver, if that is faster by enough.
+
+    Of a large graph only where tables can solve it: integer programs that wide take long.
+    Unequal shares of the batch leave "dp" to the batch.
+    """
+    if any(answer.shares for _, answer in best.answers):
+        return best
+    chosen: list[Chosen] = []
+    depths = stage_depths(edges(job, best.rows, best.stages), len(best.stages))
+    for choice, (model, answer), depth in zip(best.stages, best.answers, depths, strict=True):
+        mesh = model.prices.mesh
+        solver = job.solver(best.rows, mesh, choice.first_device, free=True)
+        held = job.held(best.schedule, len(best.stages), best.rows, depth)
+        free = None
+        if solver.is_quick(answer.run, best.num_microbatches):
+            free = solver.best(answer.run, best.num_microbatches, most_held(held))
+        if free is not None and is_split(held):
+            free = _splitting(solver, free, held)[1]
+            fits = free.cost.total_bytes <= solver.limits.memory_bytes
+            free = free if fits else None
+        if free is None or free.objective >= answer.objective * (1 - 1e-9):
+            found = job.solver(best.rows, mesh, choice.first_device, free=False)
+            chosen.append((found, answer))
+        else:
+            chosen.append((solver, free))
+    other = simulated(job, best.rows, best.schedule, best.stages, chosen)
+    return other if other.step_seconds < best.step_seconds * (1 - WORTH_IT) else best

@@ -1,0 +1,409 @@
+"""What stages cost at one micro-batch size, priced only as far as the search looks at it.
+
+In: solvers for the meshes of each submesh, the classes of runs. Out: for each place (a class of
+equal submeshes) and number of stages to come, what every class of runs takes: exactly where
+asked for, elsewhere at least. A stage with forward and backward c, messages r and end of step e
+takes
+
+    q = c + r   once, and as the slowest of B micro-batches   m = (B − 1)·c + e   more:
+
+messages go beside the compute of other micro-batches, and only one stage's end of step counts.
+
+Two bounds are cheap. Without the memory limit a run costs at least what the solver proves,
+which for long series is needed for some lengths only (``search_runs.chords``). And with it,
+never less than a shorter run of its series, nor than with fewer micro-batches in flight. So the
+pipeline that is best under these bounds can be found first, its stages priced, and so on until
+the best has no stage left to price: then no other one can be better. Only the lengths, places
+and numbers of stages that compete are priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+
+from ..inter_op.inter_op import StageChoice
+from ..inter_op.sweep import Band
+from ..intra_op.assembly import reserve
+from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..pricing.structure import Run
+from .cuts import Cuts
+from .cuts import Runs as Runs
+from .runs import NO_RUN, Floats, Series, at_least, chords, samples
+
+SAME = 1 + 1e-9
+
+FEW_MICROBATCHES = 16
+"""With more, the share of a stage's end of step in a micro-batch is too small to bound apart."""
+
+MANY = 10**9
+"""Micro-batches among which the end of a step is nothing."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Of each class: the solver's objective, q and m; nan where not priced."""
+
+    objective: Floats
+    once: Floats
+    slowest: Floats
+
+    @staticmethod
+    def nothing(number: int) -> Known:
+        return Known(*(np.full(number, np.nan) for _ in range(3)))
+
+    def take(self, number: int, found: StageAnswer | None, count: int) -> None:
+        """Notes what a class costs; infinite where it does not fit."""
+        if found is None:
+            self.objective[number] = self.once[number] = self.slowest[number] = np.inf
+            return
+        cost = found.cost
+        micro = cost.forward_seconds + cost.backward_seconds
+        receive = sum(cost.receive_seconds)
+        self.once[number] = micro + receive
+        self.slowest[number] = (count - 1) * micro + cost.step_seconds
+        self.objective[number] = micro + receive + cost.step_seconds / count
+
+    def copy(self, other: Known, numbers: Sequence[int]) -> None:
+        """Takes some classes from another."""
+        for own, theirs in (
+            (self.objective, other.objective), (self.once, other.once),
+            (self.slowest, other.slowest),
+        ):  # fmt: skip
+            own[numbers] = theirs[numbers]
+
+
+@dataclass
+class MeshCosts:
+    """A mesh of a place: bounds and exact costs by class.
+
+    ``lower`` bounds the objective, ``once`` the q and ``slowest`` the m of every class.
+    """
+
+    solver: IntraOp
+    runs: Runs
+    lower: Floats = field(init=False)
+    once: Floats = field(init=False)
+    slowest: Floats = field(init=False)
+    exact: dict[int, Known] = field(default_factory=dict)
+    _bounded: set[Series] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        number = len(self.runs.classes.firsts)
+        self.lower, self.once, self.slowest = (np.full(number, np.nan) for _ in range(3))
+
+    def bound(self, wanted: Iterable[Series]) -> None:
+        """Makes lower bounds for all classes of some series; infinite for what cannot fit."""
+        asked_for = [series for series in wanted if series not in self._bounded]
+        self._bounded.update(asked_for)
+        for series in asked_for:
+            numbers = list(series.classes)
+            self.lower[numbers] = self.once[numbers] = self.slowest[numbers] = np.inf
+        new = [each for each in map(self._fitting, asked_for) if each.classes]
+        asked = {series: samples(series) for series in new}
+        number = {
+            (series, length): own
+            for series in new
+            for own, length in zip(series.classes, series.lengths, strict=True)
+        }
+        chosen = [self.runs.run(number[each, length]) for each in new for length in asked[each]]
+        few = self.runs.count <= FEW_MICROBATCHES
+        self._prepare(chosen, self.runs.count)
+        if few:
+            self._prepare(chosen, MANY)
+        for series in new:
+            runs = [self.runs.run(number[series, length]) for length in asked[series]]
+            own = self._bounds(runs, self.runs.count)
+            once = self._bounds(runs, MANY) if few else own
+            received = max(self._receive_seconds(run) for run in runs)
+            lengths, known = np.array(series.lengths), np.array(asked[series])
+            numbers = list(series.classes)
+            self.lower[numbers] = chords(lengths, known, own, series.regular)
+            self.once[numbers] = chords(lengths, known, once, series.regular)
+            least = np.maximum(self.lower[numbers] - received, 0.0)
+            every = (self.runs.count - 1) * np.where(np.isfinite(least), least, 0.0)
+            self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
+
+    def _fitting(self, series: Series) -> Series:
+        """A series without the lengths that no way to run them fits."""
+        excess = self.excess_bytes[list(series.classes)]
+        number = int(np.argmax(excess > 0)) if (excess > 0).any() else len(excess)
+        if number < len(excess):
+            self.solver.note_excess(float(excess[number]))
+        return Series(series.classes[:number], series.lengths[:number], series.regular)
+
+    @cached_property
+    def excess_bytes(self) -> Floats:
+        """By class what it needs at least, less what a device has."""
+        model, limit = self.solver.model, self.solver.limits.memory_bytes
+        least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
+        found: Floats = least + reserve(model) - limit
+        return found
+
+    def least(self, wanted: Iterable[Series], count: int) -> Floats:
+        """By class at least c + r + e / ``count``, without the memory limit; 0 elsewhere."""
+        found = np.zeros(len(self.runs.classes.firsts))
+        runs = {
+            series: [
+                self.runs.run(number)
+                for number, length in zip(series.classes, series.lengths, strict=True)
+                if length in asked
+            ]
+            for series in wanted
+            for asked in (set(samples(series)),)
+        }
+        self._prepare([run for own in runs.values() for run in own], count)
+        for series, own in runs.items():
+            known = np.array(samples(series))
+            found[list(series.classes)] = chords(
+                np.array(series.lengths), known, self._bounds(own, count), series.regular
+            )
+        return found
+
+    def most_received(self, wanted: Iterable[Series]) -> Floats:
+        """By class the most seconds that its messages can take."""
+        found = np.zeros(len(self.runs.classes.firsts))
+        for series in wanted:
+            own = [self.runs.run(number) for number in (series.classes[0], series.classes[-1])]
+            found[list(series.classes)] = max(self._receive_seconds(run) for run in own)
+        return found
+
+    def _prepare(self, runs: Sequence[Run], count: int) -> None:
+        families: dict[int, list[Run]] = {}
+        for run in runs:
+            families.setdefault(run.family, []).append(run)
+        for own in families.values():
+            self.solver.prepare(sorted(own, key=lambda run: run.num_blocks), count)
+
+    def _bounds(self, runs: Sequence[Run], count: int) -> Floats:
+        return np.array([self.solver.bound_seconds(run, count) for run in runs])
+
+    def _receive_seconds(self, run: Run) -> float:
+        """The most that a run's messages take."""
+        model = self.solver.model
+        return sum(
+            float(model.receive_seconds(ref, first).sum(axis=1).max())
+            for ref, first in run.received
+        )
+
+    def price(self, numbers: Sequence[int], in_flight: int) -> Known:
+        """The exact costs, made for some classes."""
+        known = self.exact.setdefault(in_flight, Known.nothing(len(self.lower)))
+        new = [number for number in numbers if np.isnan(known.objective[number])]
+        self._prepare([self.runs.run(number) for number in new], self.runs.count)
+        for number in new:
+            answer = self.solver.best(self.runs.run(number), self.runs.count, in_flight)
+            known.take(number, answer, self.runs.count)
+        return known
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """For each class of a role at least what it takes, infinite for all others."""
+
+    lower: Floats
+    once: Floats
+    slowest: Floats
+
+
+@dataclass
+class PlaceCosts:
+    """The submeshes of a place: the best of its meshes."""
+
+    meshes: list[MeshCosts]
+    runs: Runs
+    exact: dict[int, Known] = field(default_factory=dict)
+    _bounds: dict[tuple[bool, bool], Bounds] = field(default_factory=dict)
+    _known: dict[tuple[int, bool, bool], tuple[int, tuple[Floats, Floats]]] = field(
+        default_factory=dict
+    )
+    _version: int = 0
+
+    def bounds(self, first: bool, last: bool) -> Bounds:
+        """The least of the meshes' bounds."""
+        if (first, last) not in self._bounds:
+            size = len(self.runs.classes.firsts)
+            lower, once, slowest = (np.full(size, np.inf) for _ in range(3))
+            numbers = self.runs.role(first, last)
+            series = {self.runs.series_of[number][0] for number in numbers.tolist()}
+            for mesh in self.meshes:
+                mesh.bound(series)
+                lower[numbers] = np.minimum(lower[numbers], mesh.lower[numbers])
+                once[numbers] = np.minimum(once[numbers], mesh.once[numbers])
+                slowest[numbers] = np.minimum(slowest[numbers], mesh.slowest[numbers])
+            self._bounds[first, last] = Bounds(lower, once, slowest)
+        return self._bounds[first, last]
+
+    def seconds(self, in_flight: int, first: bool, last: bool) -> tuple[Floats, Floats]:
+        """The q and m of each class of a role: exact, or at least as much."""
+        key = (in_flight, first, last)
+        version, found = self._known.get(key, (-1, None))
+        if found is None or version != self._version:
+            bounds = self.bounds(first, last)
+            found = bounds.once, bounds.slowest
+            if self.exact:
+                found = self._raised(bounds, in_flight)
+            self._known[key] = self._version, found
+        return found
+
+    def _raised(self, bounds: Bounds, in_flight: int) -> tuple[Floats, Floats]:
+        """The bounds with what is exact for as many micro-batches or fewer in flight.
+
+        By what the objective is raised, so are q and, B − 1 times, m.
+        """
+        lower = np.where(np.isfinite(bounds.lower), bounds.lower, -np.inf)
+        found = lower
+        for held, exact in self.exact.items():
+            if held <= in_flight:
+                found = np.fmax(found, exact.objective)
+        for series in self.runs.classes.series:
+            if len(series.classes) > 1:
+                numbers = list(series.classes)
+                found[numbers] = at_least(series.lengths, found[numbers], 0.0)
+        more = found - np.where(np.isfinite(lower), lower, 0.0)
+        more[~np.isfinite(lower)] = 0.0
+        once = bounds.once + more
+        slowest = bounds.slowest + (self.runs.count - 1 or 0.0) * np.where(more < np.inf, more, 0.0)
+        slowest = np.where(more < np.inf, slowest, np.inf)
+        own = self.exact.get(in_flight)
+        if own is not None:
+            is_known = ~np.isnan(own.objective) & np.isfinite(lower)
+            once = np.where(is_known, own.once, once)
+            slowest = np.where(is_known, own.slowest, slowest)
+        return once, slowest
+
+    def price(self, number: int, in_flight: int, first: bool, last: bool) -> tuple[float, float]:
+        """The exact q and m of a class; those next to it are made exact too."""
+        lower = self.bounds(first, last).lower
+        known = self.exact.setdefault(in_flight, Known.nothing(len(lower)))
+        if np.isnan(known.objective[number]):
+            self._between(number, in_flight)
+        if np.isnan(known.objective[number]):
+            near = self.runs.near(number)
+            self._solve(
+                [n for n in near if np.isfinite(lower[n]) and np.isnan(known.objective[n])],
+                in_flight,
+            )
+        return float(known.once[number]), float(known.slowest[number])
+
+    def _between(self, number: int, in_flight: int) -> None:
+        """Takes what a class costs with fewer and with more in flight, where that is the same."""
+        held = sorted(h for h, own in self.exact.items() if not np.isnan(own.objective[number]))
+        fewer = [self.exact[h] for h in held if h < in_flight]
+        more = [self.exact[h] for h in held if h > in_flight]
+        if fewer and more:
+            least, most = fewer[-1].objective[number], more[0].objective[number]
+            if most <= least * SAME:
+                self.exact[in_flight].copy(more[0], [number])
+                self._version += 1
+
+    def _solve(self, numbers: list[int], in_flight: int) -> None:
+        known = self.exact[in_flight]
+        best = Known(*(np.full(len(known.objective), np.inf) for _ in range(3)))
+        for mesh in sorted(self.meshes, key=lambda mesh: float(mesh.lower[numbers].min())):
+            rivals = [n for n in numbers if mesh.lower[n] * SAME < best.objective[n]]
+            if rivals:
+                own = mesh.price(rivals, in_flight)
+                better = [n for n in rivals if own.objective[n] * SAME < best.objective[n]]
+                best.copy(own, better)
+        known.copy(best, numbers)
+        self._version += 1
+
+    def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
+        """The meshes that can be the best for a class, and how to run it there."""
+        run, count = self.runs.run(number), self.runs.count
+        least = np.inf
+        for mesh in sorted(self.meshes, key=lambda mesh: mesh.solver.bound_seconds(run, count)):
+            if mesh.solver.bound_seconds(run, count) >= least * SAME:
+                break
+            found = mesh.solver.best(run, count, in_flight)
+            if found is not None:
+                least = min(least, _seconds(found, count))
+                yield mesh.solver, found
+
+    def answer(self, number: int, in_flight: int) -> tuple[IntraOp, StageAnswer] | None:
+        """The best of them."""
+        every = list(self.answers(number, in_flight))
+        count = self.runs.count
+        return min(every, key=lambda each: _seconds(each[1], count), default=None)
+
+
+def _seconds(answer: StageAnswer, count: int) -> float:
+    """A stage's seconds per micro-batch with its share of the step's end."""
+    cost = answer.cost
+    micro = cost.forward_seconds + cost.backward_seconds + sum(cost.receive_seconds)
+    return micro + cost.step_seconds / count
+
+
+@dataclass
+class Costs:
+    """All places at one micro-batch size, numbered as they are asked for.
+
+    ``key`` is equal for submeshes that cost the same; ``solvers`` makes those of one;
+    ``held`` says how many micro-batches a stage holds, at least, by the number of stages to come.
+    """
+
+    runs: Runs
+    key: Callable[[int, int], Hashable]
+    solvers: Callable[[int, int], list[IntraOp]]
+    held: Callable[[int], int]
+    places: list[PlaceCosts] = field(default_factory=list)
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def place(self, first_device: int, num_devices: int) -> int:
+        """The number of a submesh's place."""
+        key = self.key(first_device, num_devices)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.places)
+            meshes = [
+                MeshCosts(each, self.runs) for each in self.solvers(first_device, num_devices)
+            ]
+            self.places.append(PlaceCosts(meshes, self.runs))
+        return self._numbers[key]
+
+    def in_flight(self, left: int, first: bool) -> int:
+        return 1 if first and left == 1 else self.held(left)
+
+    def band(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
+        """``inter_op_sweep.Band``: of what is known."""
+        return self._band(left, place, first, bound, self.runs.every)
+
+    def band_of(self, cuts: Cuts) -> Band:
+        """The same of runs that begin and end at some cuts only, which number the blocks."""
+        return partial(self._band, cuts=cuts)
+
+    def _band(
+        self, left: int, place: int, first: bool, bound: float, cuts: Cuts
+    ) -> tuple[Floats, Floats]:
+        once, slowest = self._seconds(place, left, first)
+        within = np.isfinite(once) & (slowest <= bound)
+        width = cuts.width(int(self.runs.classes.lengths[within].max(initial=0)))
+        rows = slice(0, 1) if first else slice(None)
+        band = cuts.band[rows, :width]
+        return (
+            np.append(np.where(within, once, np.inf), np.inf)[band],
+            np.append(np.where(within, slowest, np.inf), np.inf)[band],
+        )
+
+    def _seconds(self, place: int, left: int, first: bool) -> tuple[Floats, Floats]:
+        return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
+
+    def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
+        """What is known of a stage's q and m: exact or bounds."""
+        place, number = self._of(stage)
+        if number == NO_RUN:
+            return float("inf"), float("inf")
+        once, slowest = self._seconds(place, left, first)
+        return float(once[number]), float(slowest[number])
+
+    def price(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
+        """A stage's exact q and m; infinite where it does not fit."""
+        place, number = self._of(stage)
+        return self.places[place].price(number, self.in_flight(left, first), first, left == 1)
+
+    def _of(self, stage: StageChoice) -> tuple[int, int]:
+        number = int(self.runs.classes.numbers[stage.start, stage.stop])
+        return self.place(stage.first_device, stage.num_devices), number

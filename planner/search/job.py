@@ -1,0 +1,296 @@
+"""A planning job: what is asked, and what has been solved for it so far.
+
+In: a graph, its blocks, a cluster, a request. Out: on demand the solver of any mesh of any
+submesh at any micro-batch size (made once for all submeshes that cost the same), the costs of
+stages from them, and where planning time went.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...cost_model.cluster import Cluster
+from .. import rules as default_rules
+from ..cache.cache import NO_CACHE, Cache
+from ..errors import TimeLimitError
+from ..graph import Blocks, Graph
+from ..inter_op.heterogeneous import inner_size
+from ..inter_op.inter_op import Floats, Table
+from ..inter_op.mesh_proposals import Proposals, proposals
+from ..inter_op.submesh import meshes, num_row_parts, restriction, submesh_sizes
+from ..intra_op.intra_op import SMALL_GRAPH, Effort, IntraOp, Limits
+from ..layout import Mesh
+from ..precision import with_precision
+from ..pricing.basis import DEFAULT, Basis
+from ..pricing.prices import Prices, Rules
+from ..pricing.stage_model import StageModel
+from ..pricing.structure import Structure
+from ..requests.options import stage_numbers
+from ..requests.pins import Pins, by_template
+from ..requests.refusals import does_not_fit
+from ..requests.request import Request
+from ..requests.stage_at import stage_begins, without_inner
+from ..schedules.held import Halves, halves
+from .cached_search import cache_for, cached_solver
+from .costs import Costs, Runs
+from .runs import RunClasses, run_classes
+from .space import place_key
+
+
+@dataclass
+class Job:
+    """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
+
+    No plan takes less than ``bound_seconds``; 0 where no bound is known.
+    """
+
+    structure: Structure
+    cluster: Cluster
+    request: Request
+    rules: Rules
+    limits: Limits
+    effort: Effort
+    began: float
+    basis: Basis = DEFAULT
+    pins: Pins = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
+    graphs: dict[int, Structure] = field(default_factory=dict)
+    solvers: dict[object, IntraOp] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    stopped: str = ""
+    bound_seconds: float = 0.0
+    _costs: dict[int, Costs] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        blocks: Blocks,
+        cluster: Cluster,
+        request: Request,
+        *,
+        rules: Rules,
+        basis: Basis,
+    ) -> Job:
+        limit = request.memory_limit_bytes
+        if limit is None:
+            limit = min(host.device.usable_memory_bytes for host in cluster.hosts)
+        now = time.perf_counter()
+        return Job(
+            Structure(with_precision(graph, request.precision), blocks),
+            cluster,
+            request,
+            rules,
+            Limits(
+                float(limit),
+                request.zeros,
+                request.recompute,
+                request.gap,
+                request.features.recompute,
+            ),
+            Effort(now + request.time_limit_seconds),
+            now,
+            basis,
+            by_template(graph, blocks, request.pins),
+        )
+
+    def like(self, other: Job) -> Job:
+        """This job with all that another one, of the hosts in another order, has found."""
+        other.effort.deadline = self.effort.deadline
+        return replace(
+            self, structure=other.structure, effort=other.effort, began=other.began,
+            cache=other.cache, graphs=other.graphs, solvers=other.solvers, seconds=other.seconds,
+        )  # fmt: skip
+
+    def at(self, rows: int) -> Structure:
+        """The graph for micro-batches of so many rows."""
+        if rows not in self.graphs:
+            graph = self.structure.graph.with_batch_size(rows)
+            self.graphs[rows] = replace(self.structure, graph=graph)
+        return self.graphs[rows]
+
+    @cached_property
+    def kept(self) -> Cache:
+        """What earlier searches solved of this graph."""
+        if self.rules is not default_rules:
+            return NO_CACHE
+        own = self.structure
+        return cache_for(own.graph, own.blocks, self.request, self.basis)
+
+    @cached_property
+    def classes(self) -> RunClasses:
+        found = run_classes(self.structure)
+        begins = stage_begins(self.structure.graph, self.structure.blocks, self.request.stage_at)
+        return without_inner(found, begins)
+
+    @cached_property
+    def proposals(self) -> Proposals:
+        """The meshes of more axes than dp × tp that are worth trying."""
+        return proposals(self.structure.graph, self.cluster, self.request, self.rules)
+
+    @cached_property
+    def stage_numbers(self) -> tuple[int, ...]:
+        """The numbers of stages to try. Raises ``UsageError`` where there is none."""
+        structure, begins = self.structure, self.request.stage_at
+        least = len({0, *stage_begins(structure.graph, structure.blocks, begins)})
+        return stage_numbers(
+            self.request, self.cluster, len(structure.blocks.blocks), least_stages=least
+        )
+
+    @cached_property
+    def place_key(self) -> Any:
+        return place_key(self.cluster)
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether everything can be tried; see ``intra_op.SMALL_GRAPH``."""
+        kinds = self.structure.blocks.kinds.values()
+        return sum(len(block.nodes) for block in kinds) <= SMALL_GRAPH
+
+    def num_microbatches(self, rows: int) -> int:
+        return self.request.global_batch // rows
+
+    @property
+    def in_flight_schedule(self) -> str:
+        """The schedule of a draft where nothing is said: the thriftiest, if it is allowed."""
+        return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
+
+    def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> Halves:
+        """Micro-batches that a stage holds; ``depth`` counts the stages to come, itself too."""
+        return halves(schedule, depth, num_stages, self.num_microbatches(rows))
+
+    def costs(self, rows: int) -> Costs:
+        """The costs of stages at one micro-batch size."""
+        if rows not in self._costs:
+            count = self.num_microbatches(rows)
+            key: dict[tuple[int, int], Hashable] = {}
+
+            def place(first: int, size: int) -> Hashable:
+                if (first, size) not in key:
+                    key[first, size] = self.place_key(first, size)
+                return key[first, size]
+
+            self._costs[rows] = Costs(
+                Runs(self.at(rows), self.classes, count),
+                place,
+                lambda first, size: self.solvers_on(rows, first, size),
+                lambda left: self._least_held(left, count),
+            )
+        return self._costs[rows]
+
+    def _least_held(self, left: int, count: int) -> int:
+        """Whole micro-batches that a stage holds under the thriftiest schedule, at least."""
+        names = self.request.schedules
+        if "1f1b" in names:  # of the schedules of one stage per rank none holds less
+            return halves("1f1b", left, 2, count)[0][0]
+        return min(halves(name, left, 2, count)[0][0] for name in names)
+
+    def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
+        """A solver for each mesh on the submesh."""
+        found = []
+        inner = inner_size(self.cluster, first, size)
+        proposed = self.proposals.meshes(size, inner, rows)
+        for mesh in (*meshes(size, inner, self.request.forced), *proposed):
+            if not self.request.features.allows_mesh(mesh, self.request.max_tp):
+                continue
+            has_rows = rows > 1 or bool(self.structure.graph.batch_dims)
+            if has_rows and rows % num_row_parts(mesh):
+                continue
+            found.append(self.solver(rows, mesh, first, free=False))
+        return found
+
+    def solver(self, rows: int, mesh: Mesh, first: int, *, free: bool) -> IntraOp:
+        """The solver of a mesh; ``free``: with its axes left to the solver."""
+        ranks = tuple(range(first, first + mesh.size))
+        request = self.request
+        asked = self.basis.asked
+        prices = Prices(
+            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
+            profile=self.basis.used,
+            asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
+        )  # fmt: skip
+        link = self.cluster.link(max(first - 1, 0), first)
+        limits = self.limits_on(ranks)
+        key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
+        if key not in self.solvers:
+            limited = replace(
+                restriction(mesh, request.forced, free=free),
+                pins=self.pins, features=request.features,
+            )  # fmt: skip
+            model = StageModel(self.at(rows), prices, limited, link)
+            self.solvers[key] = cached_solver(IntraOp(model, limits, self.effort), self.kept)
+        return self.solvers[key]
+
+    def limits_on(self, ranks: Sequence[int]) -> Limits:
+        """A stage's limits: the memory of its own devices, unless the request has one."""
+        if self.request.memory_limit_bytes is not None:
+            return self.limits
+        device = self.cluster.slowest_device(ranks)
+        return replace(self.limits, memory_bytes=float(device.usable_memory_bytes))
+
+    def table(self, rows: int) -> Table:
+        """Every stage's exact cost, priced as it is asked for: for small clusters."""
+        return Table(
+            len(self.structure.blocks.blocks),
+            self.cluster.num_devices,
+            lambda first: submesh_sizes(self.cluster, first),
+            _Exact(self.costs(rows)).matrix,
+        )
+
+    @property
+    def solver_seconds(self) -> float:
+        return self.effort.seconds + self.effort.table_seconds
+
+    def took(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def spent(self) -> tuple[int, dict[str, float]]:
+        """How many programs were solved, and seconds by phase."""
+        seconds = {
+            "costs": self.effort.table_seconds, "ilp": self.effort.seconds, **self.seconds
+        }  # fmt: skip
+        seconds["total"] = time.perf_counter() - self.began
+        return self.effort.num_problems, seconds
+
+    def failure(self) -> Exception:
+        """Why there is no plan: no time, or no memory and by how much."""
+        excess = [over for s in self.solvers.values() for over in s.excess_bytes.values()]
+        if self.effort.left_seconds <= 0 or not excess:
+            return TimeLimitError(
+                "AP701", "no plan was found within the time limit", fix="a longer --time-limit"
+            )
+        return does_not_fit(min(excess), self.limits, self.request, self.cluster)
+
+
+@dataclass
+class _Exact:
+    """The matrices of a ``Table`` at one micro-batch size."""
+
+    costs: Costs
+    made: dict[object, Floats] = field(default_factory=dict)
+
+    def matrix(self, left: int, first: int, size: int) -> Floats:
+        """t[k, i] of the stages with ``left`` stages to come, itself included."""
+        is_first, is_last = first == 0, left == 1
+        place = self.costs.place(first, size)
+        held = self.costs.in_flight(left, is_first)
+        key = (place, is_first, is_last, held)
+        if key not in self.made:
+            own, runs = self.costs.places[place], self.costs.runs
+            numbers = runs.role(is_first, is_last)
+            seconds = np.full(len(runs.classes.firsts) + 1, np.inf)
+            for number in numbers.tolist():
+                own.price(number, held, is_first, is_last)
+                seconds[number] = own.exact[held].objective[number]
+            size = runs.classes.num_blocks
+            rows = slice(0, 1) if is_first else slice(1, size)
+            stops = slice(size, size + 1) if is_last else slice(1, size)
+            cost = np.full((size + 1, size + 1), np.inf)
+            cost[rows, stops] = seconds[runs.classes.numbers[rows, stops]]
+            self.made[key] = cost
+        return self.made[key]

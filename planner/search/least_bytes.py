@@ -1,0 +1,125 @@
+"""At least how many bytes a stage of some blocks needs, whatever its mesh and layouts.
+
+In: the graph, the classes of runs, a number of devices D, what a parameter takes. Out: for every
+class bytes that no way to run it on D devices holds less than: each tensor is cut into at most
+D parts. A stage holds its states; of every block what autograd keeps or, if the block is
+recomputed, what it reads from other blocks; in the backward of each block what autograd keeps
+of it in any case, made again or not; and what its largest op reads and writes. No table is
+made for this, so runs that cannot fit cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...cost_model.memory import PrecisionPolicy
+from ..graph import Block, Ref, TensorSpec
+from ..pricing.prices import Prices
+from ..pricing.saved import storage
+from ..pricing.structure import Structure
+from .runs import Floats, RunClasses
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockSizes:
+    """Tensors of a block by their bytes: saved, read from other blocks, states; of its ops what
+    each reads and writes."""
+
+    saved: tuple[int, ...]
+    read: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
+    ops: tuple[tuple[int, ...], ...]
+
+    def on(self, num_devices: int) -> tuple[float, float, float]:
+        """On so many devices: what the block always holds, what besides while it runs
+        backward, its largest op."""
+        saved, read = (sum(n // num_devices for n in own) for own in (self.saved, self.read))
+        states = sum(numel // num_devices * size for numel, size in self.states)
+        largest = max((sum(n // num_devices for n in own) for own in self.ops), default=0)
+        held = min(saved, read)
+        return float(states + held), float(saved - held), float(largest)
+
+
+@dataclass
+class LeastBytes:
+    """The bounds at one micro-batch size; one micro-batch is in flight at least."""
+
+    structure: Structure
+    classes: RunClasses
+    _sizes: dict[str, _BlockSizes] = field(default_factory=dict)
+    _found: dict[tuple[int, PrecisionPolicy], Floats] = field(default_factory=dict)
+
+    def on(self, num_devices: int, prices: Prices) -> Floats:
+        """By class, without what a device gives to no tensor."""
+        key = (num_devices, prices.policy)
+        if key not in self._found:
+            self._found[key] = self._least(num_devices, prices)
+        return self._found[key]
+
+    def _least(self, num_devices: int, prices: Prices) -> Floats:
+        by_kind = {}
+        for kind, block in self.structure.blocks.kinds.items():
+            if kind not in self._sizes:
+                self._sizes[kind] = self._of_block(block, prices)
+            by_kind[kind] = self._sizes[kind].on(num_devices)
+        own = np.array([by_kind[block.kind] for block in self.structure.blocks.blocks])
+        starts, stops = np.array(self.classes.firsts).T
+        always = np.append(0.0, np.cumsum(own[:, 0]))
+        leaves = np.array([self._leaf_bytes(names) for names in self.structure.leaves])
+        found: Floats = always[stops] - always[starts]
+        for column in (own[:, 1], own[:, 2], leaves):
+            found += most(column, starts, stops)
+        return found
+
+    def _leaf_bytes(self, names: tuple[str, ...]) -> float:
+        graph = self.structure.graph
+        return float(sum(spec.num_bytes for name in names for spec in graph[name].outputs))
+
+    def _of_block(self, block: Block, prices: Prices) -> _BlockSizes:
+        graph, nodes = self.structure.graph, [self.structure.graph[name] for name in block.nodes]
+        saved: dict[Ref, int] = {}
+        read: dict[Ref, int] = {}
+        for node in nodes:
+            if any(spec.requires_grad for spec in node.outputs):
+                for ref in prices.rules.saved(node, graph):
+                    root = storage(ref, graph, prices)
+                    if graph[root.name].kind in ("op", "input"):
+                        saved[root] = graph.spec(root).num_bytes
+            for ref in node.inputs:
+                if graph[ref.name].kind == "op" and ref.name not in block.nodes:
+                    read[ref] = graph.spec(ref).num_bytes
+        ops = [
+            [graph.spec(ref).num_bytes for ref in dict.fromkeys(node.inputs)]
+            + [spec.num_bytes for spec in node.outputs]
+            for node in nodes
+        ]
+        return _BlockSizes(
+            tuple(saved.values()),
+            tuple(read.values()),
+            tuple(
+                _states(graph[name].spec, prices.policy)
+                for name in block.parameters
+                if graph[name].kind == "parameter" and not self.structure.is_shared(name)
+            ),
+            tuple(map(tuple, ops)),
+        )
+
+
+def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
+    """A parameter's numbers, and the bytes that each takes at least."""
+    if not spec.requires_grad:
+        return spec.numel, min(policy.parameter_bytes, policy.gathered_bytes)
+    return spec.numel, policy.parameter_bytes + policy.gradient_bytes + policy.optimizer_bytes
+
+
+def most(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:
+    """The most of ``values[start:stop]`` for every start and stop.
+
+    >>> most(np.array([3.0, 1.0, 2.0]), np.array([0, 1, 1]), np.array([1, 2, 3])).tolist()
+    [3.0, 1.0, 2.0]
+    """
+    ends = np.column_stack([starts, stops]).ravel()
+    found: Floats = np.maximum.reduceat(np.append(values, 0.0), ends)[::2]
+    return found

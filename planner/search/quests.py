@@ -1,0 +1,203 @@
+"""Pipelines in the order of how fast they can be, priced no further than that needs.
+
+In: for each micro-batch size and tiling the costs of its stages, known or bounded. Out: drafts,
+pipelines all of whose stages are priced, about the best first. A quest is a micro-batch size
+with a tiling; its estimate is the least T under the bounds that are known, so no pipeline of it
+is faster. The quest with the least estimate goes on: the stages of its best pipeline are priced,
+the one with the most micro-batches in flight first, until that pipeline is worse than the next
+quest's, or all its stages are exact. Then it is the best of all that are left (best-first
+branch and bound).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from ..inter_op.inter_op import Pipeline, PipelineSearch, StageChoice
+from ..inter_op.sweep import Tiling
+from .costs import Costs
+
+TOLERANCE = 1e-3
+"""T may be worse than the least by this part."""
+
+MOST_CUTS = 256
+"""With more blocks, stages of any sizes are first cut between groups of blocks."""
+
+COARSE = 0.05
+"""What cutting between groups may cost, at most, before it is made good."""
+
+NEAR = 4
+"""Then so many cuts before and after each are tried, as many times closer to each other."""
+
+PATIENCE = 1.01
+"""A pipeline is priced on while it is at most this factor worse than the next quest's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A pipeline of the dynamic program for one micro-batch size, and T."""
+
+    rows: int
+    pipeline: Pipeline
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline.seconds
+
+
+@dataclass
+class Quest:
+    """The pipelines of a tiling at one micro-batch size, of ``numbers`` of stages."""
+
+    rows: int
+    costs: Costs
+    tiling: Tiling
+    numbers: tuple[int, ...]
+    estimate: float = 0.0
+    _best: Pipeline | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.costs.runs.classes.num_blocks
+
+    def look(self, cutoff: float) -> None:
+        """Finds the best pipeline under what is known; the estimate is infinite if none is.
+
+        Some pipeline, the even cut or the best so far, says what no better one takes. Of very
+        many blocks stages of any sizes are cut at some places only, then near those.
+        """
+        known = [self._known_seconds(stages) for stages in self._tries()]
+        cutoff = min([cutoff, *(seconds * (1 + TOLERANCE) for seconds in known)])
+        step = -(-self.num_blocks // MOST_CUTS)
+        if self.tiling.fixed or step == 1:
+            best = self._best_of(range(self.num_blocks + 1), cutoff, self.numbers)
+        else:
+            few = (*range(0, self.num_blocks, step), self.num_blocks)
+            best = self._best_of(few, cutoff * (1 + COARSE), self.numbers)
+            while best is not None and step > 1:
+                step = -(-step // NEAR)
+                nearer = self._best_of(self._near(best, step), best.seconds, (len(best.stages),))
+                best = best if nearer is None else nearer
+            best = best if best is not None and best.seconds < cutoff else None
+        self._best = best
+        self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
+
+    def _near(self, best: Pipeline, step: int) -> list[int]:
+        """The cuts of a pipeline and some before and after each."""
+        own = [stage.start for stage in best.stages[1:]]
+        found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
+        return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
+
+    def _best_of(self, at: Sequence[int], cutoff: float, numbers: Iterable[int]) -> Pipeline | None:
+        """The best pipeline with stages cut at some places."""
+        cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
+        search = PipelineSearch(
+            self.tiling, len(at) - 1, self.costs.band_of(cuts), TOLERANCE, cutoff
+        )
+        bounds = sorted((search.bound(number), number) for number in numbers)
+        best: Pipeline | None = None
+        for bound, number in bounds:
+            if bound >= (search.cutoff if best is None else best.seconds):
+                break
+            found = search.best(number)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = found
+        if best is None:
+            return None
+        stages = tuple(replace(s, start=at[s.start], stop=at[s.stop]) for s in best.stages)
+        return replace(best, stages=stages)
+
+    def _tries(self) -> Iterator[tuple[StageChoice, ...]]:
+        if self._best is not None and len(self._best.stages) in self.numbers:
+            yield self._best.stages
+        if self.tiling.fixed:
+            cuts = [
+                round(self.num_blocks * at / self.tiling.most) for at in range(self.tiling.most + 1)
+            ]
+            yield tuple(
+                StageChoice(cuts[at], cuts[at + 1], move.first_device, move.num_devices)
+                for at, move in enumerate(self.tiling.moves)
+            )
+
+    def _known_seconds(self, stages: tuple[StageChoice, ...]) -> float:
+        own = [
+            self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
+        ]
+        return _step_seconds(own)
+
+    def price(self, patience: float) -> Pipeline | None:
+        """Prices the stages of the best pipeline while it takes no longer than ``patience``.
+
+        Returns it with its exact T, or None if it was left before.
+        """
+        assert self._best is not None, "there is something to price"
+        stages = self._best.stages
+        own = [(0.0, 0.0)] * len(stages)
+        for at in _halving(len(stages)):
+            own[at] = self.costs.price(len(stages) - at, at == 0, stages[at])
+            if _step_seconds(own) > patience:
+                return None
+        return Pipeline(stages, _step_seconds(own))
+
+    def finish(self, num_stages: int) -> None:
+        """Nothing better of so many stages is left."""
+        self.numbers = tuple(number for number in self.numbers if number != num_stages)
+
+
+def _step_seconds(stages: Sequence[tuple[float, float]]) -> float:
+    """T = Σ q + max m."""
+    return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
+
+
+def _halving(number: int) -> list[int]:
+    """The first, the last, then the middle of what is between, and so on.
+
+    >>> _halving(6)
+    [0, 5, 1, 4, 2, 3]
+    """
+    found = [0, number - 1][:number]
+    gaps = [(1, number - 2)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if low > high:
+            continue
+        found += [low, high] if high > low else [low]
+        middle = (low + high) // 2
+        if low < middle < high:
+            found.append(middle)
+        gaps += [(low + 1, middle - 1), (middle + 1, high - 1)] if middle > low else []
+    return found
+
+
+def drafts(
+    quests: Iterable[Quest], enough: Callable[[float, list[Draft]], bool]
+) -> Iterator[Draft]:
+    """Exact pipelines as they are found.
+
+    Ends when no quest has a pipeline left, or when ``enough`` says of the least estimate and
+    the drafts so far that the rest need not be known.
+    """
+    numbers = count()
+    found: list[Draft] = []
+    heap: list[tuple[float, int, Quest]] = []
+    for quest in quests:
+        if quest.estimate < float("inf"):
+            heapq.heappush(heap, (quest.estimate, next(numbers), quest))
+    while heap and not enough(heap[0][0], found):
+        _, _, quest = heapq.heappop(heap)
+        rival = heap[0][0] if heap else float("inf")
+        before = quest.estimate
+        quest.look(float("inf"))
+        if quest.estimate < float("inf") and quest.estimate <= max(rival, before) * PATIENCE:
+            patience = max(rival, quest.estimate) * PATIENCE
+            pipeline = quest.price(patience)
+            if pipeline is not None:
+                found.append(Draft(quest.rows, pipeline))
+                yield found[-1]
+                if pipeline.seconds <= quest.estimate * (1 + 2 * TOLERANCE):
+                    quest.finish(len(pipeline.stages))
+        if quest.numbers and quest.estimate < float("inf"):
+            heapq.heappush(heap, (quest.estimate, next(numbers), quest))

@@ -1,0 +1,341 @@
+"""From the winning candidate to the plan file's content.
+
+In: the candidate's stages with their layouts and costs, and those that lost. Out: a
+``Plan``: every node's layout under its template's name, the layouts in which batch inputs
+and constants are held, predictions (``sources`` adds where they come from), and why the
+others lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...cost_model.cluster import Cluster
+from ...cost_model.compute import peak_flops
+from ..graph import Graph, Node
+from ..inter_op.branches import Places, stage_edges
+from ..inter_op.inter_op import StageChoice
+from ..intra_op.intra_op import StageAnswer
+from ..layout import INVARIANT, Layout, conversion_steps
+from ..plan import (
+    Alternative,
+    BlockPlan,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SolverInfo,
+    StagePlan,
+    StagePrediction,
+    rows_text,
+)
+from ..pricing.choices import input_specs
+from ..pricing.prices import Prices, boundary_layout
+from ..pricing.stage_cost import StageCost
+from ..pricing.stage_model import StageModel
+from ..pricing.step import send_seconds
+from ..pricing.structure import Structure
+from ..pricing.undivided import undivided
+from ..requests.request import Request
+from ..strategy import NodeLayout
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A whole way to train, simulated."""
+
+    rows: int
+    num_microbatches: int
+    schedule: str
+    stages: tuple[StageChoice, ...]
+    answers: tuple[tuple[StageModel, StageAnswer], ...]
+    step_seconds: float
+    bubble_fraction: float
+    peak_bytes: float
+
+    @property
+    def spent_seconds(self) -> dict[str, float]:
+        """Seconds of a step by what they go to, on the busiest stage, and the bubble."""
+        costs = [answer.cost for _, answer in self.answers]
+        busiest = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
+        own, count = busiest.seconds, self.num_microbatches
+        communication = own.forward_communication + own.backward_communication
+        states = own.forward_states + own.backward_states
+        return {
+            "compute": count * sum(busiest.compute_seconds),
+            "communication": count * (communication + states),
+            "gradient sync": own.gradient_sync,
+            "optimizer": own.optimizer,
+            "bubble": self.bubble_fraction * self.step_seconds,
+        }
+
+    @property
+    def summary(self) -> str:
+        """One line: mesh, ZeRO and recompute of each stage, micro-batches, schedule."""
+        parts = []
+        for (model, answer), choice in zip(self.answers, self.stages, strict=True):
+            mesh = model.prices.mesh
+            sizes = ",".join(
+                f"{name}={size}" for name, size in zip(mesh.axes, mesh.shape, strict=True)
+            )
+            text = f"{choice.stop - choice.start} blocks on {sizes}"
+            if answer.shares:
+                text += f" rows {rows_text(answer.shares)}"
+            if answer.setting.zero:
+                text += f" zero={answer.setting.zero}"
+            for how, numbers in zip(("recompute", "selective"), answer.setting.rung, strict=True):
+                if any(numbers):
+                    text += f" {how} {sum(numbers)}"
+            parts.append(text)
+        stages = " | ".join(_counted(parts))
+        schedule = f", {self.schedule}" if len(parts) > 1 else ""
+        return f"{stages}; {self.num_microbatches} × {self.rows} rows{schedule}"
+
+
+def _counted(parts: Sequence[str]) -> list[str]:
+    """Equal neighbours as one, with their number."""
+    found: list[tuple[str, int]] = []
+    for part in parts:
+        if found and found[-1][0] == part:
+            found[-1] = (part, found[-1][1] + 1)
+        else:
+            found.append((part, 1))
+    return [f"{count} × ({text})" if count > 1 else text for text, count in found]
+
+
+def make_plan(
+    structure: Structure,
+    cluster: Cluster,
+    request: Request,
+    best: Candidate,
+    losers: Iterable[Candidate],
+    spent: tuple[int, Mapping[str, float]],
+) -> Plan:
+    """The plan of the winner. ``spent`` is the number of programs and seconds by phase.
+
+    How good it is, is not known here.
+    """
+    graph = structure.graph
+    num_problems, seconds = spent
+    stages = tuple(_stage(structure, best, index, send) for index, send in enumerate(_sends(best)))
+    rules = best.answers[0][0].prices.rules
+    has_rule = getattr(rules, "has_rule", lambda op: True)
+    without = [n for n in graph if n.kind == "op" and n.rule is None and not has_rule(n.op)]
+    replicated = _replicated_seconds(without, structure, best, request)
+    return Plan(
+        model=ModelInfo(
+            target=request.target,
+            settings=dict(request.settings),
+            fingerprint=graph.fingerprint,
+            num_parameters=sum(node.spec.numel for node in graph.parameters),
+            global_batch=request.global_batch,
+            seq=request.seq,
+            precision=request.precision,
+            optimizer=request.optimizer,
+        ),
+        cluster=cluster,
+        num_microbatches=best.num_microbatches,
+        schedule=best.schedule,
+        stages=stages,
+        prediction=_prediction(best, cluster, request),
+        alternatives=alternatives(best, losers),
+        solver=SolverInfo(1.0, num_problems, dict(seconds)),
+        replicated_ops=tuple(replicated),
+        replicated_seconds=replicated,
+        undivided=_undivided(structure, best),
+    )
+
+
+def _undivided(structure: Structure, best: Candidate) -> tuple[str, ...]:
+    """What the stages' axes do not divide, each kind of block told once."""
+    found: dict[str, None] = {}
+    for (model, answer), choice in zip(best.answers, best.stages, strict=True):
+        run = structure.blocks.blocks[choice.start : choice.stop]
+        kinds = {block.kind: structure.blocks.kinds[block.kind] for block in run}
+        names = [name for block in kinds.values() for name in block.nodes]
+        lines = undivided(model.structure.graph, names, _layouts(model, answer), model.prices)
+        found.update(dict.fromkeys(lines))
+    return tuple(found)
+
+
+def _replicated_seconds(
+    nodes: Iterable[Node], structure: Structure, best: Candidate, request: Request
+) -> dict[str, float]:
+    """For each op without a rule the seconds of a step that every rank spends on all of it."""
+    graph = structure.graph.with_batch_size(request.global_batch // best.num_microbatches)
+    prices = best.answers[0][0].prices
+    whole = (INVARIANT,) * len(prices.mesh.shape)
+    found: dict[str, float] = {}
+    for name in (node.name for node in nodes):
+        node = graph[name]
+        specs = input_specs(node, graph)
+        layout = NodeLayout((whole,) * len(specs), (whole,) * len(node.outputs))
+        seconds = sum(prices.compute(node, specs, layout)) * best.num_microbatches
+        found[node.op] = found.get(node.op, 0.0) + seconds
+    return dict(sorted(found.items()))
+
+
+def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternative, ...]:
+    """The losers, fastest first, each once, with the reason."""
+    found: dict[str, Alternative] = {}
+    for loser in sorted(losers, key=lambda candidate: candidate.step_seconds):
+        found.setdefault(
+            loser.summary,
+            Alternative(
+                loser.summary, loser.step_seconds, int(loser.peak_bytes), reason(best, loser)
+            ),
+        )
+    found.pop(best.summary, None)
+    return tuple(found.values())
+
+
+def reason(best: Candidate, loser: Candidate) -> str:
+    """What the loser spends more on than the winner, most first, in shares of the winner's step.
+
+    The winner's part counts on its own busiest stage, the loser's on its.
+    """
+    ours, theirs = best.spent_seconds, loser.spent_seconds
+    more = sorted(((theirs[name] - ours[name], name) for name in ours), reverse=True)
+    named = [
+        f"{name} +{excess / best.step_seconds:.1%}"
+        for excess, name in more
+        if excess > 0.3 * more[0][0] and excess > 1e-3 * best.step_seconds
+    ]
+    return ", ".join(named[:2]) or "as fast, but for overheads"
+
+
+def _sends(best: Candidate) -> list[float]:
+    """For each stage the seconds of a micro-batch's messages to later stages."""
+    model = best.answers[0][0]
+    ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in best.stages)
+    places = Places(model.prices.cluster, ends)
+    edges = stage_edges(model.structure, [stage.start for stage in best.stages], places)
+    return send_seconds([answer.cost for _, answer in best.answers], edges)
+
+
+def _stage(structure: Structure, best: Candidate, index: int, send: float) -> StagePlan:
+    model, answer = best.answers[index]
+    choice = best.stages[index]
+    run = structure.run(choice.start, choice.stop)
+    own = structure.blocks.blocks[choice.start : choice.stop]
+    modes = run.modes(answer.setting.rung)
+    layouts = stage_layouts(structure, model, answer, (choice.start, choice.stop))
+    return StagePlan(
+        blocks=tuple(
+            BlockPlan(block.name, block.kind, mode) for block, mode in zip(own, modes, strict=True)
+        ),
+        devices=tuple(range(choice.first_device, choice.first_device + choice.num_devices)),
+        mesh=model.prices.mesh,
+        zero=answer.setting.zero,
+        layouts=dict(sorted(layouts.items())),
+        prediction=prediction_of(answer.cost, send),
+        shares=answer.shares,
+    )
+
+
+def stage_layouts(
+    structure: Structure, model: StageModel, answer: StageAnswer, blocks: tuple[int, int]
+) -> dict[str, NodeLayout]:
+    """The layouts of a stage, those included in which inputs and constants are held."""
+    layouts = _layouts(model, answer)
+    _add_leaves(layouts, model, structure, blocks)
+    return layouts
+
+
+def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
+    """A stage's cost as the plan holds it. ``send_seconds``: forward, to the next stage."""
+    own = cost.seconds
+    communication = own.forward_communication + own.backward_communication
+    return StagePrediction(
+        seconds={
+            "forward": cost.forward_seconds,
+            "backward": cost.backward_seconds,
+            "compute": sum(cost.compute_seconds),
+            "communication": communication + own.forward_states + own.backward_states,
+            "gradient_sync": own.gradient_sync,
+            "optimizer": own.optimizer,
+            "send": send_seconds,
+            "receive": sum(cost.receive_seconds),
+        },
+        memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
+    )
+
+
+def _layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:
+    found: dict[str, NodeLayout] = {}
+    for owner, choices in answer.solution.items():
+        shared = owner in model.structure.graph.by_name and owner not in (
+            model.structure.blocks.kinds
+        )
+        decisions = (model.shared(owner),) if shared else model.kind(owner).decisions
+        for decision, choice in zip(decisions, choices, strict=True):
+            found.update(decision.choices[choice].layouts)
+    return found
+
+
+def _add_leaves(
+    layouts: dict[str, NodeLayout],
+    model: StageModel,
+    structure: Structure,
+    blocks: tuple[int, int],
+) -> None:
+    """Adds how batch inputs, constants and buffers are held."""
+    graph, template = structure.graph, structure.blocks.template
+    wants: dict[str, dict[Layout, None]] = {}
+    for block in structure.blocks.blocks[slice(*blocks)]:
+        for name in block.nodes:
+            wanted = layouts[template[name]].inputs
+            for ref, layout in zip(graph[name].inputs, wanted, strict=True):
+                if graph[ref.name].kind in ("input", "constant", "buffer"):
+                    wants.setdefault(ref.name, {})[boundary_layout(layout)] = None
+    for name, found in wants.items():
+        whole = model.restriction.split_parameters if graph[name].kind == "input" else ()
+        layout = leaf_layout(tuple(found), graph[name].kind == "buffer", whole)
+        layouts[name] = NodeLayout((), (layout,) * len(graph[name].outputs))
+
+
+def leaf_layout(wanted: Sequence[Layout], is_state: bool, whole: Sequence[int] = ()) -> Layout:
+    """How to hold a value that every use can take its part of: no use may have to gather.
+
+    As all want it, else as all want it on the first axis, else whole. A state is whole.
+    ``whole`` are axes on which it must not be split.
+    """
+    num_axes = len(wanted[0])
+    held = wanted[0] if len(set(wanted)) == 1 else (INVARIANT,) * num_axes
+    if len(set(wanted)) > 1 and len({layout[0] for layout in wanted}) == 1:
+        held = (wanted[0][0], *(INVARIANT,) * (num_axes - 1))
+    held = tuple(INVARIANT if axis in whole else each for axis, each in enumerate(held))
+    if is_state or any(_gathers(held, layout) for layout in wanted):
+        return (INVARIANT,) * num_axes
+    return held
+
+
+def _gathers(held: Layout, wanted: Layout) -> bool:
+    return any(step.collectives[0] is not None for step in conversion_steps(held, wanted))
+
+
+def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Prediction:
+    structure, prices = best.answers[0][0].structure, best.answers[0][0].prices
+    rows = best.rows / structure.graph.batch_size  # of unequal shares the graph has others
+    flops = model_flops(structure.graph, prices) * best.num_microbatches * rows
+    dtype = prices.policy.compute_dtype
+    peak = sum(peak_flops(host.device, dtype) * host.num_devices for host in cluster.hosts)
+    tokens = request.global_batch * (request.seq or 1)
+    return Prediction(
+        step_seconds=best.step_seconds,
+        bubble_fraction=best.bubble_fraction,
+        tokens_per_second=tokens / best.step_seconds,
+        model_flops_utilization=flops / best.step_seconds / peak,
+        peak_memory_bytes=round(best.peak_bytes),
+        sources={},
+    )
+
+
+def model_flops(graph: Graph, prices: Prices) -> float:
+    """FLOPs forward and backward of one micro-batch, nothing recomputed."""
+    total = 0.0
+    for node in graph.nodes:
+        if node.kind == "op":
+            work = prices.rules.work(node, input_specs(node, graph), node.outputs)
+            total += work.flops_forward + work.flops_backward
+    return total

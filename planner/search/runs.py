@@ -1,0 +1,212 @@
+"""Runs of blocks that cost the same, found without pricing or even building them.
+
+In: a graph's structure. Out: for each pair of cuts the number of its class. Runs are of one
+class where block by block they are of one kind and read and write alike: a value made and
+read by few blocks counts by how far away its maker or its last reader is, any other value by
+its name. So a model of L equal layers has about 4 L classes (without and with the first and
+the last block) for its L²/2 runs.
+
+Classes that differ only in how often one block is repeated make a series. From a length on at
+which every repeated block reads inside the run what its neighbours read, the seconds of a
+series are sums that grow by the same for each further block, whatever the layouts: the least
+over all layouts is concave in the length. ``chords`` uses that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import Ref
+from ..pricing.structure import Structure
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FAR = 4
+"""Values read by a block further away than this count by name."""
+
+FEW_READERS = 2
+"""So do values read by more blocks than this."""
+
+NO_RUN = -1
+
+
+@dataclass(frozen=True)
+class Series:
+    """Classes that differ in how often one block occurs; ``lengths`` ascending.
+
+    From ``regular`` on one more block adds the same to every sum.
+    """
+
+    classes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    regular: int
+
+
+@dataclass(frozen=True)
+class RunClasses:
+    """``numbers[k, i]`` is the class of the blocks k to i − 1; ``firsts`` has a run of each."""
+
+    numbers: Ints
+    firsts: tuple[tuple[int, int], ...]
+    signatures: Ints
+    reach: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.signatures)
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """How many blocks the runs of each class have."""
+        return np.array([stop - start for start, stop in self.firsts], dtype=np.int64)
+
+    @cached_property
+    def series(self) -> tuple[Series, ...]:
+        """Every class in one series."""
+        found: dict[object, list[tuple[int, int]]] = {}
+        for number, (start, stop) in enumerate(self.firsts):
+            parts = self._parts(start, stop)
+            most = max(range(len(parts)), key=lambda at: parts[at][1])
+            key = (*parts[:most], parts[most][0], None, *parts[most + 1 :])
+            found.setdefault(key, []).append((parts[most][1], number))
+        return tuple(
+            Series(
+                tuple(number for _, number in sorted(members)),
+                tuple(length for length, _ in sorted(members)),
+                self.reach + 1,
+            )
+            for members in found.values()
+        )
+
+    @cached_property
+    def _ends(self) -> Ints:
+        """For each block where the equal blocks around it end."""
+        changes = np.flatnonzero(np.diff(self.signatures)) + 1
+        bounds = np.append(changes, self.num_blocks)
+        found: Ints = bounds[np.searchsorted(changes, np.arange(self.num_blocks), side="right")]
+        return found
+
+    def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """A run as (signature, how often in a row)."""
+        found = []
+        while start < stop:
+            end = min(int(self._ends[start]), stop)
+            found.append((int(self.signatures[start]), end - start))
+            start = end
+        return found
+
+
+def run_classes(structure: Structure) -> RunClasses:
+    """The classes of all runs of a structure's blocks."""
+    marks, reach = _marks(structure)
+    known: dict[object, int] = {}
+    signatures = np.array([known.setdefault(mark, len(known)) for mark in marks], dtype=np.int64)
+    size = len(signatures)
+    numbers = np.full((size + 1, size + 1), NO_RUN, dtype=np.int64)
+    firsts: list[tuple[int, int]] = []
+    ids = np.zeros(size + 1, dtype=np.int64)
+    for length in range(1, size + 1):
+        starts = np.arange(size - length + 1)
+        pairs = ids[starts] * (size + 1) + signatures[starts + length - 1]
+        _, where, ids = np.unique(pairs, return_index=True, return_inverse=True)
+        numbers[starts, starts + length] = ids + len(firsts)
+        firsts += [(int(start), int(start) + length) for start in where]
+    return RunClasses(numbers, tuple(firsts), signatures, reach)
+
+
+def _marks(structure: Structure) -> tuple[list[object], int]:
+    """What tells blocks apart, and how many blocks away values that count by distance go."""
+    readers = structure.readers
+    position = structure.position
+    reach = 1
+
+    def by_name(ref: Ref) -> bool:
+        own = readers[ref]
+        return len(own) > FEW_READERS or own[-1] - position[ref.name] > FAR
+
+    made: dict[int, list[object]] = {}
+    for ref, own in readers.items():
+        maker = position[ref.name]
+        if own[-1] > maker:
+            template = structure.blocks.template[ref.name]
+            far = by_name(ref)
+            reach = reach if far else max(reach, own[-1] - maker)
+            mark = ("made", ref) if far else ("made", template, ref.index, own[-1] - maker)
+            made.setdefault(maker, []).append(mark)
+    leaf_readers: dict[str, int] = {}
+    for names in structure.leaves:
+        for name in names:
+            leaf_readers[name] = leaf_readers.get(name, 0) + 1
+    loss = position[structure.graph.loss.name]
+    marks: list[object] = []
+    for at, block in enumerate(structure.blocks.blocks):
+        read: list[object] = []
+        for ref, uses in structure.outside[at]:
+            if structure.graph[ref.name].kind == "parameter":
+                read.append(("parameter", structure.parameter_key(ref.name), uses))
+            elif by_name(ref):
+                read.append(("value", ref, uses))
+            else:
+                template = structure.blocks.template[ref.name]
+                read.append(("value", template, ref.index, at - position[ref.name], uses))
+        leaves = [_leaf(structure, name, leaf_readers) for name in structure.leaves[at]]
+        own_marks = tuple(made.get(at, ()))
+        marks.append((block.kind, tuple(read), own_marks, tuple(leaves), at == loss))
+    return marks, reach
+
+
+def _leaf(structure: Structure, name: str, readers: Mapping[str, int]) -> object:
+    """An input or constant: its size, or its name where several blocks read it."""
+    if readers[name] > 1:
+        return name
+    return sum(spec.num_bytes for spec in structure.graph[name].outputs)
+
+
+def samples(series: Series, growth: float = 1.3) -> tuple[int, ...]:
+    """The lengths of a series to price: all that are short, then each ``growth`` times longer.
+
+    >>> samples(Series(tuple(range(100)), tuple(range(1, 101)), 2))
+    (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 35, 46, 60, 78, 100)
+    """
+    chosen: list[int] = []
+    for length in series.lengths[:-1]:
+        if length <= series.regular or not chosen or length > chosen[-1] * growth - 0.5:
+            chosen.append(length)
+    return (*chosen, series.lengths[-1])
+
+
+def chords(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
+    """Lower bounds for ``lengths`` of a series from the bounds of the ``known`` ones.
+
+    A concave function lies above the chords between its points; below ``regular``, where
+    lengths are not alike, nothing is said between two that are known but the shorter's bound
+    (a run costs at least what a shorter one of its series does).
+
+    >>> chords(np.arange(1, 6), np.array([1, 3, 5]), np.array([1.0, 3.0, 4.0]), 1).tolist()
+    [1.0, 2.0, 3.0, 3.5, 4.0]
+    """
+    between = np.interp(lengths, known, seconds)
+    before = seconds[np.maximum(np.searchsorted(known, lengths, side="right") - 1, 0)]
+    start = known[np.maximum(np.searchsorted(known, lengths, side="right") - 1, 0)]
+    found: Floats = np.where((start >= regular) | np.isin(lengths, known), between, before)
+    return found
+
+
+def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
+    """What runs of a series cost at least by what shorter ones do: ``slope`` more per block.
+
+    ``seconds`` are lower bounds. Taking the blocks that are more out of the longer run's best
+    way leaves a way to run the shorter one, which is cheaper by ``slope`` each at least.
+
+    >>> at_least((1, 2, 4), np.array([5.0, 1.0, 2.0]), 0.5).tolist()
+    [5.0, 5.5, 6.5]
+    """
+    offsets = np.array(lengths) * slope
+    found: Floats = np.maximum.accumulate(seconds - offsets) + offsets
+    return found

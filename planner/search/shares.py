@@ -1,0 +1,274 @@
+"""Plans of one stage in which unlike devices take unequal shares of the batch.
+
+In: a job on a cluster whose devices differ. Out: for each micro-batch size and mesh with an
+axis "dp" the best candidate, and what none of these plans is faster than.
+
+A coordinate of "dp" is priced on its own device, with the graph that it runs (``shares``). Of
+each setting (layouts, ZeRO stage, blocks recomputed), which all share, the best shares are
+sought, with every device's own memory; blocks are recomputed only where memory decides the
+shares. The bound divides the rows by the stage solver's bounds of each device, whatever its
+layouts, ZeRO stage and memory: a stage that waits for its slowest device takes no less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ..inter_op.heterogeneous import inner_size
+from ..inter_op.inter_op import StageChoice
+from ..inter_op.submesh import meshes, restriction
+from ..intra_op.assembly import Assembly, Setting, Solution
+from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..layout import Mesh
+from ..pricing.ladder import NOTHING, Rung, rungs
+from ..pricing.prices import Prices
+from ..pricing.stage_cost import Figures, StageCost
+from ..pricing.stage_model import StageModel
+from ..pricing.structure import Run
+from ..shares import best_shares, coordinate_ranks, slowest, why_not
+from .candidates import simulated
+from .job import Job
+from .report_plan import Candidate, stage_layouts
+
+MOST_RUNGS = 40
+"""With more ways to recompute, blocks are recomputed all alike."""
+
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAnswer(StageAnswer):
+    """A stage whose coordinates of "dp" take ``taken`` rows; ``joint`` is the cost of all."""
+
+    joint: StageCost
+    taken: tuple[int, ...]
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        return self.taken
+
+    @property
+    def cost(self) -> StageCost:
+        return self.joint
+
+
+def shared_candidates(job: Job, rows: Sequence[int]) -> Iterator[tuple[Candidate | None, float]]:
+    """A candidate, if any, and a bound for each micro-batch size and mesh."""
+    request, size = job.request, job.cluster.num_devices
+    allowed = request.features.allows("uneven-shares") and 1 in job.stage_numbers
+    more = max(request.forced.cp or 1, request.forced.ep or 1)
+    if not allowed or more > 1 or job.basis.asked is not None:
+        return
+    if why_not(job.structure.graph, (), lambda name: None):
+        return
+    for mesh in meshes(size, inner_size(job.cluster, 0, size), request.forced):
+        if mesh.axes[0] != "dp" or not request.features.allows_mesh(mesh, request.max_tp):
+            continue
+        for each in rows:
+            shared = _Shared(job, mesh, each)
+            if each >= mesh.shape[0] and len(set(shared.devices)) > 1:
+                if job.effort.left_seconds <= 0:
+                    yield None, 0.0
+                    return
+                yield shared.best(), shared.bound_seconds()
+
+
+@dataclass
+class _Shared:
+    """One mesh over the cluster at one micro-batch size."""
+
+    job: Job
+    mesh: Mesh
+    rows: int
+    _solvers: dict[tuple[int, int], IntraOp] = field(default_factory=dict)
+    _figures: dict[tuple[int, int], Figures | None] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.job.num_microbatches(self.rows)
+
+    @property
+    def parts(self) -> int:
+        return self.mesh.shape[0]
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        every = tuple(range(self.mesh.size))
+        return tuple(coordinate_ranks(every, self.parts, each) for each in range(self.parts))
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """For each coordinate the first one whose devices are the same."""
+        cluster = self.job.cluster
+        own = [cluster.slowest_device(ranks) for ranks in self.ranks]
+        return tuple(own.index(device) for device in own)
+
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes for each coordinate."""
+        return tuple(self.job.limits_on(ranks).memory_bytes for ranks in self.ranks)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        return 0, len(self.job.structure.blocks.blocks)
+
+    def run(self, coordinate: int, rows: int) -> Run:
+        return self.solver(coordinate, rows).model.structure.run(*self.blocks)
+
+    def solver(self, coordinate: int, rows: int) -> IntraOp:
+        """The stage solver of a coordinate with so many rows; no memory limit."""
+        key = self.devices[coordinate], rows
+        if key not in self._solvers:
+            job, request = self.job, self.job.request
+            prices = Prices(
+                self.mesh, job.cluster, tuple(range(self.mesh.size)), request.precision,
+                request.optimizer, job.rules, job.cache, profile=job.basis.used,
+                own=self.ranks[key[0]],
+            )  # fmt: skip
+            limited = replace(
+                restriction(self.mesh, request.forced), pins=job.pins, features=request.features
+            )
+            graph = job.at(rows * self.parts)
+            model = StageModel(graph, prices, limited, job.cluster.link(0, 0))
+            limits = replace(job.limits, memory_bytes=INFINITE)
+            self._solvers[key] = IntraOp(model, limits, job.effort)
+        return self._solvers[key]
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Rows per second of each coordinate, at an even share."""
+        even = max(1, self.rows // self.parts)
+        found = [self._bound(each, even) for each in range(self.parts)]
+        return tuple(1 / max(seconds, 1e-30) for seconds in found)
+
+    def _bound(self, coordinate: int, rows: int) -> float:
+        return self.solver(coordinate, rows).bound_seconds(self.run(coordinate, rows), self.count)
+
+    def bound_seconds(self) -> float:
+        """What no shares, layouts, ZeRO stage or recomputation are faster than."""
+        shares = best_shares(self.rows, self.speeds, self._bound)
+        assert shares is not None, "a bound has no memory limit"
+        return self.count * max(self._bound(each, rows) for each, rows in enumerate(shares))
+
+    def best(self) -> Candidate | None:
+        """The fastest candidate; None where unequal shares are not possible, or do not fit."""
+        base = self.solver(0, max(1, self.rows // self.parts))
+        run = base.model.structure.run(*self.blocks)
+        found: list[SharedAnswer] = []
+        if base.best(run, self.count, 1) is None:
+            return None
+        for entry in list(base.pools[run.family].entries.values()):
+            self._figures.clear()
+            start = StageAnswer(run, entry.figures, entry.solution, Setting(self.count), 0.0, 1.0)
+            if self._is_possible(base.model, start):
+                found += self._of_solution(start)
+        if not found:
+            return None
+        best = min(found, key=lambda answer: (answer.objective, answer.cost.total_bytes))
+        choice = StageChoice(*self.blocks, 0, self.mesh.size)
+        schedule = self.job.request.schedules[0]
+        return simulated(self.job, self.rows, schedule, (choice,), [(base, best)])
+
+    def _is_possible(self, model: StageModel, answer: StageAnswer) -> bool:
+        graph, own = model.structure.graph, model.structure.blocks
+        layouts = stage_layouts(model.structure, model, answer, self.blocks)
+        names = [node.name for node in graph if node.kind in ("op", "input")]
+        return not why_not(
+            graph, names, lambda n: layouts.get(n, layouts.get(own.template.get(n, n)))
+        )
+
+    def _of_solution(self, start: StageAnswer) -> Iterator[SharedAnswer]:
+        """Its best shares under every ZeRO stage, with the cheapest recomputation that does."""
+        base = self.solver(0, max(1, self.rows // self.parts))
+        for zero in base.zeros:
+            free: float | None = None
+            for rung in self._rungs(start.run):
+                setting = replace(start.setting, zero=zero, rung=rung)
+                found = self._answer(start, setting, self.limits)
+                if free is None:
+                    least = self._answer(start, setting, (INFINITE,) * self.parts)
+                    free = INFINITE if least is None else least.objective
+                if found is not None:
+                    yield found
+                    if found.objective <= free:
+                        break
+
+    def _rungs(self, run: Run) -> Iterator[Rung]:
+        """Ways to recompute, the one with nothing recomputed first."""
+        request = self.job.request
+        on = rungs(*run.class_counts)
+        modes = self.job.limits.modes if request.recompute is None else (request.recompute, "none")
+        sizes, allowed = run.class_counts[0], on.within(modes)
+        many = int(allowed.sum()) > MOST_RUNGS
+        for number, allows in enumerate(allowed.tolist()):
+            rung = on[number]
+            is_whole = rung.full == sizes or rung.selective == sizes or not rung.num_blocks
+            if not allows or (many and not is_whole):
+                continue
+            if request.recompute == "full" and rung.full != sizes:
+                continue
+            if request.recompute == "selective" and rung.selective != sizes:
+                continue
+            yield rung if rung.num_blocks else NOTHING
+
+    def _answer(
+        self, start: StageAnswer, setting: Setting, limits: Sequence[float]
+    ) -> SharedAnswer | None:
+        """The best shares in a setting."""
+        costs: dict[tuple[int, int], StageCost | None] = {}
+
+        def cost(coordinate: int, rows: int) -> StageCost | None:
+            key = self.devices[coordinate], rows
+            if key not in costs:
+                figures = self._priced(key[0], rows, start.solution)
+                run = self.run(key[0], rows)
+                costs[key] = None if figures is None else figures.price(run, setting)
+            return costs[key]
+
+        def seconds(coordinate: int, rows: int) -> float:
+            own = cost(coordinate, rows)
+            if own is None or own.total_bytes > limits[coordinate]:
+                return INFINITE
+            return own.forward_seconds + own.backward_seconds
+
+        shares = best_shares(self.rows, self.speeds, seconds)
+        if shares is None:
+            return None
+        every = [own for at, rows in enumerate(shares) if (own := cost(at, rows)) is not None]
+        joint = slowest(every)
+        micro = joint.forward_seconds + joint.backward_seconds
+        objective = micro + joint.step_seconds / self.count
+        return SharedAnswer(
+            start.run, start.figures, start.solution, setting, objective, start.gap, joint, shares
+        )
+
+    def _priced(self, coordinate: int, rows: int, solution: Solution) -> Figures | None:
+        """A solution's figures on a coordinate; None where its layouts are others there."""
+        key = coordinate, rows
+        if key not in self._figures:
+            base = self.solver(0, max(1, self.rows // self.parts)).model
+            model = self.solver(coordinate, rows).model
+            self._figures[key] = None
+            if _same_layouts(base, model, solution):
+                assembly = Assembly(model, self.run(coordinate, rows))
+                self._figures[key] = Figures(assembly, assembly.choices(solution))
+        return self._figures[key]
+
+
+def _same_layouts(one: StageModel, other: StageModel, solution: Solution) -> bool:
+    """Whether choices mean the same layouts in two models of a mesh."""
+    if one is other:
+        return True
+    own = one.structure
+    for owner, choices in solution.items():
+        is_shared = owner in own.graph.by_name and owner not in own.blocks.kinds
+        pairs = [(model.shared(owner),) if is_shared else model.kind(owner).decisions
+                 for model in (one, other)]  # fmt: skip
+        for first, second, choice in zip(*pairs, choices, strict=True):
+            if choice >= len(second.choices):
+                return False
+            if first.choices[choice].layouts != second.choices[choice].layouts:
+                return False
+    return True

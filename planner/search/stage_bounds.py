@@ -1,0 +1,183 @@
+"""What the stages of a large space take at least: by class of runs, place and role.
+
+In: the meshes of a place, the series of runs, micro-batches per step and in flight. Out: for each
+class of runs the figures Q, W, E, R and F of ``search_bound``, and of each form of a pipeline's
+bound what a stage adds to it, the least over the place's meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from ..pricing.seconds import Seconds
+from ..pricing.stage_model import StageModel
+from .costs import MANY, MeshCosts
+from .runs import Floats, Ints, Series, at_least
+
+FORWARD_COMPUTE = Seconds._fields.index("forward_compute")
+BACKWARD_COMPUTE = Seconds._fields.index("backward_compute")
+
+Form = Literal["largest", "filling", "turning"]
+"""Of a bound: the stage of the most work; that after the way to it; or with the way back."""
+
+
+@dataclass
+class StageBounds:
+    """Bounds of every class of runs on one place in one role, ``held`` micro-batches in flight.
+
+    By mesh: ``micro`` are Q, ``share`` W, ``alone`` E, ``received`` R; ``splits``: gradients of
+    weights may be put off.
+    """
+
+    meshes: Sequence[MeshCosts]
+    series: tuple[Series, ...]
+    numbers: Ints
+    count: int
+    first: bool
+    held: int
+    splits: bool = False
+    _raised: set[tuple[str, int, int]] = field(default_factory=set)
+
+    @cached_property
+    def share(self) -> list[Floats]:
+        return [mesh.least(self.series, self.count) for mesh in self.meshes]
+
+    @cached_property
+    def micro(self) -> list[Floats]:
+        return [mesh.least(self.series, MANY) for mesh in self.meshes]
+
+    @cached_property
+    def sooner(self) -> list[Floats]:
+        """Q without gradients of weights: by the most seconds and the largest share they have."""
+        if not self.splits or self.first:
+            return self.micro
+        found = []
+        for mesh, micro in zip(self.meshes, self.micro, strict=True):
+            least = micro.copy()
+            for number in self.numbers.tolist():
+                counts = mesh.runs.run(number).counts
+                most = {kind: mesh.solver.model.most_late(kind) for kind in counts}
+                share = max(share for share, _ in most.values())
+                seconds = sum(count * most[kind][1] for kind, count in counts.items())
+                own = micro[number]
+                least[number] = max(own * (1 - share), own - seconds, 0.0)
+            found.append(least)
+        return found
+
+    @cached_property
+    def forward(self) -> list[Floats]:
+        """By mesh the least that a forward computes."""
+        return [self._computed(mesh, FORWARD_COMPUTE) for mesh in self.meshes]
+
+    @cached_property
+    def backward(self) -> list[Floats]:
+        """By mesh the least that a whole backward computes."""
+        return [self._computed(mesh, BACKWARD_COMPUTE) for mesh in self.meshes]
+
+    def _computed(self, mesh: MeshCosts, which: int) -> Floats:
+        found = np.zeros(len(mesh.runs.classes.firsts))
+        seconds: dict[str, float] = {}
+        for number in self.numbers.tolist():
+            for kind, count in mesh.runs.run(number).counts.items():
+                if kind not in seconds:
+                    seconds[kind] = _least_compute(mesh.solver.model, kind, which)
+                found[number] += count * seconds[kind]
+        return found
+
+    def passes(self, *, both: bool) -> Floats:
+        """By class the least that a forward computes, or both passes one by one."""
+        forward = self._least(self.forward)
+        return forward + self._least(self.backward) if both else forward
+
+    def filling(self) -> tuple[Floats, Floats]:
+        """By class the forward of the first micro-batch, and more for all that a stage does."""
+        once = self._least(self.forward)
+        _, every = self.largest()
+        rest = every - np.where(np.isfinite(once), once, 0.0)
+        return once, np.maximum(rest, 0.0)
+
+    @cached_property
+    def alone(self) -> list[Floats]:
+        if not self.first:
+            return self.micro
+        return [mesh.least(self.series, 1) for mesh in self.meshes]
+
+    @cached_property
+    def received(self) -> list[Floats]:
+        return [mesh.most_received(self.series) for mesh in self.meshes]
+
+    def turning(self) -> tuple[Floats, Floats]:
+        """By class what a stage takes once, and more for all other micro-batches."""
+        more = self.count - 1
+        micro = self.sooner
+        alone = self.alone if self.first else micro
+        once = [np.maximum(a, q) for a, q in zip(alone, micro, strict=True)]
+        rest = [more * np.maximum(q - r, 0.0) for q, r in zip(micro, self.received, strict=True)]
+        if self.first:
+            whole = [self.count * each for each in self.share]
+            rest = [
+                np.maximum(np.where(np.isfinite(w), w, 0.0) - np.where(np.isfinite(o), o, 0.0), r)
+                for w, o, r in zip(whole, once, rest, strict=True)
+            ]
+        return self._least(once), self._least(rest)
+
+    def largest(self) -> tuple[Floats, Floats]:
+        """By class nothing, and all that a stage takes."""
+        own = zip(self.share, self.received, strict=True)
+        every = self._least([self.count * np.maximum(w - r, 0.0) for w, r in own])
+        return np.where(np.isfinite(every), 0.0, np.inf), every
+
+    def _least(self, every: list[Floats]) -> Floats:
+        found = np.full(len(self.meshes[0].runs.classes.firsts), np.inf)
+        found[self.numbers] = np.minimum.reduce(every)[self.numbers]
+        return found
+
+    def raise_by_memory(self, number: int, form: Form) -> int:
+        """Bounds a class with its memory on the meshes that may be its best; on how many.
+
+        Only what counts: W but where Q does, which is for a later stage of a pipeline that turns.
+        """
+        forms = [("share", self.count)] if self.first or form != "turning" else []
+        forms += [("micro", MANY)] if form == "turning" else []
+        raised = 0
+        for name, count in forms:
+            every: list[Floats] = getattr(self, name)
+            while True:
+                at = min(range(len(every)), key=lambda each: float(every[each][number]))
+                if (name, at, number) in self._raised:
+                    break
+                self._raised.add((name, at, number))
+                self._raise(every, at, number, count)
+                raised += 1
+        return raised
+
+    def _raise(self, every: list[Floats], at: int, number: int, count: int) -> None:
+        """A run takes at least what a shorter one of its series does."""
+        mesh = self.meshes[at]
+        found = mesh.solver.memory_bound_seconds(mesh.runs.run(number), count, self.held)
+        if found <= every[at][number]:
+            return
+        every[at] = every[at].copy()
+        every[at][number] = found
+        for series in self.series:
+            own = list(series.classes)
+            if number in own:
+                every[at][own] = at_least(series.lengths, every[at][own], 0.0)
+
+
+def _least_compute(model: StageModel, kind: str, which: int) -> float:
+    """What a block's pass computes at least, each op in the layout in which it is fastest."""
+    decisions = model.kind(kind).decisions
+    return sum(float(each.seconds[:, :, which].min()) for each in decisions)
+
+
+FORMS: Mapping[Form, Callable[[StageBounds], tuple[Floats, Floats]]] = {
+    "largest": StageBounds.largest,
+    "filling": StageBounds.filling,
+    "turning": StageBounds.turning,
+}
