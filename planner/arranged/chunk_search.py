@@ -7,7 +7,8 @@ The candidates whose ranks are alike in mesh and devices are considered, the fir
 by what their ranks' work takes at least. For each, every schedule that is allowed and number of
 chunks up to ``MOST_CHUNKS`` is simulated with a rank's figures shared out over its chunks; those
 that come out faster than the best are cut for real (``chunks.chunked``) and priced, the most
-promising first. So this is a search near good pipelines, not over all of several chunks.
+promising first, with more blocks recomputed where they would not fit (``chunk_memory``). So
+this is a search near good pipelines, not over all of several chunks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from ...cost_model.simulator import simulate
 from ...cost_model.stage_costs import StageCosts
@@ -26,6 +28,7 @@ from ..schedules.schedules import build_schedule, find_schedule
 from ..search.candidates import edges
 from ..search.report_plan import Candidate
 from ..search.search import Searched
+from .chunk_memory import fitting
 
 MOST_BASES = 4
 """Pipelines that are cut again."""
@@ -39,8 +42,11 @@ MOST_PRICED = 3
 MOST_ACTIONS = 16_384
 """Stages times micro-batches that are simulated here."""
 
-Cut = Callable[[Plan, str, int], Plan]
-"""(a plan of one stage per rank, schedule, chunks) → the plan cut and priced."""
+
+class Cut(Protocol):
+    """A plan of one stage per rank → the plan cut and priced."""
+
+    def __call__(self, base: Plan, schedule: str, count: int) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -65,19 +71,21 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
     bar, lost = found.ranking[0].step_seconds, []
     if not found.request.allows_one_stage and len(found.ranking[0].stages) > 1:
         bar = float("inf")
-    limit = found.job.limits.memory_bytes
+    limit, mode = found.job.limits.memory_bytes, found.request.most_recomputed
     for guess in sorted(guesses(found), key=lambda each: each.seconds)[:MOST_PRICED]:
         if guess.seconds >= bar or time.perf_counter() > deadline:
             break
         try:
-            plan = cut(found.plan(guess.base), guess.schedule, guess.chunks)
+            own = partial(cut, schedule=guess.schedule, count=guess.chunks)
+            plan = fitting(own, found.plan(guess.base), limit, mode)
         except UsageError:
             continue
         step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
         if peak <= limit and step < bar:
             best, bar = plan, step
         else:
-            reason = "does not fit" if peak > limit else "more messages, or uneven chunks"
+            reason = "more messages, uneven chunks, or more recomputed"
+            reason = "does not fit" if peak > limit else reason
             lost.append(Alternative(guess.summary, step, peak, reason))
     return best, lost
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +40,7 @@ from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from .chunk_bound import chunk_bound
+from .chunk_memory import fitting
 from .chunk_search import MOST_CHUNKS, Cut, cut_again
 from .search import Arranging, arranged
 
@@ -100,7 +102,9 @@ def plan(
         plain = replace(plain, forced=forced)
         base = of_one_mesh(found(plain), found, plain)
     assert request.forced.schedule is not None
-    best = _bounded(cut(base, request.forced.schedule, count), every[0], (ranks,), count)
+    own = partial(cut, schedule=request.forced.schedule, count=count)
+    looped = fitting(own, base, every[0].job.limits.memory_bytes, request.most_recomputed)
+    best = _bounded(looped, every[0], (ranks,), count)
     check_memory(best, request, "the chunks of a rank")
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 

@@ -170,6 +170,11 @@ class Request:
             return "none"
         return self.forced.recompute
 
+    @property
+    def most_recomputed(self) -> Recompute:
+        """How blocks may be recomputed that would not fit; "none" where that is given."""
+        return "none" if self.recompute is not None else self.features.recompute[-1]
+
 
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
     """Raises AP186 where a choice is forced and denied, AP187 for a gap that is none."""

@@ -15,7 +15,7 @@ from autoparallel.cost_model.stage_costs import StageCosts
 from autoparallel.planner.arranged.chunk_bound import chunk_bound
 from autoparallel.planner.arranged.chunk_search import extrapolated
 from autoparallel.planner.arranged.chunks import plan
-from autoparallel.planner.errors import UsageError
+from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
@@ -133,3 +133,23 @@ def test_no_plan_is_below_the_bound_of_its_micro_batches(schedule: str, count: i
     least = chunk_bound(job, (4,), 2, (schedule,))
     assert work_bound(job, (8 // count,)) <= least <= own.prediction.step_seconds * (1 + SAME)
     assert least <= chunk_bound(job, (4,), 2, ("interleaved",)) * (1 + SAME)
+
+
+def test_a_plan_that_holds_too_much_is_recomputed_until_it_fits() -> None:
+    """Between what chunks hold and what they hold with all blocks recomputed, some are."""
+    forced = Forced(pp=4, schedule="interleaved", chunks=2, num_microbatches=8)
+    request = Request(8, forced=forced)
+    free = plan(*deep(), SLOW, request)
+    whole = plan(*deep(), SLOW, replace(request, forced=replace(forced, recompute="full")))
+    most, least = (each.prediction.peak_memory_bytes for each in (free, whole))
+    assert least < most
+    tight = plan(*deep(), SLOW, replace(request, memory_limit_bytes=(most + least) // 2))
+    assert least <= tight.prediction.peak_memory_bytes <= (most + least) // 2
+    modes = [block.recompute for stage in tight.stages for block in stage.blocks]
+    assert 0 < modes.count("full") < len(modes)
+    assert free.prediction.step_seconds < tight.prediction.step_seconds
+    assert tight.prediction.step_seconds < whole.prediction.step_seconds
+    priced = evaluate(*deep(), tight, SLOW)
+    assert priced.step_seconds == pytest.approx(tight.prediction.step_seconds, rel=SAME)
+    with pytest.raises(InfeasibleError, match="chunks of a rank"):
+        plan(*deep(), SLOW, replace(request, memory_limit_bytes=least - 1))
