@@ -281,6 +281,8 @@ class PlaceCosts:
         known = self.exact.setdefault(in_flight, Known.nothing(len(lower)))
         if np.isnan(known.objective[number]):
             self._between(number, in_flight)
+        if not np.isfinite(lower[number]):
+            known.take(number, None, self.runs.count)
         if np.isnan(known.objective[number]):
             near = self.runs.near(number)
             self._solve(
