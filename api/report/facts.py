@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoparallel.planner.arranged.asynchronous import num_updates
+from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.schedules.schedules import parts_of_ranks
@@ -26,10 +27,27 @@ def memory_source(plan: Plan) -> str:
     return "from the rules of the ops" + (f", but for {exact} stages" if exact else "")
 
 
-def worst_stage(plan: Plan) -> int:
-    """The stage whose ranks need the most memory."""
-    totals = [sum(stage.prediction.memory_bytes.values()) for stage in plan.stages]
-    return totals.index(max(totals))
+def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
+    """The stages of the pipeline rank that needs the most memory, and its bytes by category.
+
+    What is transient counts once. Replicas of Chimera hold fewer activations at once than the
+    two stages would alone: as many as are left of the predicted peak.
+    """
+    ranks = [(stages, _bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
+    stages, found = max(ranks, key=lambda rank: sum(rank[1].values()))
+    if plan.schedule == "chimera" and plan.has_pipeline:
+        others = sum(found.values()) - found.get("activations", 0)
+        found["activations"] = plan.prediction.peak_memory_bytes - others
+    return stages, found
+
+
+def _bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for stage in stages:
+        for name, size in plan.stages[stage].prediction.memory_bytes.items():
+            before = found.get(name, 0)
+            found[name] = max(before, size) if name in BRIEF else before + size
+    return found
 
 
 def usable_bytes(plan: Plan, stage: StagePlan) -> int:

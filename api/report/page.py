@@ -23,13 +23,13 @@ from autoparallel.report.facts import (
     axis_uses,
     busiest_rank,
     folded_names,
+    fullest_rank,
     memory_source,
     merged_splits,
     planning_seconds,
     rank_seconds,
     uniform,
     usable_bytes,
-    worst_stage,
 )
 from autoparallel.report.goal import goal_lines, goal_title
 from autoparallel.report.words import (
@@ -131,7 +131,7 @@ def device_text(plan: Plan) -> str:
 def headline(plan: Plan) -> RenderableType:
     """The answer in two lines: what to run, and what it gives."""
     prediction = plan.prediction
-    used = usable_bytes(plan, plan.stages[worst_stage(plan)])
+    used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
     unit = "tokens" if plan.model.seq else "rows"
     figures = [
         ("step", seconds_text(prediction.step_seconds)),
@@ -271,15 +271,16 @@ def _groups(kind: KindSplit) -> RenderableType:
 
 def memory(plan: Plan) -> tuple[str, RenderableType]:
     """The worst rank's memory by category, against what its device has."""
-    index = worst_stage(plan)
-    stage = plan.stages[index]
-    found = stage.prediction.memory_bytes
+    stages, found = fullest_rank(plan)
+    stage = plan.stages[stages[0]]
     limit = usable_bytes(plan, stage)
     ordered = [name for name in MEMORY_ORDER if name in found]
     ordered += [name for name in found if name not in MEMORY_ORDER]
     values = {name: float(found[name]) for name in ordered if found[name]}
     total = sum(values.values())
-    where = f", rank {stage.devices[0]}" + (f" of stage {index}" if plan.has_pipeline else "")
+    names = " and ".join(map(str, stages))
+    where = f" of stage {names}" if len(stages) == 1 else f" of stages {names}"
+    where = f", rank {stage.devices[0]}" + (where if plan.has_pipeline else "")
     title = f"Memory on the fullest rank{where}: {of_text(total, limit)}"
     return title, bars(values, bytes_text, MEMORY_STYLES)
 

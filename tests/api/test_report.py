@@ -11,10 +11,10 @@ from autoparallel import describe
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.report.facts import (
     busiest_rank,
+    fullest_rank,
     merged_splits,
     rank_seconds,
     stages_of_ranks,
-    worst_stage,
 )
 
 
@@ -60,7 +60,7 @@ def test_the_worst_rank_is_the_one_with_the_most_memory() -> None:
         second, prediction=replace(second.prediction, memory_bytes={"parameters": 60 * GIB})
     )
     plan = replace(plan, stages=(first, bigger))
-    assert worst_stage(plan) == 1
+    assert fullest_rank(plan) == ((1,), {"parameters": 60 * GIB})
     assert "rank 4 of stage 1: 60.0 of 72.0 GiB" in describe(plan)
 
 
@@ -70,6 +70,19 @@ def test_the_parts_of_the_step_add_up_to_the_step() -> None:
     assert sum(parts.values()) == pytest.approx(plan.prediction.step_seconds)
     assert parts["compute"] == pytest.approx(16 * 0.101)
     assert "waiting for other stages" in parts
+
+
+def test_the_memory_of_a_rank_is_of_all_its_stages_with_what_is_transient_once() -> None:
+    plan = with_two_stages_per_rank(pipeline_plan())
+    sizes = {"parameters": 10 * GIB, "transient": 3 * GIB, "reserve": GIB}
+    stages = tuple(
+        replace(s, prediction=replace(s.prediction, memory_bytes=sizes)) for s in plan.stages
+    )
+    plan = replace(plan, stages=stages)
+    stages_of_it, found = fullest_rank(plan)
+    assert stages_of_it == (0, 2)
+    assert found == {"parameters": 20 * GIB, "transient": 3 * GIB, "reserve": GIB}
+    assert "of stages 0 and 2: 24.0 of" in describe(plan)
 
 
 def with_two_stages_per_rank(plan: Plan) -> Plan:
