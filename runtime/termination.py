@@ -12,6 +12,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+
+LAST_WORDS_SECONDS = 10.0
+"""How long a process that has failed may take to say so, from when it is told to end."""
 
 
 @contextmanager
@@ -19,7 +23,8 @@ def on_termination(act: Callable[[], None]) -> Iterator[None]:
     """Calls ``act`` in another thread when SIGTERM comes while the block runs.
 
     Leaves a program alone that handles SIGTERM itself, and does nothing outside the main thread.
-    After an error in the block the signal is ignored: the process is about to say so and to end.
+    After an error in the block the process is about to say so and to end: from then on the
+    signal ends it only ``LAST_WORDS_SECONDS`` later.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -37,11 +42,17 @@ def on_termination(act: Callable[[], None]) -> Iterator[None]:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     threading.Thread(target=listen, name="termination", daemon=True).start()
-    after = signal.SIG_IGN
+    has_failed = True
     try:
         yield
-        after = signal.SIG_DFL
+        has_failed = False
     finally:
         signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGTERM, after)
+        signal.signal(signal.SIGTERM, _end_later if has_failed else signal.SIG_DFL)
         os.close(told)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    end = threading.Timer(LAST_WORDS_SECONDS, os._exit, (128 + number,))
+    end.daemon = True
+    end.start()

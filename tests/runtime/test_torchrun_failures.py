@@ -87,21 +87,49 @@ with on_termination(act):
 """
 
 
-def test_a_process_that_is_blocked_hears_that_it_is_to_end() -> None:
+@pytest.fixture
+def default_handling():
+    """SIGTERM as a new process has it, whatever came before."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+FAILED = """
+import os, signal, time
+from autoparallel.runtime import termination
+
+termination.LAST_WORDS_SECONDS = 0.5
+try:
+    with termination.on_termination(lambda: None):
+        raise ValueError
+except ValueError:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("last words", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_has_failed_says_so_before_it_is_ended(default_handling) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "last words\n")
+
+
+def test_a_process_that_is_blocked_hears_that_it_is_to_end(default_handling) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (7, "heard\n")
 
 
-def test_afterwards_and_in_a_program_that_handles_it_the_signal_is_as_it_was() -> None:
+def test_afterwards_and_in_a_program_that_handles_it_the_signal_is_as_it_was(
+    default_handling,
+) -> None:
     with on_termination(lambda: None):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with pytest.raises(ZeroDivisionError), on_termination(lambda: None):
-        _ = 1 / 0
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def own(number: int, frame: object) -> None:
         return None
