@@ -26,7 +26,7 @@ from benchmarks.planning.cases import BY_NAME, CASES, GROWTH, Case
 
 PHASES = {
     "load": ("load",), "capture": ("capture",), "pricing": ("costs",), "solving": ("ilp",),
-    "search": ("dp",), "simulation": ("simulator",), "memory": ("memory",),
+    "search": ("dp", "bound"), "simulation": ("simulator",), "memory": ("memory",),
 }  # fmt: skip
 """The columns, and the plan's phases in each; ``search`` has the dynamic programs."""
 

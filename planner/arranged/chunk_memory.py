@@ -17,21 +17,25 @@ Cut = Callable[[Plan], Plan]
 """A plan of one stage per rank → the plan cut and priced."""
 
 
-def fitting(cut: Cut, base: Plan, limit_bytes: float, mode: Recompute) -> Plan:
+def fitting(
+    cut: Cut, base: Plan, limit_bytes: float, mode: Recompute, *, bar: float = float("inf")
+) -> Plan:
     """``base`` cut, recomputed by ``mode`` as far as ``limit_bytes`` ask for.
 
-    As it is if that fits, or if nothing makes it fit.
+    As it is if that fits, or if nothing makes it fit in less than ``bar`` seconds.
     """
     found = cut(base)
-    if mode == "none" or _peak(found) <= limit_bytes:
+    if mode == "none" or _peak(found) <= limit_bytes or _step(found) >= bar:
         return found
     least = cut(recomputed(base, 0.0, mode))
     if _peak(least) > limit_bytes or _peak(found) <= _peak(least):
         return found
     share = (limit_bytes - _peak(least)) / (_peak(found) - _peak(least))
+    if share * _step(found) + (1 - share) * _step(least) >= bar:
+        return least
     some = cut(recomputed(base, share, mode))
     fits = [plan for plan in (some, least) if _peak(plan) <= limit_bytes]
-    return min(fits, key=lambda plan: plan.prediction.step_seconds)
+    return min(fits, key=_step)
 
 
 def recomputed(base: Plan, share: float, mode: Recompute) -> Plan:
@@ -56,3 +60,7 @@ def _more(block: BlockPlan, mode: Recompute) -> BlockPlan:
 
 def _peak(found: Plan) -> int:
     return found.prediction.peak_memory_bytes
+
+
+def _step(found: Plan) -> float:
+    return found.prediction.step_seconds

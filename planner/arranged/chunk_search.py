@@ -39,6 +39,9 @@ MOST_CHUNKS = 4
 MOST_PRICED = 3
 """Cut pipelines that are priced node by node."""
 
+MOST_WALKED = 1_024
+"""Stages and blocks that are gone through to price them, and again with more recomputed."""
+
 MOST_ACTIONS = 16_384
 """Stages times micro-batches that are simulated here."""
 
@@ -72,12 +75,18 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
     if not found.request.allows_one_stage and len(found.ranking[0].stages) > 1:
         bar = float("inf")
     limit, mode = found.job.limits.memory_bytes, found.request.most_recomputed
+    num_blocks, walked = len(found.blocks.blocks), 0
     for guess in sorted(guesses(found), key=lambda each: each.seconds)[:MOST_PRICED]:
-        if guess.seconds >= bar or time.perf_counter() > deadline:
+        if guess.seconds >= bar or walked >= MOST_WALKED or time.perf_counter() > deadline:
             break
+
+        def own(base: Plan, guess: Guess = guess) -> Plan:
+            nonlocal walked
+            walked += len(base.stages) * guess.chunks + num_blocks
+            return cut(base, guess.schedule, guess.chunks)
+
         try:
-            own = partial(cut, schedule=guess.schedule, count=guess.chunks)
-            plan = fitting(own, found.plan(guess.base), limit, mode)
+            plan = fitting(own, found.plan(guess.base), limit, mode, bar=bar)
         except UsageError:
             continue
         step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
