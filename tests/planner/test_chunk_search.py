@@ -12,13 +12,16 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.planner import rules
 from autoparallel.planner.arranged.chunk_bound import chunk_bound
+from autoparallel.planner.arranged.chunk_memory import fitting, recomputed
 from autoparallel.planner.arranged.chunk_search import extrapolated
-from autoparallel.planner.arranged.chunks import plan
+from autoparallel.planner.arranged.chunks import chunked, plan, priced
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.schedules import build_schedule
@@ -153,3 +156,24 @@ def test_a_plan_that_holds_too_much_is_recomputed_until_it_fits() -> None:
     assert priced.step_seconds == pytest.approx(tight.prediction.step_seconds, rel=SAME)
     with pytest.raises(InfeasibleError, match="chunks of a rank"):
         plan(*deep(), SLOW, replace(request, memory_limit_bytes=least - 1))
+
+
+def test_what_fits_is_recomputed_no_more_than_it_must_be() -> None:
+    """From a base with everything recomputed, as many blocks are not as memory has room for."""
+    forced = Forced(pp=4, num_microbatches=8, recompute="full", schedule="1f1b")
+    base = plan(*deep(), SLOW, Request(8, forced=forced))
+    free = cut(recomputed(base, 1.0, "none"))
+    whole = cut(base)
+    most, least = (each.prediction.peak_memory_bytes for each in (free, whole))
+    assert fitting(cut, base, most, "full") == free
+    limit = (3 * most + least) / 4
+    some = fitting(cut, base, limit, "full")
+    assert some.prediction.peak_memory_bytes <= limit
+    assert free.prediction.step_seconds < some.prediction.step_seconds
+    assert some.prediction.step_seconds < whole.prediction.step_seconds
+    assert fitting(cut, base, most, "none") == whole
+
+
+def cut(base: Plan) -> Plan:
+    looped = chunked(base, *deep(), "interleaved", 2)
+    return priced(looped, *deep(), rules=rules, basis=DEFAULT)
