@@ -2,14 +2,14 @@
 
 In: a plan of one stage per rank, how it is cut and priced, and the bytes of a device. Out: the
 plan cut, with more blocks recomputed if it does not fit, and fewer if there is room. What is
-held changes by the same bytes with every block of a rank, so its share follows from two
+held changes by the same bytes with every block of a rank, so the rank's share follows from two
 plans: as the base is, and with all blocks recomputed, or none. A heuristic: which blocks
 these are is not searched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ..plan import BlockPlan, Plan, Recompute
@@ -29,11 +29,11 @@ def fitting(
     if mode == "none":
         return found
     if _peak(found) <= limit_bytes:
-        less = recomputed(base, _all(base, 1.0), "none")
+        less = recomputed(base, _names(base), "none")
         return found if less == base else _between(cut, base, found, cut(less), limit_bytes, "none")
     if _step(found) >= bar:
         return found
-    least = cut(recomputed(base, _all(base, 0.0), mode))
+    least = cut(recomputed(base, _names(base), mode))
     if _peak(least) > limit_bytes:
         return found
     return _between(cut, base, least, found, limit_bytes, mode)
@@ -46,24 +46,23 @@ def _between(
     if _peak(high) <= limit_bytes:
         return min(low, high, key=_step)
     few, many = _rank_bytes(low), _rank_bytes(high)
-    ranks = [frozenset(stage.devices) for stage in base.stages]
-    room = [(limit_bytes - few[rank], many[rank] - few[rank]) for rank in ranks]
-    shares = [min(1.0, has / takes) if takes > 0 else 1.0 for has, takes in room]
-    some = cut(recomputed(base, shares, mode))
+    high_names: set[str] = set()
+    for rank, names in _rank_blocks(low).items():
+        room, takes = limit_bytes - few[rank], many[rank] - few[rank]
+        share = min(1.0, room / takes) if takes > 0 else 1.0
+        high_names |= {name for at, name in enumerate(names) if _is_chosen(at, share)}
+    changed = high_names if mode == "none" else _names(base) - high_names
+    some = cut(recomputed(base, changed, mode))
     return min((plan for plan in (some, low) if _peak(plan) <= limit_bytes), key=_step)
 
 
-def recomputed(base: Plan, shares: Sequence[float], mode: Recompute) -> Plan:
-    """Some of each stage's blocks changed, evenly spaced.
-
-    With "none" the stage's share is no longer recomputed; else its share stays as it is, and
-    the others are recomputed by ``mode``, or fully where they are already.
-    """
+def recomputed(base: Plan, names: Collection[str], mode: Recompute) -> Plan:
+    """The blocks of these names recomputed by ``mode``: fully where they are already, or not
+    at all."""
     stages = []
-    for stage, share in zip(base.stages, shares, strict=True):
+    for stage in base.stages:
         blocks = tuple(
-            _changed(block, mode) if _is_chosen(index, share) is (mode == "none") else block
-            for index, block in enumerate(stage.blocks)
+            _changed(block, mode) if block.name in names else block for block in stage.blocks
         )
         stages.append(replace(stage, blocks=blocks))
     return replace(base, stages=tuple(stages))
@@ -78,8 +77,16 @@ def _changed(block: BlockPlan, mode: Recompute) -> BlockPlan:
     return block if is_weaker else replace(block, recompute=mode)
 
 
-def _all(base: Plan, share: float) -> list[float]:
-    return [share] * len(base.stages)
+def _names(base: Plan) -> set[str]:
+    return {block.name for stage in base.stages for block in stage.blocks}
+
+
+def _rank_blocks(found: Plan) -> dict[frozenset[int], list[str]]:
+    """The blocks that each rank runs; another cut gives it others."""
+    blocks: dict[frozenset[int], list[str]] = {}
+    for stage in found.stages:
+        blocks.setdefault(frozenset(stage.devices), []).extend(b.name for b in stage.blocks)
+    return blocks
 
 
 def _rank_bytes(found: Plan) -> dict[frozenset[int], float]:

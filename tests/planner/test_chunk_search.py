@@ -162,7 +162,8 @@ def test_what_fits_is_recomputed_no_more_than_it_must_be() -> None:
     """From a base with everything recomputed, as many blocks are not as memory has room for."""
     forced = Forced(pp=4, num_microbatches=8, recompute="full", schedule="1f1b")
     base = plan(*deep(), SLOW, Request(8, forced=forced))
-    free = cut(recomputed(base, [1.0] * 4, "none"))
+    names = {block.name for stage in base.stages for block in stage.blocks}
+    free = cut(recomputed(base, names, "none"))
     whole = cut(base)
     most, least = (each.prediction.peak_memory_bytes for each in (free, whole))
     assert fitting(cut, base, most, "full") == free
