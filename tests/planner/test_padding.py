@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from attention import Layer
 from torch import Tensor, nn
 
 from autoparallel.passes.capture import capture
@@ -20,19 +21,6 @@ ROWS, SEQ, WIDTH, WORDS = 2, 8, 8, 11
 cross_entropy = nn.functional.cross_entropy
 
 
-class Layer(nn.Module):
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.out, self.causal = nn.Linear(WIDTH, WIDTH), causal
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, seq, width = x.shape
-        heads = self.qkv(self.norm(x)).view(rows, seq, 3, 2, -1).permute(2, 0, 3, 1, 4)
-        h = nn.functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=self.causal)
-        return x + self.out(h.transpose(1, 2).reshape(rows, seq, width)).tanh()
-
-
 class Net(nn.Module):
     """Words, causal attention unless told otherwise, and the loss that is given."""
 
@@ -41,7 +29,7 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(SEQ, WIDTH)
-        self.layer, self.head, self.loss = Layer(causal), nn.Linear(WIDTH, WORDS), loss
+        self.layer, self.head, self.loss = Layer(WIDTH, causal), nn.Linear(WIDTH, WORDS), loss
         self.scans = scans
 
     def forward(self, words: Tensor, labels: Tensor) -> Tensor:

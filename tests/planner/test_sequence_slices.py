@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention import Layer
 from stage_simulation import plan_of
 from torch import Tensor, nn
 
@@ -25,26 +26,13 @@ from autoparallel.planner.layout import Mesh
 ROWS, SEQ, WIDTH, WORDS = 2, 8, 8, 11
 
 
-class Layer(nn.Module):
-    def __init__(self, causal: bool = True) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.out, self.causal = nn.Linear(WIDTH, WIDTH), causal
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, seq, width = x.shape
-        heads = self.qkv(self.norm(x)).view(rows, seq, 3, 2, -1).permute(2, 0, 3, 1, 4)
-        h = nn.functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=self.causal)
-        return x + self.out(h.transpose(1, 2).reshape(rows, seq, width)).tanh()
-
-
 class Model(nn.Module):
     """The loss: ``summed`` over rows, its mean, or that of the next word by a shift."""
 
     def __init__(self, loss: str = "mean", causal: bool = True, mixer: nn.Module | None = None):
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(SEQ, WIDTH)
-        self.layers = nn.ModuleList([Layer(causal), Layer(causal)])
+        self.layers = nn.ModuleList([Layer(WIDTH, causal), Layer(WIDTH, causal)])
         self.head, self.loss, self.mixer = nn.Linear(WIDTH, WORDS), loss, mixer
 
     def forward(self, words: Tensor, labels: Tensor) -> Tensor:
