@@ -9,6 +9,7 @@ from autoparallel.planner.arranged.asynchronous import num_updates
 from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.pricing.stage_cost import together
 from autoparallel.planner.schedules.schedules import parts_of_ranks
 from autoparallel.planner.strategy import NodeLayout
 from autoparallel.report.words import held_text
@@ -42,12 +43,7 @@ def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
 
 
 def _bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for stage in stages:
-        for name, size in plan.stages[stage].prediction.memory_bytes.items():
-            before = found.get(name, 0)
-            found[name] = max(before, size) if name in BRIEF else before + size
-    return found
+    return together((plan.stages[stage].prediction.memory_bytes for stage in stages), BRIEF)
 
 
 def usable_bytes(plan: Plan, stage: StagePlan) -> int:

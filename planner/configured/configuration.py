@@ -11,7 +11,7 @@ outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from ..pricing.choices import input_specs
 from ..pricing.prices import Prices, Seconds, StateBytes
 from ..pricing.seconds import Priced
 from ..pricing.slice_costs import SliceShares, carried_by_layers, even_lengths, shares_by_work
-from ..pricing.stage_cost import StageCost
+from ..pricing.stage_cost import StageCost, together
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, latency_seconds, simulate_stages
 from ..pricing.structure import Structure
@@ -276,23 +276,17 @@ def price(
         overlap=replace(OVERLAP, gradient_buckets=buckets) if configuration.overlap else None,
         latency_seconds=latency_seconds(cluster),
     )  # fmt: skip
-    ranks = tuple(
-        _rank_bytes(tuple(costs[part] for part in parts), timeline.peak_activation_bytes[rank])
-        for rank, parts in enumerate(
-            parts_of_ranks(configuration.schedule, configuration.pp, configuration.num_chunks)
-        )
-    )
-    carried = carried_by_layers(
-        work.structure.graph, slices, layers,
-        parts=work.mesh.size, again=configuration.recompute == "full",
-    )  # fmt: skip
-    ranks = tuple(
-        {**rank, "activations": rank["activations"] + configuration.num_microbatches * more}
-        for rank, more in zip(ranks, carried, strict=True)
-    ) if slices is not None else ranks  # fmt: skip
+    ranks = _ranks_bytes(configuration, costs, timeline)
+    if slices is not None:
+        carried = carried_by_layers(
+            work.structure.graph, slices, layers,
+            parts=work.mesh.size, again=configuration.recompute == "full",
+        )  # fmt: skip
+        for rank, more in zip(ranks, carried, strict=True):
+            rank["activations"] += configuration.num_microbatches * more
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
     step = timeline.step_seconds
-    return PricedStep(configuration, step, timeline, costs, ranks, usable, slices)
+    return PricedStep(configuration, step, timeline, costs, tuple(ranks), usable, slices)
 
 
 def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None:
@@ -458,13 +452,20 @@ class _Work:
         )
 
 
-def _rank_bytes(chunks: tuple[StageCost, ...], activation_bytes: int) -> Mapping[str, float]:
+def _ranks_bytes(
+    configuration: Configuration, costs: Sequence[StageCost], timeline: Timeline
+) -> list[dict[str, float]]:
+    """The bytes of every pipeline rank."""
+    own = configuration
+    held = parts_of_ranks(own.schedule, own.pp, own.num_chunks)
+    return [
+        _rank_bytes((costs[part] for part in parts), timeline.peak_activation_bytes[rank])
+        for rank, parts in enumerate(held)
+    ]
+
+
+def _rank_bytes(chunks: Iterable[StageCost], activation_bytes: int) -> dict[str, float]:
     """A pipeline rank's bytes: states of all its chunks, what is transient or reserved once."""
     once = ("transient", "buffers", "reserve")
-    found: dict[str, float] = {}
-    for cost in chunks:
-        for name, num_bytes in cost.memory_bytes.items():
-            before = found.get(name, 0.0)
-            found[name] = max(before, num_bytes) if name in once else before + num_bytes
-    found["activations"] = float(activation_bytes)
-    return found
+    found = together((cost.memory_bytes for cost in chunks), once)
+    return {**found, "activations": float(activation_bytes)}

@@ -7,10 +7,11 @@ are offered; of two with equal layouts the rules' first stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from typing import TypeVar
 
 from ..batch import rows_apart
 from ..expert_dims import ExpertDims, by_experts, expert_dims
@@ -30,6 +31,7 @@ from ..requests.pins import Pins, kept
 from ..strategy import AxisStrategy, InnerCollective, NodeLayout, combine, keeps_groups
 from .prices import Prices
 
+T = TypeVar("T")
 Inner = tuple[tuple[int, InnerCollective], ...]
 
 
@@ -171,30 +173,29 @@ def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, .
     """The dimensions of the batch, of a graph whose rows meet as far as they are apart."""
     if graph.batch_dims:
         return graph.batch_dims
-    key = ("rows apart", graph.batch_size)
-    found: Mapping[str, tuple[int | None, ...]] | None = prices.cache.get(key)
-    if found is None:
-        found = rows_apart(graph)
-        prices.cache[key] = found
-    return found
+    return _kept(prices, ("rows apart", graph.batch_size), lambda: rows_apart(graph))
 
 
 def _dims(graph: Graph, size: int, prices: Prices) -> Dims:
     """The dimensions of rows and positions, made once per graph and size of an axis."""
-    key = ("positions", size, graph.batch_size)
-    found: Dims | None = prices.cache.get(key)
-    if found is None:
-        found = position_dims(graph, lambda node: _strategies(node, graph, size, prices))
-        prices.cache[key] = found
-    return found
+    return _kept(
+        prices, ("positions", size, graph.batch_size),
+        lambda: position_dims(graph, lambda node: _strategies(node, graph, size, prices)),
+    )  # fmt: skip
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
     """What counts experts on an axis of a size, made once per graph."""
-    key = ("experts", size, graph.batch_size)
-    found: ExpertDims | None = prices.cache.get(key)
+    return _kept(
+        prices, ("experts", size, graph.batch_size),
+        lambda: expert_dims(graph, lambda node: _strategies(node, graph, size, prices)),
+    )  # fmt: skip
+
+
+def _kept(prices: Prices, key: tuple[object, ...], make: Callable[[], T]) -> T:
+    found: T | None = prices.cache.get(key)
     if found is None:
-        found = expert_dims(graph, lambda node: _strategies(node, graph, size, prices))
+        found = make()
         prices.cache[key] = found
     return found
 

@@ -132,14 +132,12 @@ def carried_bytes(
 
 
 def carried_by_layers(
-    graph: Graph, slices: SliceShares | None, layers: Sequence[int], *, parts: int, again: bool
+    graph: Graph, slices: SliceShares, layers: Sequence[int], *, parts: int, again: bool
 ) -> tuple[float, ...]:
     """``carried_bytes`` of a micro-batch of ``graph`` on a rank of each stage of so many layers.
 
     Keys and values are split into ``parts`` (rows and heads), masks are not.
     """
-    if slices is None:
-        return (0.0,) * len(layers)
     total = 0.0
     for node in filter(is_attention, graph):
         pair = sum(graph.spec(ref).num_bytes for ref in node.inputs[1:3])

@@ -7,8 +7,9 @@ sums of the same few figures, taken once per solution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from .ladder_front import MOST_RUNGS, Blocks, front
 from .prices import Seconds
 from .stage_model import StageModel
 from .structure import Edge, Run, Use, Weights
+
+N = TypeVar("N", int, float)
 
 STATES = ("parameters", "gradients", "optimizer")
 SECONDS = len(Seconds._fields)
@@ -365,3 +368,20 @@ class Figures:
 
     def _received_class(self, first: Use) -> int:
         return int(self.model.received(first).of_choice[self._choice(first.node)])
+
+
+def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
+    """The bytes by category of a rank that runs several stages; those of ``once`` count once.
+
+    >>> together(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
+    ...          once=("transient",))
+    {'parameters': 4, 'transient': 4}
+    """
+    found: dict[str, N] = {}
+    for stage in stages:
+        for name, size in stage.items():
+            if name in found:
+                found[name] = max(found[name], size) if name in once else found[name] + size
+            else:
+                found[name] = size
+    return found
