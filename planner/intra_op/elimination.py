@@ -20,7 +20,7 @@ minimum itself: it is found from the factors again, for the few assignments that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -110,18 +110,31 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """``table[a, b, values of kept]``: the least sums; ``steps`` lead back."""
+    """``table[a, b, values of kept]``: the least sums; ``steps`` lead back.
+
+    Of a batch in one row (``in_a_row``) the problems were solved in rows of ``num_columns``.
+    """
 
     sizes: tuple[int, ...]
     kept: tuple[int, ...]
     table: Floats
     steps: tuple[_Step, ...]
+    num_columns: int = 0
+
+    def in_a_row(self, num_rows: int, num_columns: int) -> Eliminated:
+        """The same with the problems of all rows as one row."""
+        rest = self.table.shape[BATCH_AXES:]
+        whole = np.broadcast_to(self.table, (num_rows, num_columns, *rest))
+        table = whole.reshape(1, num_rows * num_columns, *rest)
+        return replace(self, table=table, num_columns=num_columns)
 
     def complete(self, rows: Ints, columns: Ints, values: Ints) -> Ints:
         """The values of all variables, ``[assignment, variable]``, from those of the kept ones,
         ``[assignment, kept]``, in the problems of these rows and columns."""
         found = np.zeros((len(rows), len(self.sizes)), dtype=np.int64)
         found[:, list(self.kept)] = values
+        if self.num_columns:
+            rows, columns = np.divmod(columns, self.num_columns)
         at = rows[:, None], columns[:, None]
         for step in reversed(self.steps):
             found[:, step.variable] = step.best(*at, found, self.sizes[step.variable])
@@ -133,10 +146,51 @@ class Eliminated:
         return self.complete(rows, columns, np.zeros((len(rows), 0), dtype=np.int64))
 
 
+@dataclass
+class Memo:
+    """Steps that problems have in common: those that meet noted factors only, by identity."""
+
+    noted: dict[int, Factor] = field(default_factory=dict)
+    steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
+
+    def note(self, factor: Factor) -> Factor:
+        """Says that a factor will come again, as the same object."""
+        self.noted[id(factor)] = factor
+        return factor
+
+    def step(
+        self, variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
+    ) -> tuple[_Step, Factor]:
+        """``_eliminated``, if possible from before."""
+        key = (variable, *map(id, met))
+        found = self.steps.get(key)
+        if found is None:
+            found = _eliminated(variable, met, sizes)
+            if all(each in self.noted for each in key[1:]):
+                self.steps[key] = found
+                self.note(found[1])
+        return found
+
+
+def _eliminated(
+    variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
+) -> tuple[_Step, Factor]:
+    """A variable's elimination from the factors that speak of it, and the one that is left."""
+    others = {other for factor in met for other in factor.scope}
+    others.discard(variable)
+    scope = tuple(sorted(others))
+    least = np.minimum.reduce(_sum(met, (variable, *scope), sizes), axis=BATCH_AXES)
+    return _Step(variable, met), Factor(scope, least)
+
+
 def eliminate(
-    sizes: Sequence[int], factors: Sequence[Factor], order: Order, kept: Sequence[int] = ()
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    order: Order,
+    kept: Sequence[int] = (),
+    memo: Memo | None = None,
 ) -> Eliminated:
-    """Minimizes over every variable of ``order``.
+    """Minimizes over every variable of ``order``. ``memo`` is of one order.
 
     >>> apart = Factor((0, 1), np.array([[[[0.0, 3.0], [3.0, 0.0]]]]))
     >>> first = Factor((0,), np.array([[[1.0, 0.0]]]))
@@ -150,20 +204,16 @@ def eliminate(
     for index, factor in left.items():
         for variable in factor.scope:
             by_variable[variable].add(index)
-    steps = []
+    steps, memo = [], memo or Memo()
     for number, variable in enumerate(order.variables, start=len(left)):
         indices = by_variable.pop(variable)
         met = tuple(left.pop(index) for index in sorted(indices))
-        others = {other for factor in met for other in factor.scope}
-        others.discard(variable)
-        scope = tuple(sorted(others))
-        least = np.minimum.reduce(_sum(met, (variable, *scope), sizes), axis=BATCH_AXES)
-        steps.append(_Step(variable, met))
-        for other in scope:
+        step, left[number] = memo.step(variable, met, sizes)
+        steps.append(step)
+        for other in left[number].scope:
             own = by_variable[other]
             own -= indices
             own.add(number)
-        left[number] = Factor(scope, least)
     kept = tuple(kept)
     table = _sum(tuple(left.values()), kept, sizes)
     return Eliminated(tuple(sizes), kept, table, tuple(steps))
