@@ -257,10 +257,13 @@ class Job:
         seconds["total"] = time.perf_counter() - self.began
         return self.effort.num_problems, seconds
 
-    def failure(self) -> Exception:
-        """Why there is no plan: no time, or no memory and by how much."""
+    def failure(self, *, is_proven: bool = False) -> Exception:
+        """Why there is no plan: no time, or no memory and by how much.
+
+        ``is_proven``: bounds alone say that nothing fits, so more time would not help.
+        """
         excess = [over for s in self.solvers.values() for over in s.excess_bytes.values()]
-        if self.effort.left_seconds <= 0 or not excess:
+        if not excess or (self.effort.left_seconds <= 0 and not is_proven):
             return TimeLimitError(
                 "AP701", "no plan was found within the time limit", fix="a longer --time-limit"
             )

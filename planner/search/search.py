@@ -39,7 +39,7 @@ from .candidates import WORTH_IT as WORTH_IT
 from .candidates import candidates, completed, freed
 from .exact import exact_candidates
 from .job import Job
-from .quests import Draft, Quest, drafts
+from .quests import MOST_CUTS, Draft, Quest, drafts
 from .report_plan import Candidate, make_plan
 from .shares import shared_candidates
 from .space import mixed_tiling, uniform_tiling
@@ -194,7 +194,7 @@ def ranked(
         ranking.observe = _ignore
         ranking.bound_rest()
     if not ranking.best:
-        raise job.failure()
+        raise job.failure(is_proven=not ranking.is_open)
     job.bound_seconds = ranking.bound
     return job, ranking.found()
 
@@ -215,6 +215,7 @@ class _Ranking:
         self.best: list[Candidate] = []
         self.bound = 0.0
         self.shared_bound = float("inf")
+        self.is_open = job.request.search == "rl"  # whether some stages may yet fit
 
     def run(self) -> None:
         """Searches until nothing better is left, or the time is up."""
@@ -297,6 +298,7 @@ class _Ranking:
             quest.look(self._cutoff)
             spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
             self.job.took("dp", spent)
+            self.is_open |= quest.estimate < float("inf") or quest.num_blocks > MOST_CUTS
             if quest.estimate < float("inf"):
                 found.append(quest)
             if not self.drafts and self._is_late(SOON):
