@@ -22,7 +22,7 @@ import numpy as np
 from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
 from ..errors import InfeasibleError, UsageError
-from ..evaluate import at_microbatch, evaluate, priced_stages
+from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..graph import Blocks, Graph
 from ..layout import Layout
 from ..plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
@@ -78,15 +78,16 @@ def plan(
         own = searched(asked)
         return own.plan(own.ranking[0])
 
+    evaluator = Evaluator(graph, blocks, rules, basis)
+
     def cut(base: Plan, schedule: str, count: int) -> Plan:
-        looped = chunked(base, graph, blocks, schedule, count, rules=rules)
-        return priced(looped, graph, blocks, rules=rules, basis=basis)
+        return priced(chunked(base, graph, blocks, schedule, count, rules=rules), evaluator)
 
     def price_stages(part: Graph, cut: Blocks, own: Plan) -> list[StageCost]:
         return priced_stages(part, cut, own, rules=rules, basis=basis)
 
     arranging = Arranging(
-        lambda base: priced(base, graph, blocks, rules=rules, basis=basis),
+        lambda base: priced(base, evaluator),
         lambda base: best_lengths(at_microbatch(graph, base), blocks, base, price_stages),
     )
     count = num_chunks(request.forced)
@@ -361,9 +362,9 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     return tuple(reversed(starts))
 
 
-def priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
+def priced(looped: Plan, evaluator: Evaluator) -> Plan:
     """The plan with its predictions under the schedule."""
-    found = evaluate(graph, blocks, looped, looped.cluster, rules=rules, basis=basis)
+    found = evaluator.evaluation(looped, looped.cluster)
     before = looped.prediction
     ratio = before.step_seconds / found.step_seconds
     return replace(
