@@ -32,6 +32,7 @@ from ..pricing.prices import Rules, boundary_layout
 from ..pricing.slice_costs import best_lengths
 from ..pricing.sources import with_sources
 from ..pricing.stage_cost import StageCost
+from ..pricing.step import known_schedule
 from ..requests.options import microbatch_rows
 from ..requests.request import Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
@@ -40,8 +41,9 @@ from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from .chunk_bound import chunk_bound
+from .chunk_guesses import MOST_CHUNKS
 from .chunk_memory import fitting
-from .chunk_search import MOST_CHUNKS, Cut, cut_again
+from .chunk_search import Cut, cut_again
 from .search import Arranging, arranged
 
 OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
@@ -266,7 +268,7 @@ def chunked(
 ) -> Plan:
     """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it."""
     schedule, number = find_schedule(schedule).name, len(base.stages) * count
-    ranks = build_schedule(schedule, number, base.num_microbatches, num_chunks=count).stage_rank
+    ranks = known_schedule(schedule, number, base.num_microbatches, count).stage_rank
     starts = balanced(_block_flops(graph, blocks, rules), number)
     recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
     stages = []
@@ -315,16 +317,15 @@ def _needed(
 
 
 def _block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
-    """Forward and backward FLOPs of each block."""
-    flops = []
-    for block in blocks.blocks:
-        total = 0.0
+    """Forward and backward FLOPs of each block: of a kind's first one."""
+    flops: dict[str, float] = {}
+    for kind, block in blocks.kinds.items():
+        flops[kind] = 0.0
         for name in block.nodes:
             node = graph[name]
             work = rules.work(node, input_specs(node, graph), node.outputs)
-            total += work.flops_forward + work.flops_backward
-        flops.append(total)
-    return flops
+            flops[kind] += work.flops_forward + work.flops_backward
+    return [flops[block.kind] for block in blocks.blocks]
 
 
 def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import StageCosts
 from autoparallel.planner.arranged.chunk_bound import chunk_bound
+from autoparallel.planner.arranged.chunk_guesses import extrapolated
 from autoparallel.planner.arranged.chunk_memory import fitting, recomputed
-from autoparallel.planner.arranged.chunk_search import extrapolated
 from autoparallel.planner.arranged.chunks import chunked, plan, priced
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import Evaluator, evaluate
