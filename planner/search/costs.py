@@ -21,16 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
 from ..inter_op.inter_op import StageChoice
-from ..inter_op.sweep import Band
 from ..intra_op.assembly import reserve
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..pricing.structure import Run
-from .cuts import Cuts
 from .cuts import Runs as Runs
 from .runs import NO_RUN, Floats, Series, at_least, chords, samples
 
@@ -369,28 +367,8 @@ class Costs:
     def in_flight(self, left: int, first: bool) -> int:
         return 1 if first and left == 1 else self.held(left)
 
-    def band(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
-        """``inter_op_sweep.Band``: of what is known."""
-        return self._band(left, place, first, bound, self.runs.every)
-
-    def band_of(self, cuts: Cuts) -> Band:
-        """The same of runs that begin and end at some cuts only, which number the blocks."""
-        return partial(self._band, cuts=cuts)
-
-    def _band(
-        self, left: int, place: int, first: bool, bound: float, cuts: Cuts
-    ) -> tuple[Floats, Floats]:
-        once, slowest = self._seconds(place, left, first)
-        within = np.isfinite(once) & (slowest <= bound)
-        width = cuts.width(int(self.runs.classes.lengths[within].max(initial=0)))
-        rows = slice(0, 1) if first else slice(None)
-        band = cuts.band[rows, :width]
-        return (
-            np.append(np.where(within, once, np.inf), np.inf)[band],
-            np.append(np.where(within, slowest, np.inf), np.inf)[band],
-        )
-
-    def _seconds(self, place: int, left: int, first: bool) -> tuple[Floats, Floats]:
+    def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
+        """``inter_op.cuts.Seconds``: of what is known."""
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
@@ -398,7 +376,7 @@ class Costs:
         place, number = self._of(stage)
         if number == NO_RUN:
             return float("inf"), float("inf")
-        once, slowest = self._seconds(place, left, first)
+        once, slowest = self.seconds(left, place, first)
         return float(once[number]), float(slowest[number])
 
     def price(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:

@@ -94,9 +94,7 @@ class Quest:
     def _best_of(self, at: Sequence[int], cutoff: float, numbers: Iterable[int]) -> Pipeline | None:
         """The best pipeline with stages cut at some places."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
-        search = PipelineSearch(
-            self.tiling, len(at) - 1, self.costs.band_of(cuts), TOLERANCE, cutoff
-        )
+        search = PipelineSearch(self.tiling, cuts, self.costs.seconds, TOLERANCE, cutoff)
         bounds = sorted((search.bound(number), number) for number in numbers)
         best: Pipeline | None = None
         for bound, number in bounds:
