@@ -72,7 +72,10 @@ class _LateError(Exception):
 
 @dataclass
 class Space:
-    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``."""
+    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``.
+
+    Those with a stage that takes more than ``most_seconds`` are left out.
+    """
 
     costs: Costs
     tiling: Tiling
@@ -80,6 +83,7 @@ class Space:
     splits: bool
     _bounds: dict[tuple[int, bool, bool, int], StageBounds] = field(default_factory=dict)
     until: float = float("inf")
+    most_seconds: float = float("inf")
     has_memory: bool = False
     _sweeps: dict[tuple[int, Form], Sweep] = field(default_factory=dict)
     _figures: dict[tuple[int, Form], tuple[Floats, Floats]] = field(default_factory=dict)
@@ -130,7 +134,8 @@ class Space:
         """One sweep is for all numbers of stages, until a stage's bound is raised."""
         number = num_stages if self.tiling.fixed else self.tiling.most
         if (number, form) not in self._sweeps:
-            bands = Bands(self.costs.runs.every, partial(self.seconds, form=form))
+            seconds = partial(self.seconds, form=form)
+            bands = Bands(self.costs.runs.every, seconds, self.most_seconds)
             combine = larger if form == "largest" else turning
             self._sweeps[number, form] = Sweep.of(self.tiling, bands, combine, most=number)
         return self._sweeps[number, form]
@@ -232,7 +237,9 @@ def step_bound(
     until = min(until, job.effort.deadline)
     order, least = counting(), work_bound(job, rows)
     largest_first = tuple(sorted(rows, reverse=True))
-    every = spaces(job, largest_first, numbers, until)
+    every = list(spaces(job, largest_first, numbers))
+    for space, _ in every:
+        space.until, space.most_seconds = until, step
     heap = [_Part(least, next(order), *each) for each in every]
     fewer = _Fewer(job.basis.used is None and job.basis.only is None)
     with suppress(_LateError):
@@ -263,7 +270,7 @@ def space_of(costs: Costs, tiling: Tiling) -> Space:
 
 
 def spaces(
-    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...], until: float = float("inf")
+    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
 ) -> Iterator[tuple[Space, int]]:
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
@@ -274,7 +281,5 @@ def spaces(
         costs = job.costs(each)
         known: dict[int, Space] = {}
         for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            own = known.setdefault(
-                id(tiling), Space(costs, tiling, is_chain, has_split, until=until)
-            )
+            own = known.setdefault(id(tiling), Space(costs, tiling, is_chain, has_split))
             yield own, number

@@ -218,7 +218,7 @@ class PlaceCosts:
     _known: dict[tuple[int, bool, bool], tuple[int, tuple[Floats, Floats]]] = field(
         default_factory=dict
     )
-    _version: int = 0
+    version: int = 0
 
     def bounds(self, first: bool, last: bool) -> Bounds:
         """The least of the meshes' bounds."""
@@ -239,12 +239,12 @@ class PlaceCosts:
         """The q and m of each class of a role: exact, or at least as much."""
         key = (in_flight, first, last)
         version, found = self._known.get(key, (-1, None))
-        if found is None or version != self._version:
+        if found is None or version != self.version:
             bounds = self.bounds(first, last)
             found = bounds.once, bounds.slowest
             if self.exact:
                 found = self._raised(bounds, in_flight)
-            self._known[key] = self._version, found
+            self._known[key] = self.version, found
         return found
 
     def _raised(self, bounds: Bounds, in_flight: int) -> tuple[Floats, Floats]:
@@ -298,7 +298,7 @@ class PlaceCosts:
             least, most = fewer[-1].objective[number], more[0].objective[number]
             if most <= least * SAME:
                 self.exact[in_flight].copy(more[0], [number])
-                self._version += 1
+                self.version += 1
 
     def _solve(self, numbers: list[int], in_flight: int) -> None:
         known = self.exact[in_flight]
@@ -310,7 +310,7 @@ class PlaceCosts:
                 better = [n for n in rivals if own.objective[n] * SAME < best.objective[n]]
                 best.copy(own, better)
         known.copy(best, numbers)
-        self._version += 1
+        self.version += 1
 
     def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
         """The meshes that can be the best for a class, and how to run it there."""
@@ -352,6 +352,11 @@ class Costs:
     held: Callable[[int], int]
     places: list[PlaceCosts] = field(default_factory=list)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        """How often exact costs were found; never 0."""
+        return 1 + sum(place.version for place in self.places)
 
     def place(self, first_device: int, num_devices: int) -> int:
         """The number of a submesh's place."""

@@ -39,7 +39,7 @@ from .candidates import WORTH_IT as WORTH_IT
 from .candidates import candidates, completed, freed
 from .exact import exact_candidates
 from .job import Job
-from .quests import Draft, Quest, drafts
+from .quests import TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate, make_plan
 from .shares import shared_candidates
 from .space import mixed_tiling, uniform_tiling
@@ -232,7 +232,7 @@ class _Ranking:
             if self.drafts and self._is_late(0.5):
                 break
             self.observe(f"micro-batches of {each} rows", index, len(rows))
-            quests += self._looked(self._uniform(each, numbers))
+            quests += self._uniform(each, numbers)
             if not self.drafts:
                 self._follow(quests, until_first=True)
         self._follow(quests)
@@ -269,7 +269,8 @@ class _Ranking:
                 continue
             tiling = uniform_tiling(self.job.cluster, number, costs.place)
             if tiling is not None:
-                yield Quest(rows, costs, tiling, (number,))
+                least = work * (count + number - 1) * (1 - TOLERANCE)
+                yield Quest(rows, costs, tiling, (number,), least)
 
     def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of any sizes, for the micro-batches that are best in one size first."""
