@@ -25,9 +25,10 @@ below ``work_bound``, which is all that there is after a search that was stopped
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..inter_op.sweep import Floats, Move, Sweep, Tiling, add
+from ..inter_op.cuts import Bands, Floats
+from ..inter_op.sweep import Move, Sweep, Tiling, add
 from ..requests.options import microbatch_rows
 from ..schedules.held import splits
 from ..schedules.schedules import find_schedule
@@ -86,7 +87,7 @@ def _of_chunks(job: Job, rows: int, ranks: Tiling, chunks: int, schedules: Seque
         waits.append([float(number - costs.runs.count)] * stages)
     found = 0.0
     for own in waits:
-        sweep = Sweep.of(tiling, costs.runs.classes.num_blocks, _Band(space, own, both), add)
+        sweep = Sweep.of(tiling, Bands(costs.runs.every, _Waiting(space, own, both)), add)
         found = max(found, sweep.least(stages))
     return found / number
 
@@ -98,16 +99,21 @@ def _splits(name: str, chunks: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Band:
-    """``inter_op_sweep.Band``: what stages work, and so many times what their passes take."""
+class _Waiting:
+    """``inter_op.cuts.Seconds``: what stages work, and so many times what their passes take."""
 
     space: Space
     waits: Sequence[float]
     both: bool
+    _made: dict[tuple[float, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
-    def __call__(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
-        nothing, work = self.space.band(left, place, first, bound, form="largest")
+    def __call__(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
+        nothing, work = self.space.seconds(left, place, first, form="largest")
         wait = self.waits[len(self.waits) - left]
-        if wait:
-            work = work + wait * self.space.passes(left, place, first, both=self.both)
-        return work, nothing
+        if not wait:
+            return work, nothing
+        key = (wait, id(work))
+        if key not in self._made:
+            passes = self.space.passes(left, place, first, both=self.both)
+            self._made[key] = work + wait * passes, nothing
+        return self._made[key]

@@ -21,7 +21,7 @@ from .bound import step_bound
 from .candidates import WORTH_IT, candidates, completed, freed
 from .exact import exact_candidates, is_few
 from .job import Job
-from .quests import MOST_CUTS, Draft, Quest, drafts
+from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
 from .space import mixed_tiling, uniform_tiling
@@ -111,13 +111,17 @@ class Ranking:
             if self.drafts and self._is_late(0.5):
                 break
             self.observe(f"micro-batches of {each} rows", index, len(rows))
-            quests += self._looked(self._uniform(each, numbers))
+            quests += self._uniform(each, numbers)
             if not self.drafts:
                 self._follow(quests, until_first=True)
         self._follow(quests)
         began = time.perf_counter()
         mixed = self._looked(self._mixed(rows, numbers))
         self._follow(mixed, began=began)
+        every = [*quests, *mixed]
+        self.is_open = any(each.estimate < float("inf") for each in every) or (
+            any(each.num_blocks > MOST_CUTS for each in every)  # not every cut was tried
+        )
 
     def explored(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
         """What following the quests of some micro-batch sizes came to."""
@@ -153,7 +157,8 @@ class Ranking:
                 continue
             tiling = uniform_tiling(self.job.cluster, number, costs.place)
             if tiling is not None:
-                yield Quest(rows, costs, tiling, (number,))
+                least = work * (count + number - 1) * (1 - TOLERANCE)
+                yield Quest(rows, costs, tiling, (number,), least)
 
     def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of any sizes, for the micro-batches that are best in one size first."""
@@ -181,7 +186,6 @@ class Ranking:
             quest.look(self._cutoff)
             spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
             self.job.took("dp", spent)
-            self.is_open |= quest.estimate < float("inf") or quest.num_blocks > MOST_CUTS
             if quest.estimate < float("inf"):
                 found.append(quest)
             if not self.drafts and self._is_late(SOON):
