@@ -15,6 +15,7 @@ from ..cost_model.actions import (
     BACKWARD,
     COMPUTE,
     FORWARD,
+    INPUT_BACKWARD,
     RECV_FORWARD,
     REDUCE,
     SEND_BACKWARD,
@@ -66,7 +67,7 @@ def prepare(schedule: Schedule, stages: frozenset[int]) -> tuple[Prepared, ...]:
         Prepared(
             action=action,
             is_last=action in lasts,
-            is_sent=action.kind in COMPUTE and action._replace(kind=_sender(action)) in sends,
+            is_sent=action._replace(kind=_sender(action)) in sends,
             key=_key(action, schedule.num_slices),
             doing=_doing(action),
             waiting=_waiting(action),
@@ -83,8 +84,10 @@ _DONE: Mapping[ActionKind, str] = {
 
 
 def _sender(action: Action) -> ActionKind:
-    """The kind of action that sends what this one computes."""
-    return SEND_FORWARD if action.kind == FORWARD else SEND_BACKWARD
+    """The kind of action that sends what this one computes; STEP where none does."""
+    if action.kind in (BACKWARD, INPUT_BACKWARD):
+        return SEND_BACKWARD
+    return SEND_FORWARD if action.kind == FORWARD else STEP
 
 
 def _key(action: Action, num_slices: int) -> Key:
