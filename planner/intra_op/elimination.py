@@ -19,8 +19,9 @@ minimum itself: it is found from the factors again, for the few assignments that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -224,8 +225,7 @@ def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
-    place = {variable: number for number, variable in enumerate(scope)}
-    aligned = [_aligned(factor, place) for factor in factors]
+    aligned = [_aligned(factor, scope) for factor in factors]
     aligned.sort(key=_size)
     total = aligned[0]
     for table in aligned[1:]:
@@ -239,16 +239,22 @@ def _size(table: Floats) -> int:
     return table.size
 
 
-def _aligned(factor: Factor, place: Mapping[int, int]) -> Floats:
+def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
     """A factor's table with its axes in their places, 1 long where it has none."""
-    own, table = factor.scope, factor.table
-    places = [place[variable] for variable in own]
-    if places != sorted(places):
-        axes = sorted(range(len(own)), key=places.__getitem__)
-        table = table.transpose((*range(BATCH_AXES), *(BATCH_AXES + axis for axis in axes)))
-    if len(own) == len(place):
-        return table
-    shape = [1] * len(place)
-    for number, size in zip(places, factor.table.shape[BATCH_AXES:], strict=True):
-        shape[number] = size
-    return table.reshape((*table.shape[:BATCH_AXES], *shape))
+    if factor.scope == scope:
+        return factor.table
+    axes, index = _places(factor.scope, scope)
+    table = factor.table if axes is None else factor.table.transpose(axes)
+    return table[index]
+
+
+@lru_cache(maxsize=1 << 16)
+def _places(
+    own: tuple[int, ...], scope: tuple[int, ...]
+) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
+    """How axes over ``own`` are put in the order of ``scope``, and which are then added."""
+    order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
+    is_ordered = order == list(range(len(own)))
+    axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))
+    index = (slice(None) if variable in own else None for variable in scope)
+    return None if is_ordered else axes, (slice(None),) * BATCH_AXES + tuple(index)

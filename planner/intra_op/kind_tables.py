@@ -319,18 +319,22 @@ class KindTables:
     def _own(self, rates: Rates) -> list[Factor]:
         """What each choice costs by itself."""
         seconds, kept_seconds, states = self._stacked
-        zeros = list(rates.zeros)
-        cost = seconds[zeros] @ rates.weights
+        shape = rates.grid
+        zeros = list(rates.zeros[:: shape[1]])
+        own = seconds[zeros] @ rates.weights
         if rates.mode != "none":
-            cost = cost + seconds[0, :, :2].sum(axis=1)
+            own = own + seconds[0, :, :2].sum(axis=1)
         if rates.mode == "selective":
-            cost = cost - kept_seconds
+            own = own - kept_seconds
+        cost = own[:, None]
         if rates.state_prices:
-            cost = cost + rates.prices(saved=False)[:, None] * states[zeros]
+            prices = rates.prices(saved=False).reshape(shape)
+            cost = cost + prices[:, :, None] * states[zeros][:, None]
         if rates.saved_prices and rates.mode != "full":
-            cost = cost + rates.prices(saved=True)[:, None] * self._kept_bytes[rates.mode]
+            prices = rates.prices(saved=True).reshape(shape)
+            cost = cost + prices[:, :, None] * self._kept_bytes[rates.mode]
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
-        parts = np.split(cost.reshape(*rates.grid, -1), ends, axis=2)
+        parts = np.split(cost, ends, axis=2)
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]
 
     def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:

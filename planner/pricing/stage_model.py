@@ -20,7 +20,7 @@ from ..graph import Node, Ref, TensorSpec
 from ..intra_op.highs import Ints
 from ..intra_op.ilp import merge_classes
 from ..layout import INVARIANT, Layout
-from ..strategy import NodeLayout
+from ..strategy import NodeLayout, splits
 from .choices import Restriction
 from .conversions import conversion_seconds
 from .decisions import Decision, Floats, decide, parameter_decision
@@ -182,16 +182,22 @@ class StageModel:
         graph, prices = self.structure.graph, self.prices
         by_choice: dict[tuple[int, int], Held] = {}
         by_layout: dict[tuple[str, int], Held] = {}
+        shared = ("held", graph.batch_size, prices.mesh.shape)
+        by_split: dict[object, Held] = prices.cache.setdefault(shared, {})
 
         def of_layout(node: Node, layout: NodeLayout) -> Held:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
-            if key not in by_layout:
-                by_layout[key] = (
-                    saved_parts(node, layout, graph, prices),
-                    working_bytes(node, layout, graph, prices),
-                    kept_parts(node, layout, graph, prices),
-                )
-            return by_layout[key]
+            found = by_layout.get(key)
+            if found is None:
+                own = (node.name, splits(layout))
+                if own not in by_split:
+                    by_split[own] = (
+                        saved_parts(node, layout, graph, prices),
+                        working_bytes(node, layout, graph, prices),
+                        kept_parts(node, layout, graph, prices),
+                    )
+                found = by_layout[key] = by_split[own]
+            return found
 
         def held(number: int, choice: int) -> Held:
             if (number, choice) not in by_choice:
