@@ -342,7 +342,7 @@ class KindTables:
         if not self._is_same[number]:
             return Factor((number,), part)
         if rates.saved_prices and self._keeps[rates.mode][number]:
-            return Factor((number,), part[:1])
+            return Factor((number,), part[:1] if rates.grid[1] > 1 or len(part) == 1 else part)
         key = (number, rates.mode)
         if key not in self._alike:
             self._alike[key] = self._memo.note(Factor((number,), part[:1, :1]))
