@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ..graph import TensorSpec
 from ..layout import Layout, conversion_steps, held_layout
 from .prices import CONVERSION_SECONDS, Prices
+from .same import known
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -114,11 +115,21 @@ def changes_of(prices: Prices) -> Changes:
 def conversion_seconds(
     prices: Prices, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> tuple[Floats, Floats]:
-    """Seconds forward and backward, ``[source, target]``."""
-    if not spec.requires_grad:
-        sources, targets = [held_layout(e) for e in sources], [held_layout(e) for e in targets]
+    """Seconds forward and backward, ``[source, target]``.
+
+    The lists are not to change after: their layouts' numbers are kept by identity.
+    """
     changes = changes_of(prices)
-    pairs = changes.between(changes.number(sources), changes.number(targets))
+    has_gradient = spec.requires_grad
+
+    def numbers(layouts: Sequence[Layout]) -> Ints:
+        def make() -> Ints:
+            own = layouts if has_gradient else [held_layout(each) for each in layouts]
+            return changes.number(own)
+
+        return known(prices.cache, ("numbers", has_gradient), (layouts,), make)
+
+    pairs = changes.between(numbers(sources), numbers(targets))
     there, back = changes.there[:, pairs], changes.back[:, pairs]
     if not spec.requires_grad:
         back = np.zeros_like(back)

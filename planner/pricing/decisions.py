@@ -134,23 +134,20 @@ def _op_seconds(own: Outline, graph: Graph, prices: Prices) -> Floats:
 def _holding_costs(own: Outline, graph: Graph, prices: Prices) -> tuple[Floats, Floats, Floats]:
     """Of every holding, and of none: ``Seconds`` of its conversion, ``[holding, field]``, and
     what holding takes, ``[zero, holding, field]``."""
-    number = len(own.holdings)
-    converting = np.zeros((number + 1, len(Seconds._fields)))
-    seconds = np.zeros((len(ZEROS), number + 1, len(Seconds._fields)))
-    states = np.zeros((len(ZEROS), number + 1, len(StateBytes._fields)))
-    for at, holding in enumerate(own.holdings):
-        spec = graph[holding.parameter].spec
-        converting[at, [_FORWARD_SENT, _BACKWARD_SENT]] = prices.conversion(
-            spec, holding.held, holding.wanted
-        )
-    alike: dict[object, list[int]] = {}
-    for at, holding in enumerate(own.holdings):
-        alike.setdefault((holding.parameter, holding.held), []).append(at)
-    for numbers in alike.values():
-        holding = own.holdings[numbers[0]]
-        for zero in ZEROS:
-            costs = prices.parameter(graph[holding.parameter].spec, holding.held, zero)
-            seconds[zero, numbers], states[zero, numbers] = costs
+    none = len(own.holdings)
+    converting = np.zeros((none + 1, len(Seconds._fields)))
+    converting[:none, [_FORWARD_SENT, _BACKWARD_SENT]] = [
+        prices.conversion(graph[each.parameter].spec, each.held, each.wanted)
+        for each in own.holdings
+    ]
+    costs = [
+        [prices.parameter(graph[name].spec, layout, zero) for name, layout in own.held]
+        for zero in ZEROS
+    ]
+    seconds = np.zeros((len(ZEROS), none + 1, len(Seconds._fields)))
+    states = np.zeros((len(ZEROS), none + 1, len(StateBytes._fields)))
+    seconds[:, :none] = np.array([[each for each, _ in row] for row in costs])[:, own.held_as]
+    states[:, :none] = np.array([[each for _, each in row] for row in costs])[:, own.held_as]
     return converting, seconds, states
 
 

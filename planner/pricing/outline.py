@@ -59,8 +59,9 @@ class Outline:
     ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
     ``rounds`` hold the first, second, … op of each decision as a way, ``kept_rounds`` those
     that selective recomputation keeps, ``held_rounds`` its parameters as holdings; one past the
-    last stands for none. ``alike`` are candidates of a decision that look the same to others,
-    ``[group, member]``, those of one size together. ``broken`` counts pins.
+    last stands for none. ``held`` are the distinct parameters as they are held, ``held_as``
+    says which each holding is. ``alike`` are candidates of a decision that look the same to
+    others, ``[group, member]``, those of one size together. ``broken`` counts pins.
     """
 
     decisions: tuple[Candidates, ...]
@@ -70,6 +71,8 @@ class Outline:
     rounds: tuple[Ints, ...]
     kept_rounds: tuple[Ints, ...]
     holdings: tuple[Holding, ...]
+    held: tuple[tuple[str, Layout], ...]
+    held_as: Ints
     held_rounds: tuple[Ints, ...]
     alike: tuple[Ints, ...]
     broken: Ints
@@ -277,7 +280,9 @@ class _Making:
 
     def outline(self) -> Outline:
         sizes = sorted({len(group) for group in self.alike})
-        ops, kept, held = zip(*self.rows, strict=True)
+        ops, kept, holdings = zip(*self.rows, strict=True)
+        pairs = [(each.parameter, each.held) for each in self.holdings]
+        held = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         return Outline(
             tuple(self.decisions),
             tuple(self.first),
@@ -286,7 +291,9 @@ class _Making:
             _rounds(ops, len(self.computes_as)),
             _rounds(kept, len(self.computes_as)),
             tuple(self.holdings),
-            _rounds(held, len(self.holdings)),
+            tuple(held),
+            np.array([held[pair] for pair in pairs], dtype=np.int64),
+            _rounds(holdings, len(self.holdings)),
             tuple(np.array([g for g in self.alike if len(g) == size]) for size in sizes),
             np.array(self.broken),
         )

@@ -92,6 +92,7 @@ class StageModel:
     _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
     _options: dict[object, Options] = field(default_factory=dict, repr=False)
     _boundaries: dict[object, Floats] = field(default_factory=dict, repr=False)
+    _targets_of: dict[Edge, _Targets] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
     _late: dict[object, Late] = field(default_factory=dict, repr=False)
     _most_late: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
@@ -288,6 +289,12 @@ class StageModel:
         return found.layouts, found.columns
 
     def _targets(self, edge: Edge) -> _Targets:
+        found = self._targets_of.get(edge)
+        if found is None:
+            found = self._targets_of[edge] = self._make_targets(edge)
+        return found
+
+    def _make_targets(self, edge: Edge) -> _Targets:
         wanted, cache = tuple(map(self.wanted, edge.uses)), self.prices.cache
 
         def make() -> _Targets:
