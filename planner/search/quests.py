@@ -106,14 +106,7 @@ class Quest:
         """The best pipeline with stages cut at some places."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(self.tiling, cuts, self.costs.seconds, TOLERANCE, cutoff)
-        bounds = sorted((search.bound(number), number) for number in numbers)
-        best: Pipeline | None = None
-        for bound, number in bounds:
-            if bound >= (search.cutoff if best is None else best.seconds):
-                break
-            found = search.best(number)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
+        best = search.best_of(numbers)
         if best is None:
             return None
         stages = tuple(replace(s, start=at[s.start], stop=at[s.stop]) for s in best.stages)
