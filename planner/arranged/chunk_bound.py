@@ -32,6 +32,7 @@ from ..inter_op.sweep import Move, Sweep, Tiling, add
 from ..requests.options import microbatch_rows
 from ..schedules.held import splits
 from ..schedules.schedules import find_schedule
+from ..search.beside import Company
 from ..search.bound import Space, space_of
 from ..search.job import Job
 from ..search.space import uniform_tiling
@@ -43,9 +44,22 @@ def chunk_bound(
 ) -> float:
     """No plan of several stages on each of so many ranks takes less than this; infinite where
     there is none. ``schedules``: that are allowed; any if none is named."""
-    least = float("inf")
     every = microbatch_rows(job.structure.graph, job.request, job.cluster)
-    for each in every if not job.stopped else ():
+    work = work_bound(job, every)
+    if job.stopped:
+        return work
+    company = job.company or Company(job, (every,))
+    found = company.over(chunk_bound_of, numbers, most_chunks, schedules)
+    return max(min(found), work)
+
+
+def chunk_bound_of(
+    job: Job, rows: Sequence[int], numbers: Sequence[int], most_chunks: int,
+    schedules: Sequence[str],
+) -> float:  # fmt: skip
+    """``chunk_bound`` of some micro-batch sizes, without ``work_bound``."""
+    least = float("inf")
+    for each in rows:
         costs = job.costs(each)
         for number in numbers:
             ranks = uniform_tiling(job.cluster, number, costs.place) if number > 1 else None
@@ -53,8 +67,7 @@ def chunk_bound(
             if ranks is not None:
                 for chunks in range(2, most + 1):
                     least = min(least, _of_chunks(job, each, ranks, chunks, schedules))
-    work = work_bound(job, every)
-    return work if job.stopped else max(least, work)
+    return least
 
 
 def _of_chunks(job: Job, rows: int, ranks: Tiling, chunks: int, schedules: Sequence[str]) -> float:
