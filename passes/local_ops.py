@@ -253,7 +253,10 @@ def _convolution(op: LocalOp) -> Call:
 
 
 def _counted(op: LocalOp) -> Call:
-    """A random op draws the numbers of its part of the whole batch's tensor."""
+    """A random op draws the numbers of its part of the whole batch's tensor.
+
+    Where the graph is of a slice of the sequences, ``start`` says where that lies in the whole.
+    """
     shape = op.node.spec.shape
     region = local_region(shape, op.layout.outputs[0], op.rank.mesh, op.rank.coordinates)
     rows = None if op.batch_dim is None else (op.batch_dim, shape[op.batch_dim])
@@ -262,6 +265,8 @@ def _counted(op: LocalOp) -> Call:
         (dim, size), own = rows, op.rank.share
         per_row = size // own.batch_size
         start[dim], rows = own.first * per_row, (dim, own.total * per_row)
+    whole = op["start"] or [0] * len(start)
+    start = [first + of_slice for first, of_slice in zip(start, whole, strict=True)]
     place = {"start": tuple(start), "batch": rows}
     options = {"number": op["number"], **place}
     if op.node.op == DROPOUT:

@@ -113,11 +113,12 @@ class StageProgram:
 class OfSlice:
     """That a program is of one slice of the sequences: ``whole`` is the graph of whole ones.
 
-    ``kept`` are the keys of what the next slice needs.
+    ``kept`` are the keys of what the next slice needs. All slices share their ``draws``.
     """
 
     whole: Graph
     kept: tuple[str, ...]
+    draws: Draws
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,9 @@ def build_stage(
     leaves = _leaves(graph, blocks, plan, stage_index=stage_index, uses=uses)
     receives = tuple(b for b in crossing if b.target_stage == stage_index)
     sends = tuple(b for b in crossing if b.source_stage == stage_index)
-    kept = of_slice.kept if of_slice is not None else ()
+    kept, draws = (of_slice.kept, of_slice.draws) if of_slice is not None else ((), Draws())
     stage = _Stage(
-        graph, blocks, own, Rank(own.mesh, coordinates, communicator, share=share),
+        graph, blocks, own, Rank(own.mesh, coordinates, communicator, draws, share),
         plan.num_microbatches, uses, leaves,
         {b.key: b.target_layout for b in receives}, frozenset((*kept, *(b.key for b in sends))),
         counts=plan.num_microbatches > 1 or of_slice is not None,

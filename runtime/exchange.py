@@ -51,7 +51,10 @@ class StagePlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``."""
+    """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``.
+
+    No slices are the whole part.
+    """
 
     peer: int
     slices: tuple[slice, ...]
@@ -172,7 +175,7 @@ class Exchange:
                 raise _mismatch(port, value, stage)
             value = value.detach()
             for piece in port.pieces:
-                packed = value[piece.slices].contiguous()
+                packed = (value[piece.slices] if piece.slices else value).contiguous()
                 messages.append(
                     (piece.peer, _wire(packed), port.tag + microbatch * port.tag_stride)
                 )
@@ -206,7 +209,7 @@ class Exchange:
         copies: list[tuple[tuple[slice, ...], Tensor]] = []
         messages: list[_Message] = []
         for piece in port.pieces:
-            place = whole[piece.slices]
+            place = whole[piece.slices] if piece.slices else whole
             if not place.is_contiguous():
                 place = torch.empty_like(place, memory_format=torch.contiguous_format)
                 copies.append((piece.slices, place))
@@ -313,7 +316,7 @@ def _port(
     pieces = tuple(
         _Piece(
             target.devices[message.target] if is_sender else source.devices[message.source],
-            relative(message.box, frame),
+            () if message.box == frame else relative(message.box, frame),
         )
         for message in messages
         if mine == (message.source if is_sender else message.target)

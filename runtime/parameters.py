@@ -87,6 +87,11 @@ class StageParameter:
         """``local``, a tensor over this rank's region, as a DTensor laid out like the master."""
         master = self.master
         assert isinstance(master, DTensor)
+        if local.dtype == master.dtype and not local.requires_grad:
+            # As fully_shard makes its gradients: ``from_local`` is an autograd function and takes
+            # ten times as long, for every parameter in every step.
+            made: DTensor = DTensor(local, master._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            return made
         return DTensor.from_local(
             local,
             master.device_mesh,

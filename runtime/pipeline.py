@@ -22,21 +22,18 @@ from ..cost_model.actions import (
     FORWARD,
     INPUT_BACKWARD,
     RECEIVES,
-    RECV_FORWARD,
     REDUCE,
-    SEND_BACKWARD,
-    SEND_FORWARD,
     SENDS,
     STEP,
     WEIGHT_BACKWARD,
     Action,
-    Row,
     Schedule,
 )
-from ..planner.errors import PlanError
 from .exchange import Direction, Exchange
+from .prepared_row import Key, Prepared, prepare
 
 Values = Mapping[str, Tensor]
+_NOTHING: Values = {}
 
 
 class Executor(Protocol):
@@ -116,15 +113,11 @@ class PipelineRunner:
         self._executors = executors
         self._exchange = exchange
         self._handover = handover
-        self._row = row_of(schedule, frozenset(executors))
+        self._row = prepare(schedule, frozenset(executors))
         self._complete, self._update = hooks.complete, hooks.update
         self._progress, self._clock = hooks.progress, hooks.clock
-        self._outputs: dict[Action, Values] = {}
-        self._posted: set[tuple[Direction, int, int]] = set()
-        self._sends = frozenset(action for action in self._row if action.kind in SENDS)
-        self._lasts = _last_backwards(self._row)
-        reduces = [action for action in self._row if action.kind == REDUCE]
-        self._last_reduce = reduces[-1] if reduces else None
+        self._outputs: dict[Key, Values] = {}
+        self._posted: set[Key] = set()
         self._trains = any(
             action.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for action in row
         )
@@ -138,12 +131,12 @@ class PipelineRunner:
         for executor in self._executors.values():
             executor.begin_step(batch)
         with torch.set_grad_enabled(self._trains):
-            for action in self._row:
+            for prepared in self._row:
                 start = self._clock() - began if self._clock else 0.0
-                ready = self._perform(action, began)
+                ready = self._perform(prepared, began)
                 if self._clock:
                     end = self._clock() - began
-                    timings.append(ActionTiming(action, start, max(start, ready), end))
+                    timings.append(ActionTiming(prepared.action, start, max(start, ready), end))
         self._tell("waiting until all messages have gone")
         self._exchange.finish()
         self.timings = tuple(timings)
@@ -152,78 +145,61 @@ class PipelineRunner:
         self._tell("between steps")
         return loss
 
-    def _perform(self, action: Action, began: float) -> float:
+    def _perform(self, prepared: Prepared, began: float) -> float:
         """Does one action; when its messages were there."""
-        ready = 0.0
-        stage, m = action.stage, self._unit(action)
-        if action.kind == WEIGHT_BACKWARD:
-            self._tell(f"{action}: computing (stage {stage}, micro-batch {m})")
-            self._executors[stage].backward_weights(m, last=action in self._lasts)
-        elif action.kind in COMPUTE:
-            direction: Direction = "forward" if action.kind == FORWARD else "backward"
-            received = self._received(action, direction)
+        kind = prepared.action.kind
+        if kind in RECEIVES:
+            self._exchange.post(*prepared.key)
+            self._posted.add(prepared.key)
+            return 0.0
+        ready, received = 0.0, _NOTHING
+        if kind in COMPUTE and kind != WEIGHT_BACKWARD:
+            received = self._received(prepared)
             ready = self._clock() - began if self._clock else 0.0
-            self._tell(f"{action}: computing (stage {stage}, micro-batch {action.microbatch})")
-            self._keep(action, direction, self._computed(action, received))
-        elif action.kind in RECEIVES:
-            direction = "forward" if action.kind == RECV_FORWARD else "backward"
-            self._exchange.post(direction, stage, m)
-            self._posted.add((direction, stage, m))
-        elif action.kind in SENDS:
-            direction = "forward" if action.kind == SEND_FORWARD else "backward"
-            self._tell(f"{action}: sending (stage {stage}, micro-batch {action.microbatch})")
-            self._exchange.send(direction, stage, m, self._outputs.pop(action))
-        elif action.kind == REDUCE:
-            self._tell(f"{action}: completing the gradients of stage {stage}")
-            self._executors[stage].finish_step()
-            if action == self._last_reduce and self._complete is not None:
+        self._tell(prepared.doing)
+        if kind in COMPUTE:
+            self._compute(prepared, received)
+        elif kind in SENDS:
+            self._exchange.send(*prepared.key, self._outputs.pop(prepared.key))
+        elif kind == REDUCE:
+            self._executors[prepared.action.stage].finish_step()
+            if prepared.is_last and self._complete is not None:
                 self._complete()
-        elif action.kind == STEP and self._update is not None:
-            self._tell(f"{action}: updating the weights of stage {stage}")
+        elif kind == STEP and self._update is not None:
             self._update()
         return ready
 
-    def _unit(self, action: Action) -> int:
-        """What is computed and sent at once: a micro-batch, or a slice of one."""
-        return action.microbatch * self.schedule.num_slices + action.slice
-
-    def _computed(self, action: Action, received: Values) -> Values:
-        executor, m = self._executors[action.stage], self._unit(action)
-        if action.kind == FORWARD:
-            return executor.forward(m, received)
-        if action.kind == INPUT_BACKWARD:
-            return executor.backward_inputs(m, received)
-        return executor.backward(m, received, last=action in self._lasts)
-
-    def _keep(self, action: Action, direction: Direction, values: Values) -> None:
+    def _compute(self, prepared: Prepared, received: Values) -> None:
         """Hands what was computed to this rank's stages, and keeps it until it is sent."""
-        kind = SEND_FORWARD if direction == "forward" else SEND_BACKWARD
-        stage, m = action.stage, self._unit(action)
+        kind, (_, stage, unit) = prepared.action.kind, prepared.key
+        executor = self._executors[stage]
+        if kind == WEIGHT_BACKWARD:
+            executor.backward_weights(unit, last=prepared.is_last)
+            return
+        if kind == FORWARD:
+            values = executor.forward(unit, received)
+        elif kind == INPUT_BACKWARD:
+            values = executor.backward_inputs(unit, received)
+        else:
+            values = executor.backward(unit, received, last=prepared.is_last)
         if self._handover is not None:
-            self._handover.give(direction, stage, m, values)
-        send = action._replace(kind=kind)
-        if send in self._sends:
-            self._outputs[send] = values
+            self._handover.give(*prepared.key, values)
+        if prepared.is_sent:
+            self._outputs[prepared.key] = values
 
-    def _received(self, action: Action, direction: Direction) -> Values:
+    def _received(self, prepared: Prepared) -> Values:
         """Waits for what a compute action needs from other stages.
 
         Gradients of a value that went to several stages are summed.
         """
-        stage, m = action.stage, self._unit(action)
         received: dict[str, Tensor] = {}
         if self._handover is not None:
-            received.update(self._handover.take(direction, stage, m))
-        if (direction, stage, m) not in self._posted:
+            received.update(self._handover.take(*prepared.key))
+        if prepared.key not in self._posted:
             return received
-        what = "activations" if direction == "forward" else "gradients"
-        side = "earlier" if direction == "forward" else "later"
-        self._tell(
-            f"{action}: waiting for {what} from {side} stages "
-            f"(stage {stage}, micro-batch {action.microbatch})"
-        )
-        self._posted.discard((direction, stage, m))
-        for key, value in self._exchange.receive(direction, stage, m).items():
+        self._tell(prepared.waiting)
+        self._posted.discard(prepared.key)
+        for key, value in self._exchange.receive(*prepared.key).items():
             received[key] = received[key] + value if key in received else value
         return received
 
@@ -240,35 +216,3 @@ class PipelineRunner:
     def _tell(self, what: str) -> None:
         if self._progress is not None:
             self._progress(what)
-
-
-def _last_backwards(row: Row) -> frozenset[Action]:
-    """The actions that give a stage's weights gradients last before they are reduced."""
-    found: set[Action] = set()
-    latest: dict[int, Action] = {}
-    for action in row:
-        if action.kind in (BACKWARD, WEIGHT_BACKWARD):
-            latest[action.stage] = action
-        elif action.kind == REDUCE:
-            found.add(latest[action.stage])
-    return frozenset(found)
-
-
-def row_of(schedule: Schedule, stages: frozenset[int]) -> Row:
-    """The row of a rank that works for these stages; empty for none.
-
-    Raises PlanError AP541 where the schedule gives a rank other stages than those together.
-    """
-    if not stages:
-        return ()
-    ranks = {schedule.stage_rank[stage] for stage in stages}
-    row = schedule.table[min(ranks)]
-    if len(ranks) > 1 or {action.stage for action in row} != stages:
-        raise PlanError(
-            "AP541",
-            f"schedule {schedule.name!r} puts other stages together than {sorted(stages)}",
-            why="the plan gives these stages the same devices",
-            where="schedule",
-            fix="plan again",
-        )
-    return row

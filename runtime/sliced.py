@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ..passes.program import Program
+from ..passes.random_ops import Draws
 from ..passes.stage_cut import Boundary, boundaries
 from ..passes.stage_program import OfSlice, StageProgram
 from ..planner.arranged.sequence_places import find_places
@@ -51,10 +52,10 @@ def slice_programs(
     build: Callable[[SequenceSlice, OfSlice], StageProgram],
 ) -> tuple[StageProgram, ...]:
     """The programs of stage ``index``, without what they take from the slice before."""
-    found = []
+    found, draws = [], Draws()
     for each in slices:
         kept = tuple(carried.made for carried in each.carried[index])
-        program = build(each, OfSlice(whole, kept))
+        program = build(each, OfSlice(whole, kept, draws))
         earlier = {carried.earlier for carried in each.carried[index]}
         inputs = {name: held for name, held in program.inputs.items() if name not in earlier}
         found.append(replace(program, inputs=inputs))
@@ -97,6 +98,7 @@ class SlicedExecutor(StageExecutor):
         microbatch, part = divmod(unit, len(self._programs))
         sequence = self._sequences.setdefault(microbatch, _Sequence())
         program = self._programs[part]
+        program.draws.microbatch = microbatch
         requires_grad = {b.key: b.spec.requires_grad for b in program.receives}
         leaves = {k: v.detach().requires_grad_(requires_grad[k]) for k, v in received.items()}
         if part:

@@ -26,6 +26,8 @@ TWO = (
     ("gpt-tied", "pp=2,schedule=zbv,microbatches=4"),
     ("dropout", "pp=2,schedule=zbv,microbatches=4,recompute=full"),
     ("gpt-tied", "pp=2,schedule=dualpipev,microbatches=4"),
+    ("dropped", "pp=2,schedule=terapipe,slices=3,microbatches=4"),
+    ("dropped", "pp=2,schedule=terapipe,slices=2,microbatches=2,recompute=full"),
 )
 FOUR = (
     ("gpt-tied", "pp=2,tp=2,schedule=interleaved-1f1b,chunks=2,microbatches=4"),
@@ -36,6 +38,8 @@ FOUR = (
     ("gpt", "pp=2,dp=2,zero=2,schedule=dualpipev,microbatches=4"),
     ("gpt-tied", "pp=4,schedule=zb-h2,microbatches=8"),
     ("gpt", "pp=4,schedule=zb-h1,microbatches=4"),
+    ("dropped", "pp=2,tp=2,schedule=terapipe,slices=4,microbatches=2"),
+    ("dropped", "pp=2,dp=2,zero=2,schedule=terapipe,slices=3,microbatches=2"),
 )
 
 

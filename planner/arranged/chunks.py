@@ -64,8 +64,29 @@ def plan(
     Raises as ``search.plan`` does; UsageError AP546 where chunks cannot be as they are forced.
     """
 
-    deadline = time.perf_counter() + request.time_limit_seconds
     every: list[search.Searched] = []
+    try:
+        return _plan(
+            graph, blocks, cluster, request, every, observe=observe, rules=rules, basis=basis
+        )
+    finally:
+        for each in every:
+            each.job.end()
+
+
+def _plan(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    every: list[search.Searched],
+    *,
+    observe: Callable[[str, float, float], None] | None,
+    rules: Rules,
+    basis: Basis,
+) -> Plan:
+    """``plan``; ``every`` takes the searches, whose processes are then ended."""
+    deadline = time.perf_counter() + request.time_limit_seconds
 
     def searched(asked: Request) -> search.Searched:
         every.append(

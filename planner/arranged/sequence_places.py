@@ -22,6 +22,8 @@ from ..rules.case import argument
 from ..strategy import AxisStrategy
 
 ATTENTION = "aten.scaled_dot_product_attention"
+COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
+"""Random ops (``passes.random_ops``): an element's number depends on its place in the whole."""
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in ("view", "reshape", "_unsafe_view", "view_copy", "squeeze", "unsqueeze",
@@ -105,9 +107,9 @@ def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
         places = {start[0]: start[1]}
         found.cut[node.name, start[0]] = start[1]
     packet = node.op.rpartition(".")[0]
-    if packet.startswith("autoparallel.counter"):
-        raise _mixes(node, "its random numbers are drawn for whole sequences")
-    if packet == ATTENTION:
+    if packet in COUNTED:
+        _follow_counted(found, graph, node, places)
+    elif packet == ATTENTION:
         _follow_attention(found, node, places)
     elif packet in _VIEWS:
         found.places[Ref(node.name)] = _viewed(graph, node, places[0])
@@ -171,6 +173,14 @@ def _follow_attention(found: Places, node: Node, places: Mapping[int, Place]) ->
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.attention.append(node.name)
     found.places[Ref(node.name)] = whole
+
+
+def _follow_counted(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
+    """A slice draws its part of the whole's numbers: a box, so positions are no merged ones."""
+    _follow_strategy(found, graph, node, places)
+    place = found.places[Ref(node.name)]
+    if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
+        raise _mixes(node, "its random numbers are of rows and positions in one dimension")
 
 
 def _viewed(graph: Graph, node: Node, place: Place) -> Place:

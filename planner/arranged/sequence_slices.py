@@ -4,7 +4,7 @@ In: the graph, its blocks, a plan, where positions are, and the slice. Out: the 
 value cut to the slice, under the same names. Whole values (targets, tables of positions) are cut
 where an op needs the slice's part. Causal attention takes its queries from the slice and its keys
 and values from all positions so far: those of earlier slices are a new input, and what it makes
-for the next slice is kept.
+for the next slice is kept. Random numbers are those that the whole sequence draws there.
 Source: Li et al. 2021, TeraPipe (arXiv:2102.07988), section 3.2.
 """
 
@@ -19,7 +19,7 @@ from ..layout import INVARIANT, Layout, shard
 from ..plan import Plan, StagePlan
 from ..pricing.prices import boundary_layout
 from ..strategy import NodeLayout
-from .sequence_places import Place, Places
+from .sequence_places import COUNTED, Place, Places
 
 Layouts = dict[str, NodeLayout]
 
@@ -135,6 +135,8 @@ class _Work:
             own, layout = self._attending(own, block, stage, layout)
         elif node.op.startswith("aten.slice."):
             own = self._slicing(node, own)
+        elif node.op.startswith(COUNTED):
+            own = self._drawing(own)
         if node.name in self.places.means:
             self._add_share(own, block, stage, layout)
         else:
@@ -168,6 +170,15 @@ class _Work:
         low, high = made.rows(*self.bounds)
         shift = made.first - source.first - source.rows(*self.bounds)[0]
         return replace(own, args=(own.args[0], made.dim, low + shift, high + shift), kwargs={})
+
+    def _drawing(self, own: Node) -> Node:
+        """Random numbers as the whole sequence draws them: from where the slice lies in it."""
+        place = self.places.places.get(Ref(own.name))
+        if place is None:
+            return own
+        start = [0] * len(own.spec.shape)
+        start[place.dim] = place.rows(*self.bounds)[0] * place.inner
+        return replace(own, kwargs={**own.kwargs, "start": start})
 
     def _cut(self, node: Node, index: int, place: Place, block: int, stage: _StageLayouts) -> Ref:
         """The slice's part of a whole input."""

@@ -30,10 +30,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention and a network, each dropped; the second residual is kept or dropped by row."""
 
-    def __init__(self, width: int, heads: int, rate: float) -> None:
+    def __init__(self, width: int, heads: int, rate: float, *, in_attention: bool) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, rate)
+        self.attention = Attention(width, heads, rate if in_attention else 0.0)
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -51,12 +51,14 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Token and position embeddings, layers, a head and the loss."""
 
-    def __init__(self, width: int, rate: float) -> None:
+    def __init__(self, width: int, rate: float, *, in_attention: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(64, width)
         self.positions = nn.Embedding(64, width)
         self.drop = nn.Dropout(rate)
-        self.layers = nn.ModuleList(Layer(width, 4, rate) for _ in range(2))
+        self.layers = nn.ModuleList(
+            Layer(width, 4, rate, in_attention=in_attention) for _ in range(2)
+        )
         self.head = nn.Linear(width, 64)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -67,8 +69,8 @@ class Model(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def build_model(width: int = 32, rate: float = 0.2) -> nn.Module:
-    return Model(width, rate)
+def build_model(width: int = 32, rate: float = 0.2, in_attention: bool = True) -> nn.Module:
+    return Model(width, rate, in_attention=in_attention)
 
 
 def example_batch(global_batch: int, seq: int | None = None) -> dict[str, Tensor]:

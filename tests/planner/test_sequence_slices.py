@@ -59,6 +59,20 @@ class Cumulative(nn.Module):
         return x.cumsum(1)
 
 
+class Noise(nn.Module):
+    """Scales each element by a random number of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+
+class MergedDropout(nn.Module):
+    """Dropout of rows and positions merged into one dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x.flatten(0, 1)).view(x.shape)
+
+
 def captured(**settings: object) -> Program:
     with torch.device("meta"):
         model = Model(**settings)  # type: ignore[arg-type]
@@ -84,7 +98,11 @@ def leaves_of(program: Program) -> dict[str, Tensor]:
 def test_the_slices_of_a_sequence_add_up_to_its_loss_and_gradients(
     loss: str, slices: tuple[int, ...]
 ) -> None:
-    program = captured(loss=loss)
+    check_slices(captured(loss=loss), slices, loss)
+
+
+def check_slices(program: Program, slices: tuple[int, ...], loss: str = "sum") -> None:
+    """The slices' losses and gradients add up to those of the whole sequences."""
     graph, values = program.graph, leaves_of(program)
     whole = run(graph, values)
     weights = [node.name for node in graph.parameters]
@@ -113,9 +131,18 @@ def test_the_slices_of_a_sequence_add_up_to_its_loss_and_gradients(
         assert torch.allclose(own, wanted, rtol=1e-9, atol=1e-12), name
 
 
+@pytest.mark.parametrize("slices", [(4, 4), (3, 1, 2, 2)])
+def test_slices_draw_the_random_numbers_of_the_whole_sequence(slices: tuple[int, ...]) -> None:
+    mixer = nn.Sequential(nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH), Noise())
+    program = captured(loss="sum", mixer=mixer)
+    assert sum(node.op.startswith("autoparallel.counter") for node in program.graph) == 2
+    check_slices(program, slices)
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
+        ({"mixer": MergedDropout()}, "rows and positions in one dimension"),
         ({"causal": False}, "positions see later ones"),
         ({"mixer": Cumulative()}, "depends on others"),
         ({"loss": "max"}, "which of its dimensions counts positions is not known"),
@@ -127,7 +154,7 @@ def test_a_model_that_slices_would_change_is_refused_by_the_name_of_the_op(
     with pytest.raises(PlanError, match="AP548") as raised:
         find_places(captured(**settings).graph)
     assert why in str(raised.value)
-    assert "aten." in str(raised.value)
+    assert "aten." in str(raised.value) or "counter_dropout" in str(raised.value)
 
 
 def test_merged_dimensions_keep_their_positions() -> None:
