@@ -7,6 +7,7 @@ returns the loss; ``backward()`` on it leaves every shard's complete gradient in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -58,11 +59,18 @@ class ParallelModule(nn.Module):
         plan: Plan | None = None,
         loss_fn: LossFn | None = None,
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        timeout_seconds: float | None = None,
     ) -> Trainer:
         """Plan (unless ``plan`` is given) and become this rank's shards. Collective; once.
 
+        From then on the process is watched: see ``runtime.watched_script``.
+
         Raises UsageError AP145 where a module that has a plan is given another or a loss.
         """
+        from autoparallel.joining import join_training
+        from autoparallel.runtime.watched_script import watch_script
+
+        self._tell = watch_script(os.environ, timeout_seconds).watchdog.progress
         if self._trainer is not None:
             if plan is not None or loss_fn is not None:
                 raise UsageError(
@@ -74,13 +82,11 @@ class ParallelModule(nn.Module):
             if build_optimizer is not None:
                 self._trainer.use_optimizer(build_optimizer)
             return self._trainer
-        from autoparallel.joining import join_training
-
         assert self._job is not None
         job = self._job
         if loss_fn is not None:
             job = replace(job, target=replace(job.target, loss_fn=loss_fn))
-        self._trainer = join_training(job, plan, build_optimizer)
+        self._trainer = join_training(job, plan, build_optimizer, self._tell)
         self._job = None
         for name, parameter in self._trainer.parameters.items():
             _register(self, name, parameter.master)
@@ -126,7 +132,7 @@ class ParallelModule(nn.Module):
                 fix="give all of it by name: model(**batch)",
             )
         (executor,) = trainer.executors.values()
-        return executor.differentiable_loss(trainer.fitted(trainer.inputs(batch)))
+        return executor.differentiable_loss(trainer.fitted(trainer.inputs(batch)), self._tell)
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
