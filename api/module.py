@@ -8,7 +8,7 @@ returns the loss; ``backward()`` on it leaves every shard's complete gradient in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class ParallelModule(nn.Module):
         loss_fn: LossFn | None = None,
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         timeout_seconds: float | None = None,
+        buckets: Sequence[int] = (),
     ) -> Trainer:
         """Plan (unless ``plan`` is given) and become this rank's shards. Collective; once.
 
@@ -72,7 +73,7 @@ class ParallelModule(nn.Module):
 
         self._tell = watch_script(os.environ, timeout_seconds).watchdog.progress
         if self._trainer is not None:
-            if plan is not None or loss_fn is not None:
+            if plan is not None or loss_fn is not None or buckets:
                 raise UsageError(
                     "AP145",
                     "this module is planned already",
@@ -86,7 +87,7 @@ class ParallelModule(nn.Module):
         job = self._job
         if loss_fn is not None:
             job = replace(job, target=replace(job.target, loss_fn=loss_fn))
-        self._trainer = join_training(job, plan, build_optimizer, self._tell)
+        self._trainer = join_training(job, plan, build_optimizer, self._tell, buckets)
         self._job = None
         for name, parameter in self._trainer.parameters.items():
             _register(self, name, parameter.master)

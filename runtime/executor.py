@@ -73,6 +73,7 @@ class StageExecutor:
         """
         self.stage = stage
         self.program = stage.program
+        self._part = 0
         self.num_microbatches = num_microbatches
         self.per_update = per_update or num_microbatches
         self.versions = versions
@@ -103,6 +104,10 @@ class StageExecutor:
             )
             for name, held in self.program.constants.items()
         }
+
+    def use(self, part: int) -> None:
+        """Have the next step run program ``part`` of the stage, which it has for some lengths."""
+        self._part, self.program = part, self.stage.programs[part]
 
     def begin_step(self, batch: Mapping[str, Tensor]) -> None:
         """Start a step on the global ``batch``; forget the gradients of the one before."""
@@ -157,7 +162,7 @@ class StageExecutor:
         inputs = local_inputs(
             self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
         )
-        outputs = self.stage({**self._constants, **counts, **inputs, **leaves})
+        outputs = self.stage({**self._constants, **counts, **inputs, **leaves}, self._part)
         return self._finished(microbatch, leaves, outputs, self.program)
 
     def _finished(
