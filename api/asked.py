@@ -6,6 +6,7 @@ Both have the same names and take the same texts; ``SearchOptions`` lists them o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
@@ -47,6 +48,7 @@ class SearchOptions(TypedDict, total=False):
     time_limit: float
     top: int
     search: str
+    processes: int | None
     profile: Mode
     database: str | None
 
@@ -77,9 +79,21 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         time_limit_seconds=asked.get("time_limit", 60.0),
         top=asked.get("top", 5),
         search=asked.get("search", "dp"),
+        processes=asked.get("processes") or num_processes(),
         profile=asked.get("profile", "auto"),
         database=asked.get("database"),
     )
+
+
+def num_processes() -> int:
+    """How many processes search where nothing is said: two, where there are cores for them.
+
+    A rank that torchrun started searches alone: it shares its cores with the others.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 1
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (0,)
+    return min(2, len(cores))
 
 
 def texts(value: Texts) -> tuple[str, ...]:

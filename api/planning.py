@@ -69,6 +69,7 @@ class PlanOptions:
     time_limit_seconds: float = 60.0
     top: int = 5
     search: str = "dp"
+    processes: int = 1
     profile: Mode = "auto"
     database: str | None = None
 
@@ -202,6 +203,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         target=target.name,
         settings=target.settings,
         search=options.search,
+        processes=options.processes,
     )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LEAVES, LEFT, FLOWS, PASSES = 0, 1, 2, 3
 
@@ -50,11 +50,13 @@ class Arrival(NamedTuple):
 
 
 class _Sending:
-    """The messages that a rank sends, by receiver in order, and what is left of each first one."""
+    """The messages that a rank sends, by receiver in order; of each first one, what is left of
+    it and since when it leaves."""
 
     def __init__(self, zero: float) -> None:
         self.queues: dict[int, deque[Message]] = {}
         self.left: dict[int, float] = {}
+        self.began: dict[int, float] = {}
         self.seen = zero
         self.version = 0
 
@@ -68,16 +70,18 @@ class _Sending:
 
 
 class _Receiving:
-    """What flows into a rank, at which rates, and what waits there."""
+    """What flows into a rank, at which rates by message, and what waits there."""
 
     def __init__(self, zero: float) -> None:
-        self.rates: dict[tuple[int, int], float] = {}
+        self.rates: dict[int, float] = {}
         self.waiting = self.seen = self.zero = zero
 
     def run(self, now: float) -> float:
         """Lets messages through until now; what waits then, in seconds."""
-        more = (now - self.seen) * (sum(self.rates.values()) - 1)
-        self.waiting, self.seen = max(self.waiting + more, self.zero), now
+        if self.waiting or len(self.rates) > 1:  # one alone flows no faster than it passes
+            more = (now - self.seen) * (sum(self.rates.values()) - 1)
+            self.waiting = max(self.waiting + more, self.zero)
+        self.seen = now
         return self.waiting
 
 
@@ -98,48 +102,52 @@ class Ports:
         self._sending = [_Sending(zero) for _ in range(num_ranks)]
         self._receiving = [_Receiving(zero) for _ in range(num_ranks)]
         self._one = zero + 1
-        self._began: dict[tuple[int, int], float] = {}
         self._order = count()
-        self._coming: list[tuple[float, int, int, int, Message, float]] = []
+        self._coming: list[tuple[float, int, int, int, Message, Any]] = []
 
     def add(self, ready_seconds: float, message: Message) -> None:
         """A message that is ready then."""
-        self._push(ready_seconds, LEAVES, message, 0)
+        coming = ready_seconds, LEAVES, message.place, next(self._order), message, 0
+        heappush(self._coming, coming)
 
     def next(self) -> Arrival | None:
         """The next message that is whole at its receiver's port; None if all have been."""
-        while self._coming:
-            now, what, _, _, message, value = heappop(self._coming)
+        coming = self._coming
+        while coming:
+            now, what, _, _, message, value = heappop(coming)
             if what == LEAVES:
                 self._leaves(now, message)
             elif what == LEFT:
                 if value == self._sending[message.sender].version:
                     self._left(now, message)
             else:
-                port, key = self._receiving[message.receiver], message[2:4]
+                port = self._receiving[message.receiver]
                 waiting = port.run(now)
                 if what == PASSES:
-                    port.rates.pop(key, None)
-                    return Arrival(message, self._began.pop(key), value, now + waiting)
-                port.rates[key] = value
+                    port.rates.pop(id(message), None)
+                    began, left = value
+                    return Arrival(message, began, left, now + waiting)
+                port.rates[id(message)] = value  # it lives until it passes
         return None
 
-    def _push(self, when: float, what: int, message: Message, value: float) -> None:
+    def _push(self, when: float, what: int, message: Message, value: Any) -> None:
         heappush(self._coming, (when, what, message.place, next(self._order), message, value))
 
     def _leaves(self, now: float, message: Message) -> None:
         port = self._sending[message.sender]
-        queue = port.queues.setdefault(message.receiver, deque())
+        queue = port.queues.get(message.receiver)
+        if queue is None:
+            queue = port.queues[message.receiver] = deque()
         queue.append(message)
         if len(queue) == 1:
             port.run(now)
-            self._first(now, message)
+            self._first(now, message, port)
             self._share(now, port)
 
-    def _first(self, now: float, message: Message) -> None:
+    def _first(self, now: float, message: Message, port: _Sending) -> None:
         """The message is the first of those to its receiver from now on."""
-        self._sending[message.sender].left[message.receiver] = message.occupied
-        self._began[message[2:4]] = now
+        port.left[message.receiver] = message.occupied
+        port.began[message.receiver] = now
 
     def _left(self, now: float, message: Message) -> None:
         port, receiver = self._sending[message.sender], message.receiver
@@ -147,20 +155,26 @@ class Ports:
         queue = port.queues[receiver]
         queue.popleft()
         del port.left[receiver]
-        self._push(now + message.latency, PASSES, message, now)
+        self._push(now + message.latency, PASSES, message, (port.began[receiver], now))
         if queue:
-            self._first(now, queue[0])
+            self._first(now, queue[0], port)
         self._share(now, port)
 
     def _share(self, now: float, port: _Sending) -> None:
         """Tells the receivers how fast they are sent to now, and when the next message ends."""
         port.version += 1
-        if not port.left:
-            return
-        number = len(port.left)
-        for receiver in port.left:
-            head = port.queues[receiver][0]
-            self._push(now + head.latency, FLOWS, head, self._one / number)
-        receiver = min(port.left, key=lambda each: port.left[each])
-        end = now + max(port.left[receiver], 0 * now) * number
-        self._push(end, LEFT, port.queues[receiver][0], port.version)
+        left, queues = port.left, port.queues
+        number = len(left)
+        if number == 1:  # as below, for the commonest case
+            (receiver,) = left
+            head = queues[receiver][0]
+            self._push(now + head.latency, FLOWS, head, self._one)
+            end = now + max(left[receiver], 0 * now)
+            self._push(end, LEFT, head, port.version)
+        elif number:
+            for receiver in left:
+                head = queues[receiver][0]
+                self._push(now + head.latency, FLOWS, head, self._one / number)
+            receiver = min(left, key=left.__getitem__)
+            end = now + max(left[receiver], 0 * now) * number
+            self._push(end, LEFT, queues[receiver][0], port.version)

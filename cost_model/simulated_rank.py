@@ -13,7 +13,7 @@ class SimulatedRank:
     def __init__(self, row: Row, zero: float, static_bytes: int) -> None:
         self.row = row
         self.at = 0
-        self.clock = zero
+        self.clock = self.ended = zero
         self.busy = zero
         self.inside = zero
         self.messages = zero

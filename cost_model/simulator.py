@@ -22,45 +22,15 @@ every time is exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
-from .action_costs import (
-    action_seconds,
-    inside_seconds,
-    message_costs,
-    part_of,
-    slice_shares,
-    wiring_of_ranks,
-)
-from .actions import (
-    BACKWARD,
-    FORWARD,
-    INPUT_BACKWARD,
-    RECEIVES,
-    RECV_BACKWARD,
-    REDUCE,
-    SEND_BACKWARD,
-    SEND_FORWARD,
-    SENDS,
-    STEP,
-    WEIGHT_BACKWARD,
-    Action,
-    Schedule,
-)
+from .actions import Schedule
 from .free_ports import FreePorts
-from .overlap import Collectives
-from .ports import Arrival, Message, Ports
-from .simulated_rank import SimulatedRank
+from .ports import Ports
+from .simulation import Simulation
 from .stage_costs import Overlap, StageCosts, of_replicas
-from .timeline import Event, Exposed, Stream, Timeline
+from .timeline import Timeline
 
-__all__ = ["Overlap", "StageCosts", "Timeline", "simulate"]
-
-NOTHING = -1
-"""No message. Numbers below stand for the sum of a part's gradients over its replicas."""
-
-NEEDS_MESSAGE = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
-"""What waits for a message, where its stage's neighbour is on another rank."""
+__all__ = ["Overlap", "StageCosts", "Timeline", "simulate", "step_seconds"]
 
 
 def simulate(
@@ -83,6 +53,32 @@ def simulate(
     >>> simulate(Schedule("example", 1, (0, 1), table), costs).step_seconds
     7.0
     """
+    if len(replicas) not in (0, schedule.num_ranks):
+        raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
+    costs = _checked(schedule, costs, overlap)
+    return Simulation(schedule, costs, overlap, ports).timeline(tuple(replicas))
+
+
+def step_seconds(
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    ports: type[Ports] | type[FreePorts] = Ports,
+) -> float:
+    """``simulate(…).step_seconds``, without the timeline.
+
+    >>> from autoparallel.cost_model.actions import parse_table
+    >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
+    >>> costs = StageCosts((1.0, 1.0), (2.0, 2.0), send_seconds=(0.5,))
+    >>> step_seconds(Schedule("example", 1, (0, 1), table), costs)
+    7.0
+    """
+    costs = _checked(schedule, costs, None)
+    return Simulation(schedule, costs, None, ports, records=False).step_seconds()
+
+
+def _checked(schedule: Schedule, costs: StageCosts, overlap: Overlap | None) -> StageCosts:
+    """The costs of the schedule's stages. Raises ValueError where they do not fit it."""
     if len(costs.forward_seconds) != schedule.num_parts:
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"
@@ -96,320 +92,4 @@ def simulate(
         raise ValueError(f"costs of the edges {costs.edges} for a schedule of {schedule.edges}")
     if (schedule.edges is None) != (costs.edges is None) and costs.send_seconds:
         raise ValueError("the costs are of a chain and the schedule is none, or the reverse")
-    if len(replicas) not in (0, schedule.num_ranks):
-        raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
-    return _Simulation(schedule, costs, overlap, ports).run(tuple(replicas))
-
-
-class _Simulation:
-    """The state of one run. A message's number is that of the compute action that needs it."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        costs: StageCosts,
-        overlap: Overlap | None,
-        ports: type[Ports] | type[FreePorts],
-    ) -> None:
-        stages = schedule.num_stages
-        zeros = (0,) * stages
-        self.schedule, self.costs, self.overlap = schedule, costs, overlap
-        self.zero = 0 * costs.forward_seconds[0]
-        self.shares = slice_shares(schedule, costs)
-        self.seconds = action_seconds(costs)
-        self.inside = inside_seconds(costs)
-        self.wiring = wiring_of_ranks(schedule)
-        self.messages = message_costs(schedule, costs)
-        self.activation = costs.activation_bytes or zeros
-        static = [0] * schedule.num_ranks
-        for stage, num_bytes in enumerate(costs.static_bytes):
-            static[schedule.stage_rank[stage]] += num_bytes
-        self.ranks = [
-            SimulatedRank(row, self.zero, held)
-            for row, held in zip(schedule.table, static, strict=True)
-        ]
-        trains = any(rank.last_backwards for rank in self.ranks)
-        self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
-        number = 2 * stages * schedule.num_microbatches * schedule.num_slices
-        self.takes_time = any(map(any, (costs.send_seconds, costs.send_backward_seconds)))
-        self.ports = ports(schedule.num_ranks, self.zero)
-        self.sent: dict[tuple[int, int], tuple[float, int]] = {}
-        self.partly: dict[int, tuple[int, float, float]] = {}
-        self.posted: list[float | None] = [None] * number
-        self.begun: list[float] = [self.zero] * number
-        self.arrived: list[float | None] = [None] * number
-        self.waiting: dict[int, int] = {}
-        self.sums = bool(schedule.parts and costs.replica_sum_seconds)
-        self.at_sum: dict[int, dict[int, float]] = {}
-
-    def run(self, replicas: tuple[int, ...]) -> Timeline:
-        for rank in self.ranks:
-            self._begin(rank)
-        self.ready = list(range(len(self.ranks)))
-        while self._advance_all():
-            pass
-        stuck = [str(rank.row[rank.at]) for rank in self.ranks if rank.at < len(rank.row)]
-        if stuck:
-            raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
-        return self._timeline(replicas or (1,) * len(self.ranks))
-
-    def _advance_all(self) -> bool:
-        """Runs every rank as far as it can, then one message; False if there was none."""
-        while self.ready:
-            index = self.ready.pop()
-            missing = self._advance(self.ranks[index])
-            if missing != NOTHING:
-                self.waiting[missing] = index
-        arrival = self.ports.next()
-        if arrival is None:
-            return False
-        self._arrive(arrival)
-        return True
-
-    def _begin(self, rank: SimulatedRank) -> None:
-        """Gathers parameters: before all else, or beside it."""
-        costs = self.costs
-        gathers = costs.gather_seconds
-        stages = [s for s in rank.first_forwards if gathers and gathers[s]]
-        books = self._books()
-        for stage in stages:
-            books.gather(stage, costs, self.zero)
-        if self.overlap is not None:
-            rank.collectives = books
-            rank.beside = {rank.first_forwards[stage] for stage in stages}
-            rank.beside |= {a for s, a in rank.last_backwards.items() if self._syncs(s)}
-        elif stages:
-            rank.clock = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
-            rank.events += books.events
-
-    def _books(self) -> Collectives:
-        """Those of a rank without collectives so far."""
-        if self.overlap is None:
-            return Collectives(1, self.zero)
-        parts, stages = self.overlap.gradient_buckets, range(self.schedule.num_stages)
-        buckets = [parts[self.schedule.part(stage)] for stage in stages] if parts else ()
-        return Collectives(self.overlap.slowdown, self.zero, buckets)
-
-    def _advance(self, rank: SimulatedRank) -> int:
-        """Runs a rank until its row ends or it waits; the message it waits for."""
-        row, num_microbatches = rank.row, self.schedule.num_microbatches
-        num_slices = self.schedule.num_slices
-        posted, arrived = self.posted, self.arrived
-        length = len(row)
-        at = rank.at
-        while at < length:
-            action = row[at]
-            kind, stage, m, part = action
-            number = 2 * ((stage * num_microbatches + m) * num_slices + part)
-            if kind in NEEDS_MESSAGE:
-                if kind != FORWARD:
-                    number += 1
-                if posted[number] is None:
-                    self._compute(rank, action, None, self.zero)
-                elif (arrival := arrived[number]) is not None:
-                    self._compute(rank, action, arrival, self.begun[number])
-                else:
-                    rank.at = at
-                    return number
-            elif kind in RECEIVES:
-                backward = kind == RECV_BACKWARD
-                number += backward
-                for source in self.wiring[backward][stage]:
-                    rank.call(self.messages[backward][source, stage].receive_call)
-                posted[number] = rank.clock
-                for source in self.wiring[backward][stage]:
-                    self._transfer(number, source)
-            elif kind in SENDS:
-                backward = kind == SEND_BACKWARD
-                for target in self.wiring[not backward][stage]:
-                    number = 2 * ((target * num_microbatches + m) * num_slices + part) + backward
-                    self.sent[number, stage] = (rank.clock, at)
-                    self._transfer(number, stage)
-                    rank.call(self.messages[backward][stage, target].send_call)
-            elif kind == WEIGHT_BACKWARD:
-                self._compute(rank, action, None, self.zero)
-            elif kind == REDUCE:
-                if self.sums and not self._sum_replicas(rank, stage):
-                    rank.at = at
-                    return NOTHING - 1 - self.schedule.part(stage)
-                self._reduce(rank, action)
-            elif kind == STEP:
-                self._step(rank, action)
-            at += 1
-        rank.at = at
-        return NOTHING
-
-    def _transfer(self, number: int, source: int) -> None:
-        """Gives a message to the ports once both sides are there."""
-        sent, posted = self.sent.get((number, source)), self.posted[number]
-        if sent is None or posted is None:
-            return
-        unit, part = divmod(number // 2, self.schedule.num_slices)
-        stage = unit // self.schedule.num_microbatches
-        cost = self.messages[number & 1][source, stage]
-        occupied = cost.occupied * self.shares[SEND_FORWARD][part] if self.shares else cost.occupied
-        ranks = self.schedule.stage_rank
-        message = Message(
-            ranks[source], ranks[stage], number, source, sent[1], cost.latency, occupied
-        )
-        ready = max(sent[0], posted)
-        if self.takes_time:
-            self.ports.add(ready, message)
-        else:
-            self._arrive(Arrival(message, ready, ready, ready))
-
-    def _arrive(self, arrival: Arrival) -> None:
-        """Books a message and wakes its receiver.
-
-        The compute that needs it waits for the last of those that it comes from.
-        """
-        message, start, left, end = arrival
-        unit, part = divmod(message.number // 2, self.schedule.num_slices)
-        stage, m = divmod(unit, self.schedule.num_microbatches)
-        backward = message.number & 1
-        action = Action(SEND_BACKWARD if backward else SEND_FORWARD, message.source, m, part)
-        stream: Stream = "send backward" if backward else "send forward"
-        self.ranks[message.sender].events.append(Event(action, start, left, stream, stage))
-        number = message.number
-        if self._is_last(number, stage, start, end) and number in self.waiting:
-            self.ready.append(self.waiting.pop(number))
-
-    def _is_last(self, number: int, stage: int, start: float, end: float) -> bool:
-        """Whether all that ``number`` is made of has now come; books the one that ends last."""
-        needed = len(self.wiring[number & 1][stage])
-        if needed > 1:
-            come, latest, begun = self.partly.get(number, (0, end, start))
-            if end < latest:
-                start, end = begun, latest
-            self.partly[number] = (come + 1, end, start)
-            if come + 1 < needed:
-                return False
-        self.begun[number], self.arrived[number] = start, end
-        return True
-
-    def _compute(
-        self, rank: SimulatedRank, action: Action, arrival: float | None, begun: float
-    ) -> None:
-        """A forward or backward, from when the rank is free and its message there."""
-        kind, stage, _, part = action
-        free = start = rank.clock
-        if arrival is not None and arrival > free:
-            start = arrival
-            rank.messages += arrival - (begun if begun > free else free)
-        work = self.seconds[kind][stage]
-        if self.shares:
-            work = work * self.shares[kind][part]
-        beside = rank.collectives
-        if beside is None or (beside.busy_until <= start and action not in rank.beside):
-            end = start + work
-            rank.busy += work
-        else:
-            start, end = self._beside(rank, beside, action, start, work)
-        rank.clock = end
-        rank.events.append(Event(action, start, end, "compute"))
-        if self.inside:
-            inside = self.inside[kind][stage]
-            rank.inside += inside * self.shares[kind][part] if self.shares else inside
-        num_bytes = self.activation[stage]
-        if self.shares:
-            num_bytes = part_of(num_bytes, self.schedule.slices, part)
-        if num_bytes:
-            if kind == FORWARD:
-                rank.held += num_bytes
-                rank.memory.append((start, rank.held))
-            if kind in self.frees:
-                rank.held -= num_bytes
-                rank.memory.append((end, rank.held))
-
-    def _beside(
-        self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float
-    ) -> tuple[float, float]:
-        """When compute that other things may slow down starts and ends."""
-        arrived = start
-        if action not in rank.beside:
-            end = beside.finish(start, work)
-        elif action.kind == FORWARD:
-            start, end, waited = beside.first_forward(action.stage, start, work)
-            rank.gather += waited
-        else:
-            end = beside.last_backward(action.stage, self.costs, start, work)
-        rank.busy += end - arrived
-        return start, end
-
-    def _syncs(self, stage: int) -> bool:
-        seconds = self.costs.gradient_sync_seconds
-        return bool(seconds) and seconds[stage] > 0
-
-    def _sum_replicas(self, rank: SimulatedRank, stage: int) -> bool:
-        """Whether all replicas of the stage have come to sum their gradients; if so, sums them.
-
-        Those that came first wait; the last one wakes them.
-        """
-        come = self.at_sum.setdefault(self.schedule.part(stage), {})
-        come.setdefault(stage, rank.clock)
-        if len(come) < len(self.schedule.replicas(stage)):
-            return False
-        start, seconds = max(come.values()), self.costs.replica_sum_seconds[stage]
-        rank.gradient_sync += start + seconds - rank.clock
-        rank.busy += seconds
-        rank.clock = start + seconds
-        rank.events.append(Event(Action(REDUCE, stage), start, rank.clock, "gradient sync"))
-        waiting = NOTHING - 1 - self.schedule.part(stage)
-        if waiting in self.waiting:
-            self.ready.append(self.waiting.pop(waiting))
-        return True
-
-    def _reduce(self, rank: SimulatedRank, action: Action) -> None:
-        """Sums the stage's gradients, unless that began beside the last backward."""
-        if not self._syncs(action.stage) or rank.collectives is not None:
-            return
-        start = rank.clock
-        seconds = self.costs.gradient_sync_seconds[action.stage]
-        rank.clock = start + seconds
-        rank.gradient_sync += seconds
-        rank.busy += seconds
-        rank.events.append(Event(action, start, rank.clock, "gradient sync"))
-
-    def _step(self, rank: SimulatedRank, action: Action) -> None:
-        """The optimizer, once the stage's gradients are summed."""
-        start, beside = rank.clock, rank.collectives
-        seconds = self.costs.step_seconds
-        work = seconds[action.stage] if seconds else self.zero
-        if beside is None:
-            end = start + work
-        else:
-            start = max(start, beside.reduced.get(action.stage, start))
-            end = beside.finish(start, work)
-        rank.gradient_sync += start - rank.clock
-        rank.busy += end - rank.clock
-        rank.clock = end
-        rank.events.append(Event(action, start, end, "compute"))
-
-    def _timeline(self, replicas: tuple[int, ...]) -> Timeline:
-        ranks = self.ranks
-        for rank in ranks:
-            if rank.collectives is not None:
-                rank.events += rank.collectives.events
-            rank.events.sort(key=itemgetter(1))
-        step = max((e.end_seconds for rank in ranks for e in rank.events), default=self.zero)
-        peaks = tuple(max(held for _, held in rank.memory) for rank in ranks)
-        total = step * sum(replicas)
-        busy = sum(rank.busy * count for rank, count in zip(ranks, replicas, strict=True))
-        return Timeline(
-            step_seconds=step,
-            bubble_fraction=1 - busy / total if total else self.zero,
-            events=tuple(tuple(rank.events) for rank in ranks),
-            exposed=tuple(
-                Exposed(rank.inside, rank.messages, rank.gradient_sync, rank.gather)
-                for rank in ranks
-            ),
-            slowdown_seconds=tuple(
-                rank.collectives.lost_seconds if rank.collectives else self.zero for rank in ranks
-            ),
-            peak_activation_bytes=tuple(
-                peak - rank.static for peak, rank in zip(peaks, ranks, strict=True)
-            ),
-            peak_memory_bytes=peaks,
-            memory_bytes=tuple(tuple(rank.memory) for rank in ranks),
-            replicas=replicas,
-        )
+    return costs

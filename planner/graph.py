@@ -113,6 +113,15 @@ class Node:
             object.__setattr__(self, "_inputs", tuple(refs))
         return self._inputs or ()
 
+    def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> Node:
+        """The same node with other outputs."""
+        made = Node(
+            self.name, self.kind, self.op, self.args, self.kwargs, outputs,
+            self.module, self.source, self.rule,
+        )  # fmt: skip
+        object.__setattr__(made, "_inputs", self._inputs)
+        return made
+
 
 def _collect(value: Any, refs: list[Ref]) -> None:
     if isinstance(value, Ref):
@@ -199,6 +208,7 @@ class Graph:
     tied: Mapping[str, str] = field(default_factory=dict)
     updates: Mapping[str, Ref] = field(default_factory=dict)
     accumulation: Accumulation = field(default_factory=Accumulation)
+    _at_batch: dict[int, Graph] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -231,7 +241,7 @@ class Graph:
         return tuple(node for node in self.nodes if node.kind == "input")
 
     def with_batch_size(self, batch_size: int) -> Graph:
-        """The same graph for another batch: every batch dimension scaled.
+        """The same graph for another batch: every batch dimension scaled. Made once and kept.
 
         Size arguments of ops (``view``, ``expand``) keep the captured numbers; whoever
         runs the graph takes them from the output's shape.
@@ -240,21 +250,31 @@ class Graph:
             return self
         if not self.batch_dims:
             raise ValueError("this graph's batch dimension is not known: it cannot be rescaled")
-        known: dict[object, tuple[TensorSpec, ...]] = {}
+        if batch_size not in self._at_batch:
+            made = replace(self, nodes=self._scaled(batch_size), batch_size=batch_size)
+            self._at_batch.setdefault(self.batch_size, self)
+            self._at_batch[batch_size] = made
+            object.__setattr__(made, "_at_batch", self._at_batch)
+        return self._at_batch[batch_size]
 
-        def scaled(node: Node) -> Node:
+    def _scaled(self, batch_size: int) -> tuple[Node, ...]:
+        """The nodes for another batch; equal outputs are scaled once."""
+        known: dict[object, tuple[TensorSpec, ...]] = {}
+        found = []
+        for node in self.nodes:
             dims = self.batch_dims[node.name]
-            if all(dim is None for dim in dims):
-                return node
+            if dims.count(None) == len(dims):
+                found.append(node)
+                continue
             key = (node.outputs, dims)
-            if key not in known:
-                known[key] = tuple(
+            outputs = known.get(key)
+            if outputs is None:
+                outputs = known[key] = tuple(
                     _scaled(spec, dim, batch_size, self.batch_size)
                     for spec, dim in zip(node.outputs, dims, strict=True)
                 )
-            return replace(node, outputs=known[key])
-
-        return replace(self, nodes=tuple(map(scaled, self.nodes)), batch_size=batch_size)
+            found.append(node.with_outputs(outputs))
+        return tuple(found)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -17,12 +17,11 @@ def with_precision(graph: Graph, precision: Precision) -> Graph:
     if dtype == "float32" or any(node.spec.dtype == dtype for node in graph.parameters):
         return graph
     nodes = tuple(
-        replace(
-            node,
-            outputs=tuple(
+        node.with_outputs(
+            tuple(
                 replace(spec, dtype=dtype) if spec.dtype == "float32" else spec
                 for spec in node.outputs
-            ),
+            )
         )
         for node in graph.nodes
     )

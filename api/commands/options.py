@@ -112,6 +112,10 @@ TopOption = Annotated[int, typer.Option("--top", min=1, help="candidates that ar
 SearchOption = Annotated[
     str, typer.Option("--search", help="dp, or rl: placers that learn by trial, for comparison")
 ]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option("--processes", min=1, max=2, help="that search at once: 2 if there are cores"),
+]
 OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="write the plan here")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 SetOption = Annotated[
@@ -151,6 +155,7 @@ def plan_options(
     time_limit: TimeLimitOption = 60.0,
     top: TopOption = 5,
     search: SearchOption = "dp",
+    processes: ProcessesOption = None,
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,
 ) -> PlanOptions:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from .. import rules as default_rules
 from ..errors import InfeasibleError, UsageError
+from ..evaluate import Evaluator
 from ..graph import Blocks, Graph
 from ..plan import Plan
 from ..pricing.basis import DEFAULT, Basis
@@ -51,6 +52,8 @@ def plan(
     plain = replace(request, forced=replace(request.forced, schedule="1f1b"))
     is_free = request.forced.num_microbatches is None and request.microbatch_size is None
 
+    evaluator = Evaluator(graph, blocks, rules, basis)
+
     def both_ways(asked: Request) -> Plan:
         base = of_one_mesh(found(asked), found, asked)
         if is_free and base.num_microbatches < 2:
@@ -60,7 +63,7 @@ def plan(
             base = of_one_mesh(found(asked), found, asked)
         build_schedule("chimera", ranks, base.num_microbatches)
         two = replace(base, schedule="chimera")
-        return priced(two, graph, blocks, rules=rules, basis=basis)
+        return priced(two, evaluator)
 
     best = both_ways(plain)
     limit = usable_bytes(best, request)

@@ -25,12 +25,14 @@ below ``work_bound``, which is all that there is after a search that was stopped
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..inter_op.sweep import Floats, Move, Sweep, Tiling, add
+from ..inter_op.cuts import Bands, Floats
+from ..inter_op.sweep import Move, Sweep, Tiling, add
 from ..requests.options import microbatch_rows
 from ..schedules.held import splits
 from ..schedules.schedules import find_schedule
+from ..search.beside import Company
 from ..search.bound import Space, space_of
 from ..search.job import Job
 from ..search.space import uniform_tiling
@@ -42,9 +44,22 @@ def chunk_bound(
 ) -> float:
     """No plan of several stages on each of so many ranks takes less than this; infinite where
     there is none. ``schedules``: that are allowed; any if none is named."""
-    least = float("inf")
     every = microbatch_rows(job.structure.graph, job.request, job.cluster)
-    for each in every if not job.stopped else ():
+    work = work_bound(job, every)
+    if job.stopped:
+        return work
+    company = job.company or Company(job, (every,))
+    found = company.over(chunk_bound_of, numbers, most_chunks, schedules)
+    return max(min(found), work)
+
+
+def chunk_bound_of(
+    job: Job, rows: Sequence[int], numbers: Sequence[int], most_chunks: int,
+    schedules: Sequence[str],
+) -> float:  # fmt: skip
+    """``chunk_bound`` of some micro-batch sizes, without ``work_bound``."""
+    least = float("inf")
+    for each in rows:
         costs = job.costs(each)
         for number in numbers:
             ranks = uniform_tiling(job.cluster, number, costs.place) if number > 1 else None
@@ -52,8 +67,7 @@ def chunk_bound(
             if ranks is not None:
                 for chunks in range(2, most + 1):
                     least = min(least, _of_chunks(job, each, ranks, chunks, schedules))
-    work = work_bound(job, every)
-    return work if job.stopped else max(least, work)
+    return least
 
 
 def _of_chunks(job: Job, rows: int, ranks: Tiling, chunks: int, schedules: Sequence[str]) -> float:
@@ -73,7 +87,7 @@ def _of_chunks(job: Job, rows: int, ranks: Tiling, chunks: int, schedules: Seque
         waits.append([float(number - costs.runs.count)] * stages)
     found = 0.0
     for own in waits:
-        sweep = Sweep.of(tiling, costs.runs.classes.num_blocks, _Band(space, own, both), add)
+        sweep = Sweep.of(tiling, Bands(costs.runs.every, _Waiting(space, own, both)), add)
         found = max(found, sweep.least(stages))
     return found / number
 
@@ -85,16 +99,21 @@ def _splits(name: str, chunks: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Band:
-    """``inter_op_sweep.Band``: what stages work, and so many times what their passes take."""
+class _Waiting:
+    """``inter_op.cuts.Seconds``: what stages work, and so many times what their passes take."""
 
     space: Space
     waits: Sequence[float]
     both: bool
+    _made: dict[tuple[float, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
-    def __call__(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
-        nothing, work = self.space.band(left, place, first, bound, form="largest")
+    def __call__(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
+        nothing, work = self.space.seconds(left, place, first, form="largest")
         wait = self.waits[len(self.waits) - left]
-        if wait:
-            work = work + wait * self.space.passes(left, place, first, both=self.both)
-        return work, nothing
+        if not wait:
+            return work, nothing
+        key = (wait, id(work))
+        if key not in self._made:
+            passes = self.space.passes(left, place, first, both=self.both)
+            self._made[key] = work + wait * passes, nothing
+        return self._made[key]

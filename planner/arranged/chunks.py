@@ -22,7 +22,7 @@ import numpy as np
 from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
 from ..errors import InfeasibleError, UsageError
-from ..evaluate import at_microbatch, evaluate, priced_stages
+from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..graph import Blocks, Graph
 from ..layout import Layout
 from ..plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
@@ -32,6 +32,7 @@ from ..pricing.prices import Rules, boundary_layout
 from ..pricing.slice_costs import best_lengths
 from ..pricing.sources import with_sources
 from ..pricing.stage_cost import StageCost
+from ..pricing.step import known_schedule
 from ..requests.options import microbatch_rows
 from ..requests.request import Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
@@ -40,8 +41,9 @@ from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from .chunk_bound import chunk_bound
+from .chunk_guesses import MOST_CHUNKS
 from .chunk_memory import fitting
-from .chunk_search import MOST_CHUNKS, Cut, cut_again
+from .chunk_search import Cut, cut_again
 from .search import Arranging, arranged
 
 OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
@@ -63,8 +65,29 @@ def plan(
     Raises as ``search.plan`` does; UsageError AP546 where chunks cannot be as they are forced.
     """
 
-    deadline = time.perf_counter() + request.time_limit_seconds
     every: list[search.Searched] = []
+    try:
+        return _plan(
+            graph, blocks, cluster, request, every, observe=observe, rules=rules, basis=basis
+        )
+    finally:
+        for each in every:
+            each.job.end()
+
+
+def _plan(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    every: list[search.Searched],
+    *,
+    observe: Callable[[str, float, float], None] | None,
+    rules: Rules,
+    basis: Basis,
+) -> Plan:
+    """``plan``; ``every`` takes the searches, whose processes are then ended."""
+    deadline = time.perf_counter() + request.time_limit_seconds
 
     def searched(asked: Request) -> search.Searched:
         every.append(
@@ -78,15 +101,16 @@ def plan(
         own = searched(asked)
         return own.plan(own.ranking[0])
 
+    evaluator = Evaluator(graph, blocks, rules, basis)
+
     def cut(base: Plan, schedule: str, count: int) -> Plan:
-        looped = chunked(base, graph, blocks, schedule, count, rules=rules)
-        return priced(looped, graph, blocks, rules=rules, basis=basis)
+        return priced(chunked(base, graph, blocks, schedule, count, rules=rules), evaluator)
 
     def price_stages(part: Graph, cut: Blocks, own: Plan) -> list[StageCost]:
         return priced_stages(part, cut, own, rules=rules, basis=basis)
 
     arranging = Arranging(
-        lambda base: priced(base, graph, blocks, rules=rules, basis=basis),
+        lambda base: priced(base, evaluator),
         lambda base: best_lengths(at_microbatch(graph, base), blocks, base, price_stages),
     )
     count = num_chunks(request.forced)
@@ -265,7 +289,7 @@ def chunked(
 ) -> Plan:
     """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it."""
     schedule, number = find_schedule(schedule).name, len(base.stages) * count
-    ranks = build_schedule(schedule, number, base.num_microbatches, num_chunks=count).stage_rank
+    ranks = known_schedule(schedule, number, base.num_microbatches, count).stage_rank
     starts = balanced(_block_flops(graph, blocks, rules), number)
     recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
     stages = []
@@ -314,16 +338,15 @@ def _needed(
 
 
 def _block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
-    """Forward and backward FLOPs of each block."""
-    flops = []
-    for block in blocks.blocks:
-        total = 0.0
+    """Forward and backward FLOPs of each block: of a kind's first one."""
+    flops: dict[str, float] = {}
+    for kind, block in blocks.kinds.items():
+        flops[kind] = 0.0
         for name in block.nodes:
             node = graph[name]
             work = rules.work(node, input_specs(node, graph), node.outputs)
-            total += work.flops_forward + work.flops_backward
-        flops.append(total)
-    return flops
+            flops[kind] += work.flops_forward + work.flops_backward
+    return [flops[block.kind] for block in blocks.blocks]
 
 
 def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
@@ -361,9 +384,9 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     return tuple(reversed(starts))
 
 
-def priced(looped: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis) -> Plan:
+def priced(looped: Plan, evaluator: Evaluator) -> Plan:
     """The plan with its predictions under the schedule."""
-    found = evaluate(graph, blocks, looped, looped.cluster, rules=rules, basis=basis)
+    found = evaluator.evaluation(looped, looped.cluster)
     before = looped.prediction
     ratio = before.step_seconds / found.step_seconds
     return replace(

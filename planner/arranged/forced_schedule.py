@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
+from ..evaluate import Evaluator
 from ..graph import Blocks, Graph
 from ..plan import Plan
 from ..pricing.basis import DEFAULT, Basis
@@ -50,10 +51,11 @@ def plan(
         return search.plan(graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis)
 
     if is_async:
+        evaluator = Evaluator(graph, blocks, rules, basis)
         own = plan_asynchronous(
             request,
             found,
-            lambda each: chunks.priced(each, graph, blocks, rules=rules, basis=basis),
+            lambda each: chunks.priced(each, evaluator),
         )
         check_asynchronous(own, graph, blocks)
         check_memory(own, request)

@@ -29,7 +29,8 @@ from ..pricing.step import Pipeline, latency_seconds, simulate_stages
 from ..replicas import check_replicas, with_replica_sums
 from ..search.report_plan import Candidate
 from ..search.search import Searched
-from .chunk_search import MOST_ACTIONS, bases
+from .chunk_guesses import MOST_ACTIONS
+from .chunk_search import bases
 from .sequence_places import find_places
 
 MOST_PRICED = 2

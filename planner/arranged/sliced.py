@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from .. import rules as default_rules
 from ..errors import UsageError
-from ..evaluate import at_microbatch, priced_stages
+from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..graph import Blocks, Graph
 from ..plan import Plan
 from ..pricing.basis import DEFAULT, Basis
@@ -60,6 +60,6 @@ def plan(
             lambda part, cut, own: priced_stages(part, cut, own, rules=rules, basis=basis),
         )  # fmt: skip
     base = replace(base, slices=lengths)
-    best = priced(base, graph, blocks, rules=rules, basis=basis)
+    best = priced(base, Evaluator(graph, blocks, rules, basis))
     check_memory(best, request, "the stages")
     return with_sources(best, graph, blocks, basis=basis, rules=rules)

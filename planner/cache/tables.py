@@ -8,7 +8,7 @@ a few hundred layouts. What a choice keeps is found again when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,6 @@ import numpy as np
 from ..intra_op.highs import Ints
 from ..layout import Layout, format_layout, parse_layout
 from ..pricing.decisions import Choice, Decision, Floats
-from ..pricing.seconds import Seconds, StateBytes
 from ..pricing.stage_model import Held, KindModel
 from ..pricing.structure import Edge, Use
 from ..strategy import NodeLayout
@@ -99,8 +98,12 @@ def unpack(
         for inputs, outputs, labels in packed.texts
     ]
     decisions = tuple(
-        Decision(own.name, own.members, _choices(own, layouts)) for own in packed.decisions
-    )
+        Decision(
+            own.name, own.members, _choices(own, layouts),
+            own.seconds, own.states, own.kept_seconds,
+        )
+        for own in packed.decisions
+    )  # fmt: skip
     return KindModel(
         packed.kind,
         decisions,
@@ -113,17 +116,6 @@ def unpack(
 
 def _choices(own: PackedDecision, layouts: Sequence[NodeLayout]) -> tuple[Choice, ...]:
     columns = [[layouts[number] for number in row] for row in own.layouts.tolist()]
-    seconds = own.seconds.swapaxes(0, 1).tolist()
-    states = own.states.swapaxes(0, 1).tolist()
-    found = []
-    for row, each, bytes_of, kept in zip(
-        zip(*columns, strict=True), seconds, states, own.kept_seconds.tolist(), strict=True
-    ):
-        by_name: Mapping[str, NodeLayout] = dict(zip(own.members, row, strict=True))
-        found.append(
-            Choice(
-                by_name, tuple(map(Seconds._make, each)), tuple(map(StateBytes._make, bytes_of)),
-                (kept[0], kept[1]),
-            )
-        )  # fmt: skip
-    return tuple(found)
+    return tuple(
+        Choice(dict(zip(own.members, row, strict=True))) for row in zip(*columns, strict=True)
+    )

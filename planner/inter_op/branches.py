@@ -93,9 +93,9 @@ def stage_edges(
     """
     stage_of = _stage_of(structure, starts)
     num_bytes: dict[tuple[int, int], int] = {}
-    for ref, readers in structure.readers.items():
-        source = stage_of[structure.position[ref.name]]
-        for target in {stage_of[reader] for reader in readers} - {source}:
+    for ref, made, _ in structure.crossing:
+        source = stage_of[made]
+        for target in {stage_of[reader] for reader in structure.readers[ref]} - {source}:
             size = structure.graph.spec(ref).num_bytes
             num_bytes[source, target] = num_bytes.get((source, target), 0) + max(size, 1)
     edges = reduced(num_bytes, len(starts))

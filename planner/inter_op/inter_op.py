@@ -25,11 +25,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .sweep import Band, Combine, Move, Sweep, Tiling, add, larger, turning
-
-Floats = NDArray[np.float64]
+from .cuts import Bands, Cuts, Ints, Seconds
+from .cuts import Floats as Floats
+from .sweep import Combine, Move, Sweep, Tiling, add, larger, turning
 
 HALVED = 1e-4
 """Bounds closer than this, relatively, are not halved further but counted down one by one."""
@@ -81,35 +80,29 @@ class Table:
 
 
 @dataclass
-class _TableBands:
-    """The costs of a table as bands."""
+class _TableSeconds:
+    """The costs of a table; every run is a class of its own."""
 
     table: Table
     tiling: Tiling
     num_microbatches: int
-    _made: dict[tuple[int, int], Floats] = field(default_factory=dict)
+    _made: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
-    def __call__(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
+    def cuts(self) -> Cuts:
+        at = np.arange(self.table.num_blocks + 1)
+        lengths = np.maximum(at[None, :] - at[:, None], 0)
+        numbers: Ints = np.arange(lengths.size).reshape(lengths.shape)
+        return Cuts(at, numbers, lengths.ravel())
+
+    def __call__(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
         if (left, place) not in self._made:
             move = self.tiling.moves[place]
-            cost = self.table.costs(left, move.first_device, move.num_devices)
-            self._made[left, place] = banded(cost)
-        once = self._made[left, place]
-        slowest = np.where(np.isfinite(once), 0.0, np.inf)
-        if self.num_microbatches > 1:
-            slowest = once * (self.num_microbatches - 1)
-        within = slowest <= bound
-        return np.where(within, once, np.inf), np.where(within, slowest, np.inf)
-
-
-def banded(matrix: Floats) -> Floats:
-    """``t[k, j]`` of the blocks k to k + j from ``t[k, i]`` of the blocks k to i − 1."""
-    size = len(matrix) - 1
-    padded = np.full((size + 1, 2 * size + 1), np.inf)
-    padded[:, : size + 1] = matrix
-    rows = np.arange(size + 1)[:, None]
-    found: Floats = padded[rows, rows + 1 + np.arange(size)[None, :]]
-    return found
+            once = self.table.costs(left, move.first_device, move.num_devices).ravel()
+            slowest = np.where(np.isfinite(once), 0.0, np.inf)
+            if self.num_microbatches > 1:
+                slowest = once * (self.num_microbatches - 1)
+            self._made[left, place] = once, slowest
+        return self._made[left, place]
 
 
 def pipelines(
@@ -123,8 +116,8 @@ def pipelines(
     if not numbers:
         return ()
     tiling = table.tiling(min(numbers[-1], table.num_blocks, table.num_devices))
-    bands = _TableBands(table, tiling, num_microbatches)
-    search = PipelineSearch(tiling, table.num_blocks, bands, tolerance)
+    seconds = _TableSeconds(table, tiling, num_microbatches)
+    search = PipelineSearch(tiling, seconds.cuts(), seconds, tolerance)
     found = [each for number in numbers if (each := search.best(number)) is not None]
     return tuple(sorted(found, key=lambda pipeline: (pipeline.seconds, len(pipeline.stages))))
 
@@ -137,20 +130,23 @@ class PipelineSearch:
     """
 
     tiling: Tiling
-    num_blocks: int
-    band: Band
+    cuts: Cuts
+    seconds: Seconds
     tolerance: float = 0.0
     cutoff: float = float("inf")
+    _most: int = 0
+    _bands: dict[float, Bands] = field(default_factory=dict)
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """A pass with a bound, over all numbers of stages unless only one is asked for."""
+        """A pass with a bound, over all numbers of stages that may be asked for."""
         key = (what, bound)
-        if key not in self._sweeps:
-            self._sweeps[key] = Sweep.of(
-                self.tiling, self.num_blocks, self.band, COMBINES[what],
-                bound=bound, most=num_stages,
-            )  # fmt: skip
+        made = self._sweeps.get(key)
+        if made is None or (num_stages is not None and len(made.values) <= num_stages):
+            if num_stages is not None and not self.tiling.fixed:
+                num_stages = max(num_stages, self._most)
+            bands = self._bands.setdefault(bound, Bands(self.cuts, self.seconds, bound))
+            self._sweeps[key] = Sweep.of(self.tiling, bands, COMBINES[what], most=num_stages)
         return self._sweeps[key]
 
     def bound(self, num_stages: int) -> float:
@@ -165,9 +161,27 @@ class PipelineSearch:
         """The least over all pipelines of ``inter_op_sweep.turning``."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
-    def best(self, num_stages: int) -> Pipeline | None:
-        """The least T below ``cutoff`` of so many stages, None if there is none."""
-        if self.bound(num_stages) >= self.cutoff:
+    def best_of(self, numbers: Iterable[int]) -> Pipeline | None:
+        """The least T below ``cutoff`` of any of the numbers of stages, None if there is none."""
+        best: Pipeline | None = None
+        below = self.cutoff
+        bounds = sorted((self.bound(number), number) for number in numbers)
+        for bound, number in bounds:
+            if bound >= below:
+                break
+            self._most = max(other for least, other in bounds if least < below)
+            found = self.best(number, below)
+            if found is not None and found.seconds < below:
+                best, below = found, found.seconds
+        return best
+
+    def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
+        """The least T below ``cutoff`` of so many stages, None if there is none.
+
+        What takes as long as ``below`` or longer need not be the least.
+        """
+        most = min(self.cutoff, below)
+        if self.bound(num_stages) >= most:
             return None
         top = self._within(num_stages, self.cutoff)
         assert top is not None, "the recurrence has a value"
@@ -178,11 +192,9 @@ class PipelineSearch:
             if not intervals:
                 break
             lower, low, high, least = heapq.heappop(intervals)
-            if lower >= min(best.seconds * (1 - self.tolerance), self.cutoff) or low >= high:
+            if lower >= min(best.seconds * (1 - self.tolerance), most) or low >= high:
                 break
-            middle = low if tried == 0 else (low + high) / 2
-            if tried and high <= low * (1 + HALVED):
-                middle = float(np.nextafter(high, 0.0))
+            middle = self._middle(low, high, is_first=tried == 0)
             if middle < high:
                 heapq.heappush(intervals, (least + middle, middle, high, least))
             found = self._within(num_stages, middle)
@@ -193,6 +205,15 @@ class PipelineSearch:
                     heapq.heappush(intervals, (least + low, low, high, least))
         return best if best.seconds < self.cutoff else None
 
+    def _middle(self, low: float, high: float, *, is_first: bool) -> float:
+        """Where to halve an interval of bounds: as another number of stages had it, if one did."""
+        known = [bound for what, bound in self._sweeps if what == "sum" and low < bound < high]
+        if known and not self.tiling.fixed:
+            return min(known, key=lambda bound: abs(bound - (low + high) / 2))
+        if is_first:
+            return low
+        return (low + high) / 2 if high > low * (1 + HALVED) else float(np.nextafter(high, 0.0))
+
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
         """The pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""
         sweep = self._sweep("sum", bound, None if bound == self.cutoff else num_stages)
@@ -200,9 +221,10 @@ class PipelineSearch:
             return None
         once, slowest, chosen = 0.0, 0.0, []
         for at, (start, stop, move) in enumerate(sweep.stages(num_stages)):
-            both = self.band(num_stages - at, move.place, at == 0, bound)
-            once += float(both[0][start, stop - start - 1])
-            slowest = max(slowest, float(both[1][start, stop - start - 1]))
+            both = self.seconds(num_stages - at, move.place, at == 0)
+            number = self.cuts.numbers[start, stop]
+            once += float(both[0][number])
+            slowest = max(slowest, float(both[1][number]))
             chosen.append(StageChoice(start, stop, move.first_device, move.num_devices))
         return Pipeline(tuple(chosen), once + slowest), slowest, once
 

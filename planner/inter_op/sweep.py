@@ -2,12 +2,14 @@
 
 In: positions on the devices and the moves between them (a stage from one position to the next
 on some submesh), the seconds of every run of blocks in a move. Out: for s stages to come, from
-every position and every block on, the least of an objective that grows stage by stage:
+every position and every cut on, the least of an objective that grows stage by stage:
 
     F(s, k, p) = min over moves p → q and i of  combine(t(k..i, move, s), F(s − 1, i, q))
 
 Seconds depend on a move through its place only (a class of equal submeshes), so moves of one
-place are one array; runs that take longer than the bound allows are left out of it.
+place are one array; runs that take longer than the bound allows are left out of it. So are cuts
+that no stages before the position can come to within the bound, and those from which none after
+it can come to the end: near the least bound that is nearly all of them.
 """
 
 from __future__ import annotations
@@ -17,19 +19,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from .cuts import Bands, Floats, Ints, StageBand, StageRows
 
-Combine = Callable[[Floats, Floats, Floats], Floats]
-"""(a stage's seconds, once and as the slowest, the objective of all after it) → that from it on."""
-
-Band = Callable[[int, int, bool, float], tuple[Floats, Floats]]
-"""(stages left, place, whether it is the first, bound) → ``[k, j]`` of the blocks k to k + j.
-
-What a stage takes once, and what it takes more as the slowest stage of all. Both infinite
-where the second is above the bound, or the run impossible; as wide as the longest run within it.
-"""
+Combine = Callable[[StageRows, Floats], Floats]
+"""(a stage's seconds, the objective of all after it) → that from it on."""
 
 MOST_CELLS = 4_000_000
 """Cells of an array of one step; more moves are taken in turns."""
@@ -47,6 +41,21 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """Moves of one place, no two from one position."""
+
+    starts: Ints
+    stops: Ints
+
+    @staticmethod
+    def of(moves: Sequence[Move]) -> Moves:
+        return Moves(
+            np.array([move.start for move in moves], dtype=np.int64),
+            np.array([move.stop for move in moves], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True)
 class Tiling:
     """The ways to lay stages over the devices; position 0 is the first, ``end`` the last.
 
@@ -58,7 +67,7 @@ class Tiling:
     moves: tuple[Move, ...]
     most: int
     fixed: bool = False
-    _groups: dict[tuple[int, bool], dict[int, tuple[Move, ...]]] = field(
+    _groups: dict[tuple[int, bool], dict[int, Moves]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -75,7 +84,7 @@ class Tiling:
             if (move.stop == self.end) == (left == 1):
                 yield move
 
-    def groups(self, left: int, *, first: bool) -> dict[int, tuple[Move, ...]]:
+    def groups(self, left: int, *, first: bool) -> dict[int, Moves]:
         """By place the moves with ``left`` stages to come that begin at position 0, or do not."""
         key = (left if self.fixed else min(left, 2), first)
         if key not in self._groups:
@@ -85,7 +94,7 @@ class Tiling:
                 if (start == 0) == first:
                     for move in self.moves_from(left, start):
                         found.setdefault(move.place, []).append(move)
-            self._groups[key] = {place: tuple(moves) for place, moves in found.items()}
+            self._groups[key] = {place: Moves.of(moves) for place, moves in found.items()}
         return self._groups[key]
 
 
@@ -94,65 +103,61 @@ class Sweep:
     """The recurrence's values: ``values[s]`` maps a position to F(s, ·, position)."""
 
     tiling: Tiling
-    num_blocks: int
-    band: Band
+    bands: Bands
     combine: Combine
-    bound: float
     values: tuple[dict[int, Floats], ...]
 
     @staticmethod
-    def of(
-        tiling: Tiling, num_blocks: int, band: Band, combine: Combine, *,
-        bound: float = np.inf, most: int | None = None,
-    ) -> Sweep:  # fmt: skip
+    def of(tiling: Tiling, bands: Bands, combine: Combine, *, most: int | None = None) -> Sweep:
         """Runs the recurrence up to ``most`` stages, if not given ``tiling.most``."""
-        done = np.full(num_blocks + 1, np.inf)
-        done[num_blocks] = 0.0
+        number = most or tiling.most
+        done = np.full(len(bands.cuts), np.inf)
+        done[-1] = 0.0
         values = [{tiling.end: done}]
-        found = Sweep(tiling, num_blocks, band, combine, bound, ())
-        for left in range(1, (most or tiling.most) + 1):
-            values.append(found._step(left, values[-1]))
-        return Sweep(tiling, num_blocks, band, combine, bound, tuple(values))
+        last = last_cuts(tiling, bands, number)
+        found = Sweep(tiling, bands, combine, ())
+        for left in range(1, number + 1):
+            values.append(found._step(left, values[-1], last) if values[-1] else {})
+        return Sweep(tiling, bands, combine, tuple(values))
 
-    def _step(self, left: int, after: dict[int, Floats]) -> dict[int, Floats]:
-        value: dict[int, Floats] = {}
-        for first in (True, False):
-            for place, moves in self.tiling.groups(left, first=first).items():
-                moves = tuple(move for move in moves if move.stop in after)
-                if not moves:
-                    continue
-                both = self.band(left, place, first, self.bound)
-                if not both[0].size:
-                    continue
-                for move, least in self._least(both, moves, after, first=first):
-                    known = value.get(move.start)
-                    value[move.start] = least if known is None else np.minimum(known, least)
-        return {start: least for start, least in value.items() if np.isfinite(least).any()}
+    def _step(self, left: int, after: dict[int, Floats], last: Ints) -> dict[int, Floats]:
+        groups = [self.tiling.groups(left, first=first) for first in (True, False)]
+        starts = sorted({start for own in groups for each in own.values() for start in each.starts})
+        row = np.zeros(self.tiling.end + 1, dtype=np.int64)
+        row[starts] = np.arange(len(starts))
+        value = np.full((len(starts), len(self.bands.cuts)), np.inf)
+        later = _After.of(after, self.tiling.end)
+        for own, first in zip(groups, (True, False), strict=True):
+            for place, moves in own.items():
+                if later.has_any(moves.stops):
+                    band = self.bands.stage(left, place, first)
+                    for which, cuts, least in self._least(band, moves, later, last):
+                        where = row[moves.starts[which]][:, None], cuts
+                        value[where] = np.minimum(value[where], least)
+        is_some = np.isfinite(value).any(axis=1).tolist()
+        return {start: value[at] for at, start in enumerate(starts) if is_some[at]}
 
     def _least(
-        self,
-        both: tuple[Floats, Floats],
-        moves: Sequence[Move],
-        after: dict[int, Floats],
-        *,
-        first: bool,
-    ) -> Iterator[tuple[Move, Floats]]:
-        """For each move of a place the least objective from every block on."""
-        width = both[0].shape[1]
-        rows = slice(0, 1) if first else slice(1, self.num_blocks)
-        once, slowest = both[0][rows], both[1][rows]
-        at_once = max(1, MOST_CELLS // max(once.size, 1))
-        for begin in range(0, len(moves), at_once):
-            some = moves[begin : begin + at_once]
-            padded = np.full((len(some), self.num_blocks + 1 + width), np.inf)
-            for row, move in enumerate(some):
-                padded[row, : self.num_blocks + 1] = after[move.stop]
-            windows = np.lib.stride_tricks.sliding_window_view(padded[:, 1:], width, axis=1)
-            total = self.combine(once[None], slowest[None], windows[:, rows]).min(axis=2)
-            for move, least in zip(some, total, strict=True):
-                whole = np.full(self.num_blocks + 1, np.inf)
-                whole[rows] = least
-                yield move, whole
+        self, band: StageBand, moves: Moves, later: _After, last: Ints
+    ) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """Of some moves of a place: which, from which cuts on, and the least objective."""
+        if not band.width:
+            return
+        begin, end = later.cuts(band, moves.stops)
+        end = np.minimum(end, last[moves.starts])
+        # only the first stage begins at the first block, and it nowhere else
+        is_first = moves.starts == 0
+        begin, end = np.maximum(begin, ~is_first), np.where(is_first, np.minimum(end, 0), end)
+        chosen = np.flatnonzero(begin <= end)
+        if not len(chosen):
+            return
+        number = int((end - begin)[chosen].max()) + 1
+        at_once = max(1, MOST_CELLS // (number * band.width))
+        for first in range(0, len(chosen), at_once):
+            some = chosen[first : first + at_once]
+            cuts = np.minimum(begin[some, None] + np.arange(number), len(self.bands.cuts) - 1)
+            after = later.windows(moves.stops[some], cuts, band.width)
+            yield some, cuts, self.combine(band.rows(cuts), after).min(axis=2)
 
     def least(self, num_stages: int) -> float:
         """The least objective of so many stages."""
@@ -160,42 +165,110 @@ class Sweep:
         return float("inf") if value is None else float(value[0])
 
     def stages(self, num_stages: int) -> tuple[tuple[int, int, Move], ...]:
-        """A way to it: (first block, last + 1, move) of each stage."""
+        """A way to it: (first cut, last one, move) of each stage."""
         found = []
-        block, position = 0, 0
+        cut, position = 0, 0
         for left in range(num_stages, 0, -1):
             best: tuple[float, int, Move] | None = None
             for move in self.tiling.moves_from(left, position):
                 after = self.values[left - 1].get(move.stop)
-                if after is None:
+                band = self.bands.stage(left, move.place, position == 0)
+                if after is None or not band.width:
                     continue
-                both = self.band(left, move.place, position == 0, self.bound)
-                if not both[0].size:
-                    continue
-                once, slowest = (own[block][: self.num_blocks - block] for own in both)
-                total = self.combine(once, slowest, after[block + 1 : block + 1 + len(once)])
-                at = int(total.argmin()) if total.size else 0
-                if total.size and (best is None or total[at] < best[0]):
-                    best = (float(total[at]), block + 1 + at, move)
+                behind = np.full(band.width, np.inf)
+                behind[: len(after) - cut - 1] = after[cut + 1 : cut + 1 + band.width]
+                total = self.combine(band.rows(np.array([cut])), behind[None])[0]
+                at = int(total.argmin())
+                if best is None or total[at] < best[0]:
+                    best = (float(total[at]), cut + 1 + at, move)
             assert best is not None, "the recurrence has a value here"
-            found.append((block, best[1], best[2]))
-            block, position = best[1], best[2].stop
+            found.append((cut, best[1], best[2]))
+            cut, position = best[1], best[2].stop
         return tuple(found)
 
 
-def add(once: Floats, slowest: Floats, after: Floats) -> Floats:
-    """Σ of what the stages take once."""
-    total: Floats = once + after
-    return total
+@dataclass(frozen=True)
+class _After:
+    """The objective of what comes after a stage, by position: where and from which cuts it is."""
+
+    values: Floats
+    row: Ints
+    low: Ints
+    high: Ints
+
+    @staticmethod
+    def of(after: dict[int, Floats], end: int) -> _After:
+        """``values`` have as many cuts more, from which there is nothing."""
+        size = len(next(iter(after.values())))
+        values = np.full((len(after), 2 * size), np.inf)
+        row, low, high = (np.full(end + 1, fill) for fill in (0, size, -1))
+        for at, (position, own) in enumerate(after.items()):
+            values[at, :size] = own
+            cuts = np.flatnonzero(np.isfinite(own))
+            row[position], low[position], high[position] = at, cuts[0], cuts[-1]
+        return _After(values, row, low, high)
+
+    def has_any(self, positions: Ints) -> bool:
+        return bool((self.high[positions] >= 0).any())
+
+    def cuts(self, band: StageBand, stops: Ints) -> tuple[Ints, Ints]:
+        """The first and the last cut from which a stage may come to each of the positions."""
+        at = band.cuts.at
+        low = np.minimum(self.low[stops], len(at) - 1)
+        begin = np.searchsorted(at, at[low] - band.most_blocks)
+        return begin, self.high[stops] - 1
+
+    def windows(self, stops: Ints, cuts: Ints, width: int) -> Floats:
+        """``[move, cut, j]`` of the cut that is j + 1 cuts further."""
+        step = self.values.strides[1]
+        rows, size = self.values.shape
+        every = np.lib.stride_tricks.as_strided(
+            self.values[:, 1:], (rows, size // 2, width), (self.values.strides[0], step, step)
+        )
+        found: Floats = every[self.row[stops][:, None], cuts]
+        return found
 
 
-def larger(once: Floats, slowest: Floats, after: Floats) -> Floats:
-    """The most that a stage takes as the slowest."""
-    found: Floats = np.maximum(slowest, after)
+def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
+    """By position the last cut that stages before it can come to within the bound; −1: none."""
+    alive = np.zeros(tiling.end + 1, dtype=bool)
+    alive[tiling.end] = True
+    longest: dict[tuple[int, int], int] = {}
+    for left in range(1, number + 1):
+        begun = np.zeros(tiling.end + 1, dtype=bool)
+        for first in (True, False):
+            for place, moves in tiling.groups(left, first=first).items():
+                can = alive[moves.stops]
+                num_blocks = bands.stage(left, place, first).most_blocks if can.any() else 0
+                if num_blocks:
+                    key = (place, 0 if first else tiling.most - left if tiling.fixed else 1)
+                    longest[key] = max(longest.get(key, 0), num_blocks)
+                    begun[moves.starts[can]] = True
+        alive = begun
+        if not alive.any():
+            break
+    come = [0] + [-1] * tiling.end
+    for move in sorted(tiling.moves, key=lambda each: each.start):
+        own = longest.get((move.place, move.start if tiling.fixed else min(move.start, 1)), 0)
+        if own and come[move.start] >= 0:
+            come[move.stop] = max(come[move.stop], come[move.start] + own)
+    found: Ints = np.searchsorted(bands.cuts.at, np.array(come), side="right") - 1
     return found
 
 
-def turning(once: Floats, slowest: Floats, after: Floats) -> Floats:
+def add(stage: StageRows, after: Floats) -> Floats:
+    """Σ of what the stages take once."""
+    total: Floats = stage.once + after
+    return total
+
+
+def larger(stage: StageRows, after: Floats) -> Floats:
+    """The most that a stage takes as the slowest."""
+    found: Floats = np.maximum(stage.slowest, after)
+    return found
+
+
+def turning(stage: StageRows, after: Floats) -> Floats:
     """The longest way through a pipeline that turns around at one stage.
 
     A stage cannot begin before the first micro-batch has passed all stages before it, and
@@ -206,5 +279,5 @@ def turning(once: Floats, slowest: Floats, after: Floats) -> Floats:
 
     which from the last stage to the first is  q + max(m, what comes after).
     """
-    total: Floats = once + np.maximum(slowest, after)
+    total: Floats = stage.once + np.maximum(stage.slowest, after)
     return total

@@ -37,10 +37,14 @@ Inner = tuple[tuple[int, InnerCollective], ...]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run a node: its layouts and its own collectives by axis."""
+    """One way to run a node: its layouts, and by axis which of the node's strategies it is.
+
+    ``num_inner`` collectives of its own come with these: see ``inner_of``.
+    """
 
     layout: NodeLayout
-    inner: Inner = ()
+    strategies: tuple[int, ...] = ()
+    num_inner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +81,45 @@ class Restriction:
 
 def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
     """Every way an op can run on the mesh."""
-    specs = input_specs(node, graph)
-    per_axis = [
-        _axis_strategies(node, graph, axis, prices, restriction)
-        for axis in range(len(prices.mesh.shape))
-    ]
+    specs, sizes = input_specs(node, graph), prices.mesh.shape
+    per_axis = [_numbered(node, graph, axis, prices, restriction) for axis in range(len(sizes))]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Way] = {}
-    for strategies in product(*per_axis):
-        if not keeps_groups(strategies, prices.mesh.shape):
+    for chosen in product(*per_axis):
+        strategies = tuple(strategy for _, strategy in chosen)
+        if not keeps_groups(strategies, sizes):
             continue
         layout = combine(strategies)
         if not specs:
             layout = NodeLayout((), layout.outputs, layout.labels)
-        if not _divides(layout, specs, node.outputs, prices.mesh.shape):
+        if not _divides(layout, specs, node.outputs, sizes):
             continue
-        inner = tuple(
-            (axis, item) for axis, each in enumerate(strategies) for item in each.collectives
-        )
+        num_inner = sum(len(each.collectives) for each in strategies)
         key = (layout.inputs, layout.outputs)
-        if key not in found or len(inner) < len(found[key].inner):
-            found[key] = Way(layout, inner)
+        if key not in found or num_inner < found[key].num_inner:
+            found[key] = Way(layout, tuple(number for number, _ in chosen), num_inner)
     return _as_pinned(node, tuple(found.values()), prices, restriction)
+
+
+def _numbered(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> list[tuple[int, AxisStrategy]]:
+    """The strategies on an axis with their numbers among all of the node's."""
+    allowed_here = _axis_strategies(node, graph, axis, prices, restriction)
+    if prices.mesh.shape[axis] == 1:
+        return list(enumerate(allowed_here))
+    every = strategies_of(node, graph, prices.mesh.shape[axis], prices)
+    numbers = {id(strategy): number for number, strategy in enumerate(every)}
+    return [(numbers[id(strategy)], strategy) for strategy in allowed_here]
+
+
+def inner_of(node: Node, graph: Graph, prices: Prices, way: Way) -> Inner:
+    """The collectives that a node needs inside when it runs in a way, by axis."""
+    return tuple(
+        (axis, item)
+        for axis, (number, size) in enumerate(zip(way.strategies, prices.mesh.shape, strict=True))
+        if size > 1
+        for item in strategies_of(node, graph, size, prices)[number].collectives
+    )
 
 
 def _as_pinned(
@@ -124,7 +146,7 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
         outputs = tuple(each[axis] for each in layout.outputs)
         matching = [
             strategy
-            for strategy in _strategies(node, graph, size, prices)
+            for strategy in strategies_of(node, graph, size, prices)
             if (strategy.inputs, strategy.outputs) == (inputs, outputs)
         ]
         if matching:
@@ -133,7 +155,8 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
     return tuple(found)
 
 
-def _strategies(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
+def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
+    """Every way to run a node on an axis of a size, found once per graph."""
     key = ("strategies", node.name, size, graph.batch_size)
     found: tuple[AxisStrategy, ...] | None = prices.cache.get(key)
     if found is None:
@@ -149,9 +172,9 @@ def _axis_strategies(
     if size == 1:
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
-    strategies = _strategies(node, graph, size, prices)
+    strategies = strategies_of(node, graph, size, prices)
     if axis not in restriction.given:
-        dims = partial(_dims, graph, size, prices)
+        dims = partial(dims_on, graph, size, prices)
         strategies = allowed(node, graph, strategies, dims, restriction.features)
     if axis in restriction.split_batch and (graph.batch_dims or graph.batch_size % size == 0):
         return _batch_split(node, batch_dims(graph, prices), strategies)
@@ -162,10 +185,10 @@ def _axis_strategies(
         fitting = _batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
             return _parameters_split(node, graph, fitting)
-        return _as_megatron(node, graph, fitting, _dims(graph, size, prices), restriction)
+        return _as_megatron(node, graph, fitting, dims_on(graph, size, prices), restriction)
     if axis in restriction.split_positions:
         whole = _batch_whole(node, graph, strategies)
-        return _positions_split(node, whole, _dims(graph, size, prices))
+        return _positions_split(node, whole, dims_on(graph, size, prices))
     return strategies
 
 
@@ -176,11 +199,11 @@ def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, .
     return _kept(prices, ("rows apart", graph.batch_size), lambda: rows_apart(graph))
 
 
-def _dims(graph: Graph, size: int, prices: Prices) -> Dims:
+def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     """The dimensions of rows and positions, made once per graph and size of an axis."""
     return _kept(
         prices, ("positions", size, graph.batch_size),
-        lambda: position_dims(graph, lambda node: _strategies(node, graph, size, prices)),
+        lambda: position_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
     )  # fmt: skip
 
 
@@ -188,7 +211,7 @@ def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
     """What counts experts on an axis of a size, made once per graph."""
     return _kept(
         prices, ("experts", size, graph.batch_size),
-        lambda: expert_dims(graph, lambda node: _strategies(node, graph, size, prices)),
+        lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class Prices:
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
     speed: str = field(init=False, repr=False)
-    _conversions: dict[Any, tuple[float, float]] = field(init=False, repr=False, compare=False)
+    converted: dict[Any, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -87,7 +87,7 @@ class Prices:
         set_field(self, "groups", self._slowest_groups())
         set_field(self, "policy", policy(self.precision, self.optimizer))
         key = ("conversions", self.mesh, self.groups, self.profile, self.only)
-        set_field(self, "_conversions", self.cache.setdefault(key, {}))
+        set_field(self, "converted", self.cache.setdefault(key, {}))
 
     def _slowest_groups(self) -> tuple[Group, ...]:
         """Of every axis, found once per cluster and ranks: a large mesh has many groups."""
@@ -135,7 +135,8 @@ class Prices:
         return Priced(found.forward * counts, found.backward * counts, found.source)
 
     @property
-    def _has_spec(self) -> bool:
+    def has_spec(self) -> bool:
+        """Whether seconds from specifications count."""
         return self.only in (None, "spec")
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
@@ -145,10 +146,10 @@ class Prices:
         if source == target:
             return 0.0, 0.0
         key = (spec, source, target)
-        found = self._conversions.get(key)
+        found = self.converted.get(key)
         if found is None:
             found = self._conversion(spec, source, target)
-            self._conversions[key] = found
+            self.converted[key] = found
         return found
 
     def _conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
@@ -164,7 +165,7 @@ class Prices:
             there, back = step.collectives
             if there == "all_to_all":
                 num_bytes //= self.mesh.shape[step.axis]
-            forward += CONVERSION_SECONDS * self._has_spec
+            forward += CONVERSION_SECONDS * self.has_spec
             if there is not None:
                 forward += self.collective(there, num_bytes, step.axis)
             if back is not None and spec.requires_grad:

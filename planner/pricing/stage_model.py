@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...cost_model.cluster import Link
+from ..classes import classes_of
 from ..graph import Node, Ref, TensorSpec
 from ..intra_op.highs import Ints
 from ..intra_op.ilp import merge_classes
@@ -22,9 +23,11 @@ from ..layout import INVARIANT, Layout
 from ..plan import Recompute
 from ..strategy import NodeLayout
 from .choices import Restriction
+from .conversions import conversion_seconds
 from .decisions import Decision, Floats, decide, parameter_decision
 from .prices import Prices, Seconds, boundary_layout
 from .recompute import kept_parts
+from .same import known
 from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Structure, Use
 from .weight_backward import late_parts, late_seconds, late_share
@@ -38,9 +41,23 @@ class Options:
     of_choice: Ints
 
     @staticmethod
-    def of(layouts: Sequence[Layout]) -> Options:
-        distinct = {layout: index for index, layout in enumerate(dict.fromkeys(layouts))}
-        return Options(tuple(distinct), np.array([distinct[layout] for layout in layouts]))
+    def of(layouts: Sequence[Layout], cache: dict[Any, Any]) -> Options:
+        """``cache`` makes equal lists of distinct layouts the same object."""
+        of_choice, firsts = classes_of(layouts)
+        distinct = tuple(layouts[first] for first in firsts.tolist())
+        return Options(cache.setdefault(("layouts", distinct), distinct), of_choice)
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """The distinct layouts that an edge's uses may want; per use the one of each choice.
+
+    ``alone``: one decision wants all, and the same of all.
+    """
+
+    layouts: tuple[Layout, ...]
+    columns: tuple[Ints, ...]
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +149,6 @@ class StageModel:
     _kinds: dict[str, KindModel] = field(default_factory=dict, repr=False)
     _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
     _options: dict[object, Options] = field(default_factory=dict, repr=False)
-    _conversions: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
     _boundaries: dict[object, Floats] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
     _late: dict[object, Late] = field(default_factory=dict, repr=False)
@@ -244,33 +260,44 @@ class StageModel:
     def made(self, name: str, index: int) -> Options:
         """The layouts in which a kind's value may be made; ``name`` is a template's."""
         key = ("made", name, index)
-        if key not in self._options:
-            _, decision = self.home(name)
-            self._options[key] = Options.of(
-                [choice.layouts[name].outputs[index] for choice in decision.choices]
+        found = self._options.get(key)
+        if found is None:
+            choices, cache = self.home(name)[1].choices, self.prices.cache
+            found = self._options[key] = known(
+                cache,
+                key,
+                (choices,),
+                lambda: Options.of(
+                    [choice.layouts[name].outputs[index] for choice in choices], cache
+                ),
             )
-        return self._options[key]
+        return found
 
     def wanted(self, use: Use) -> Options:
         """The layouts in which a use may want its value."""
-        key = ("wanted", use)
-        if key not in self._options:
-            _, decision = self.home(use.node)
-            self._options[key] = Options.of(
-                [choice.layouts[use.node].inputs[use.position] for choice in decision.choices]
+        key = ("wanted", use.node, use.position)
+        found = self._options.get(key)
+        if found is None:
+            choices, cache = self.home(use.node)[1].choices, self.prices.cache
+            found = self._options[key] = known(
+                cache,
+                key,
+                (choices,),
+                lambda: Options.of(
+                    [choice.layouts[use.node].inputs[use.position] for choice in choices], cache
+                ),
             )
-        return self._options[key]
+        return found
 
     def received(self, first: Use) -> Options:
         """The layouts in which a stage may receive a value: as its first use wants it."""
-        key = ("received", first)
-        if key not in self._options:
-            wanted = self.wanted(first)
-            at_boundary = Options.of([boundary_layout(each) for each in wanted.layouts])
-            self._options[key] = Options(
-                at_boundary.layouts, at_boundary.of_choice[wanted.of_choice]
-            )
-        return self._options[key]
+        wanted, cache = self.wanted(first), self.prices.cache
+
+        def make() -> Options:
+            at_boundary = Options.of([boundary_layout(each) for each in wanted.layouts], cache)
+            return Options(at_boundary.layouts, at_boundary.of_choice[wanted.of_choice])
+
+        return known(cache, ("received",), (wanted,), make)
 
     @cached_property
     def _kind_of(self) -> dict[str, str]:
@@ -300,42 +327,49 @@ class StageModel:
 
     def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
         """The distinct layouts that an edge's uses may want; per use the one of each choice."""
-        distinct: dict[Layout, int] = {}
-        columns = []
-        for use in edge.uses:
-            options = self.wanted(use)
-            numbers = np.array([distinct.setdefault(w, len(distinct)) for w in options.layouts])
-            columns.append(numbers[options.of_choice])
-        return tuple(distinct), tuple(columns)
+        found = self._targets(edge)
+        return found.layouts, found.columns
+
+    def _targets(self, edge: Edge) -> _Targets:
+        wanted, cache = tuple(map(self.wanted, edge.uses)), self.prices.cache
+
+        def make() -> _Targets:
+            distinct: dict[Layout, int] = {}
+            columns = []
+            for own in wanted:
+                numbers = np.array([distinct.setdefault(w, len(distinct)) for w in own.layouts])
+                columns.append(numbers[own.of_choice])
+            alike = all(np.array_equal(column, columns[0]) for column in columns)
+            deciding = {self.home(use.node)[1].name for use in edge.uses}
+            layouts = cache.setdefault(("layouts", tuple(distinct)), tuple(distinct))
+            return _Targets(layouts, tuple(columns), alike and len(deciding) == 1)
+
+        return known(cache, ("targets",), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
         """Seconds forward and backward from every source layout to every target layout."""
-        found = self._conversions.get(edge)
-        if found is None:
-            spec, (targets, _) = self.spec(edge), self.targets(edge)
-            pairs = np.array(
-                [
-                    [self.prices.conversion(spec, source, target) for target in targets]
-                    for source in self.source(edge).layouts
-                ]
-            )
-            found = pairs[:, :, 0], pairs[:, :, 1]
-            self._conversions[edge] = found
-        return found
+        sources, targets = self.source(edge).layouts, self._targets(edge).layouts
+        spec, prices = self.spec(edge), self.prices
+        return known(
+            prices.converted, ("matrix", spec), (sources, targets),
+            lambda: conversion_seconds(prices, spec, sources, targets),
+        )  # fmt: skip
 
     def merged(self, edge: Edge) -> Merged:
         """An edge's ends and conversions with equal rows and columns made one."""
         found = self._merged.get(edge)
         if found is None:
-            both = np.stack(self.conversions(edge))
-            _, columns = self.targets(edge)
-            alone = all(np.array_equal(column, columns[0]) for column in columns) and (
-                len({self.home(use.node)[1].name for use in edge.uses}) == 1
-            )
-            rows, targets, reduced = merge_classes(both, merge_columns=alone)
+            source, targets = self.source(edge), self._targets(edge)
+            rows, columns, reduced = known(
+                self.prices.converted, ("classes", self.spec(edge), targets.alone),
+                (source.layouts, targets.layouts),
+                lambda: merge_classes(
+                    np.stack(self.conversions(edge)), merge_columns=targets.alone
+                ),
+            )  # fmt: skip
             found = Merged(
-                rows[self.source(edge).of_choice],
-                tuple(targets[column] for column in columns),
+                rows[source.of_choice],
+                tuple(columns[own] for own in targets.columns),
                 reduced[0],
                 reduced[1],
             )

@@ -13,7 +13,7 @@ from ...cost_model.actions import Edges, Schedule, chain
 from ...cost_model.cluster import Cluster
 from ...cost_model.free_ports import FreePorts
 from ...cost_model.ports import Ports
-from ...cost_model.simulator import simulate
+from ...cost_model.simulator import simulate, step_seconds
 from ...cost_model.stage_costs import Overlap, StageCosts
 from ...cost_model.timeline import Timeline
 from ..inter_op.branches import WeightedEdges
@@ -60,12 +60,21 @@ def simulate_stages(
         own = replace(
             own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward
         )
-    table = build_schedule(
-        pipeline.schedule, len(costs), pipeline.num_microbatches,
-        num_chunks=pipeline.num_chunks, edges=pairs,
-        slices=slices.lengths if slices is not None else (),
-    )  # fmt: skip
+    number, chunks = pipeline.num_microbatches, pipeline.num_chunks
+    if pairs is None and slices is None:
+        table = known_schedule(pipeline.schedule, len(costs), number, chunks)
+    else:
+        table = build_schedule(
+            pipeline.schedule, len(costs), number, num_chunks=chunks, edges=pairs,
+            slices=slices.lengths if slices is not None else (),
+        )  # fmt: skip
     return simulate(table, own, overlap=overlap)
+
+
+@lru_cache(maxsize=16)
+def known_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """A chain's schedule, built once for several costs of its stages."""
+    return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
 
 
 def simulate_figures(
@@ -104,7 +113,7 @@ def simulate_figures(
         send_latency_seconds=(latency_seconds,) * len(received),
     )
     table = _table(schedule, len(figures), num_microbatches, pairs)
-    return float(simulate(table, costs, ports=Ports if shared else FreePorts).step_seconds)
+    return float(step_seconds(table, costs, ports=Ports if shared else FreePorts))
 
 
 def latency_seconds(cluster: Cluster) -> float:

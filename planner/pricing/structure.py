@@ -367,13 +367,13 @@ class Structure:
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
         sent: Counter[tuple[str, int]] = Counter()
-        for ref, made, last in self._crossing:
+        for ref, made, last in self.crossing:
             if start <= made < stop <= last:
                 sent[self.blocks.template[ref.name], ref.index] += 1
         return dict(sent)
 
     @cached_property
-    def _crossing(self) -> tuple[tuple[Ref, int, int], ...]:
+    def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
         """Values read outside their block: made in which block, last read in which."""
         return tuple(
             (ref, self.position[ref.name], readers[-1])

@@ -3,7 +3,9 @@
 In: the error, the cluster, the request, the search. Out: the error with the plan that is
 nearest (the one for more and more memory): its fullest device and what that holds; what was
 forced; and the changes that were tried and really give a plan. Each gives up one thing: a
-forced choice, a pin, a denied feature, the memory limit, or the size of the cluster.
+forced choice, a pin, a denied feature, the memory limit, or the size of the cluster. Of a model
+whose rows see each other (batch norm) the first is that all of a step's do: without a number of
+micro-batches there is one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ...cost_model.cluster import Cluster
 from ..errors import AutoparallelError, InfeasibleError
 from ..plan import Plan, StagePlan
 from .features import Features
-from .request import Forced, Request
+from .request import Forced, Request, divisors
 
 Search = Callable[[Cluster, Request], Plan]
 Change = tuple[str, Cluster, Request]
@@ -37,13 +39,19 @@ EXTRA_SECONDS = 10.0
 MOST_TIMES = 64
 """The most times as many devices that are tried."""
 
+MICROBATCH_SECONDS = 6.0
+"""For one number of micro-batches: enough for a first plan, which is all that is asked."""
+
 
 def with_nearest_change(
-    error: InfeasibleError, cluster: Cluster, request: Request, search: Search
+    error: InfeasibleError, cluster: Cluster, request: Request, search: Search, *, mixing: str = ""
 ) -> InfeasibleError:
-    """The error that names the changes under which there is a plan, nearest first."""
+    """The error that names the changes under which there is a plan, nearest first.
+
+    ``mixing``: a node in which rows see each other, if there is one.
+    """
     until = time.perf_counter() + min(MOST_SECONDS, request.time_limit_seconds)
-    found: list[str] = []
+    found = _more_microbatches(cluster, request, search, until, mixing) if mixing else []
     for words, on, asked in changes(cluster, request):
         left = until - time.perf_counter()
         if left <= 0 or len(found) == ENOUGH:
@@ -175,6 +183,27 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
         yield (
             "without --memory-limit", cluster, replace(request, memory_limit_bytes=None),
         )  # fmt: skip
+
+
+def _more_microbatches(
+    cluster: Cluster, request: Request, search: Search, until: float, mixing: str
+) -> list[str]:
+    """The fewest micro-batches, of those about twice as many each time, that give a plan."""
+    forced = request.forced
+    if forced.num_microbatches is not None or request.microbatch_size is not None:
+        return []
+    least = 2
+    for count in divisors(request.global_batch):
+        left = min(until - time.perf_counter(), MICROBATCH_SECONDS)
+        if count < least or left <= 0:
+            continue
+        least = 2 * count
+        asked = replace(request, forced=replace(forced, num_microbatches=count))
+        plan = _tried(search, cluster, replace(asked, time_limit_seconds=left))
+        if plan is not None:
+            words = f"--parallel microbatches={count}, each of which {mixing} then sees for itself"
+            return [f"{words} ({_figures(plan)})"]
+    return []
 
 
 def _more_devices(cluster: Cluster, request: Request, search: Search, until: float) -> list[str]:

@@ -16,10 +16,12 @@ from typing import Any
 
 from ...cost_model.cluster import Cluster
 from ..arranged.forced_schedule import plan
+from ..batch import BATCH_NORMS
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..graph import Blocks, Graph
 from ..inter_op.sub_clusters import sub_clusters
 from ..plan import GoalReport, Plan, Tried
+from ..rules.table import packet
 from .nearest_change import with_nearest_change
 from .pins import check_kept
 from .request import Request
@@ -57,7 +59,18 @@ def plan_for(
     except InfeasibleError as error:
         if error.code != "AP301":
             raise
-        raise with_nearest_change(error, cluster, request, job.search) from error
+        mixing = _mixing(graph)
+        raise with_nearest_change(error, cluster, request, job.search, mixing=mixing) from error
+
+
+def _mixing(graph: Graph) -> str:
+    """The module and op in which rows see each other, empty where none do."""
+    nodes = [graph[name] for name in graph.accumulation.mixing]
+    norms = [node for node in nodes if packet(node.op) in BATCH_NORMS]
+    for node in norms or nodes:
+        name = "batch norm" if norms else packet(node.op)
+        return f"{node.module or node.name} ({name})"
+    return ""
 
 
 def _kept(found: Plan, graph: Graph, blocks: Blocks, request: Request) -> Plan:

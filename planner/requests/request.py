@@ -88,6 +88,7 @@ class Request:
     ``gap``: how much worse than the best a plan may be, where that can be shown. ``pins`` are
     layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
     may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
+    With ``processes`` 2 or more, two search a large space.
     """
 
     global_batch: int
@@ -108,6 +109,7 @@ class Request:
     target: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     search: str = "dp"
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if self.search not in SEARCHES:

@@ -10,7 +10,7 @@ run cannot deadlock. Where a stage needs several others, one receive stands for 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...cost_model.actions import (
@@ -49,7 +49,9 @@ def complete(
     """
     owner = {action.stage: rank for rank, row in enumerate(orders) for action in row}
     stage_rank = tuple(owner[stage] for stage in range(len(owner)))
-    ties = _Ties(stage_rank, Wiring.of(len(owner), chain(len(owner)) if edges is None else edges))
+    ties = _Ties.of(
+        stage_rank, Wiring.of(len(owner), chain(len(owner)) if edges is None else edges)
+    )
     sends = [[ties.send(compute) for compute in row] for row in orders]
     receives: list[dict[int, deque[Action]]] = [{} for _ in orders]
     for rank, row in enumerate(sends):
@@ -65,36 +67,40 @@ def complete(
 
 
 class _Ties(NamedTuple):
-    """Who owns each stage, and which stages need which."""
+    """Who owns each stage, which stages need which, and by stage the other ranks that own any of
+    those that it needs and of those that need it."""
 
     stage_rank: tuple[int, ...]
     wiring: Wiring
+    before: tuple[tuple[int, ...], ...]
+    behind: tuple[tuple[int, ...], ...]
 
-    def others(self, stage: int, neighbours: Iterable[int]) -> list[int]:
-        """The other ranks that own any of a stage's neighbours."""
-        ranks = self.stage_rank
-        return [ranks[each] for each in neighbours if ranks[each] != ranks[stage]]
+    @staticmethod
+    def of(stage_rank: tuple[int, ...], wiring: Wiring) -> _Ties:
+        before, behind = (
+            tuple(
+                tuple(stage_rank[each] for each in own if stage_rank[each] != stage_rank[stage])
+                for stage, own in enumerate(side)
+            )
+            for side in wiring
+        )
+        return _Ties(stage_rank, wiring, before, behind)
 
-    def receive(self, compute: Action) -> tuple[Action | None, list[int]]:
+    def receive(self, compute: Action) -> tuple[Action | None, tuple[int, ...]]:
         """What ``compute`` has to wait for and from whom, if it comes from other ranks."""
         kind, stage, m, part = compute
-        if kind == FORWARD:
-            wanted = Action(RECV_FORWARD, stage, m, part)
-            sources = self.others(stage, self.wiring.producers[stage])
-        elif kind in (BACKWARD, INPUT_BACKWARD):
-            wanted = Action(RECV_BACKWARD, stage, m, part)
-            sources = self.others(stage, self.wiring.consumers[stage])
-        else:
-            return None, []
-        return (wanted, sources) if sources else (None, [])
+        if kind == FORWARD and self.before[stage]:
+            return Action(RECV_FORWARD, stage, m, part), self.before[stage]
+        if kind in (BACKWARD, INPUT_BACKWARD) and self.behind[stage]:
+            return Action(RECV_BACKWARD, stage, m, part), self.behind[stage]
+        return None, ()
 
     def send(self, compute: Action) -> Action | None:
         """What leaves for other ranks once ``compute`` is done."""
         kind, stage, m, part = compute
-        if kind == FORWARD and self.others(stage, self.wiring.consumers[stage]):
-            return Action(SEND_FORWARD, stage, m, part)
-        is_backward = kind in (BACKWARD, INPUT_BACKWARD)
-        if is_backward and self.others(stage, self.wiring.producers[stage]):
+        if kind == FORWARD:
+            return Action(SEND_FORWARD, stage, m, part) if self.behind[stage] else None
+        if kind in (BACKWARD, INPUT_BACKWARD) and self.before[stage]:
             return Action(SEND_BACKWARD, stage, m, part)
         return None
 

@@ -37,11 +37,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count as counting
 
 import numpy as np
 
 from ..inter_op.branches import block_edges
+from ..inter_op.cuts import Bands
 from ..inter_op.sweep import Move, Sweep, Tiling, larger, turning
 from ..schedules.held import splits
 from .costs import Costs
@@ -70,7 +72,10 @@ class _LateError(Exception):
 
 @dataclass
 class Space:
-    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``."""
+    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``.
+
+    Those with a stage that takes more than ``most_seconds`` are left out.
+    """
 
     costs: Costs
     tiling: Tiling
@@ -78,8 +83,10 @@ class Space:
     splits: bool
     _bounds: dict[tuple[int, bool, bool, int], StageBounds] = field(default_factory=dict)
     until: float = float("inf")
+    most_seconds: float = float("inf")
     has_memory: bool = False
     _sweeps: dict[tuple[int, Form], Sweep] = field(default_factory=dict)
+    _figures: dict[tuple[int, Form], tuple[Floats, Floats]] = field(default_factory=dict)
 
     def stage(self, left: int, place: int, first: bool) -> StageBounds | None:
         """The bounds of a stage; None on a place without meshes."""
@@ -96,29 +103,24 @@ class Space:
             )
         return self._bounds.get(key)
 
-    def band(
-        self, left: int, place: int, first: bool, bound: float, *, form: Form
-    ) -> tuple[Floats, Floats]:
-        """``inter_op_sweep.Band``. Raises ``_LateError`` where the time is up."""
+    def seconds(self, left: int, place: int, first: bool, *, form: Form) -> tuple[Floats, Floats]:
+        """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
         if time.perf_counter() > self.until:
             raise _LateError
-        runs = self.costs.runs
-        rows = slice(0, 1) if first else slice(None)
         own = self.stage(left, place, first)
         if own is None:
-            nothing = np.full((1 if first else len(runs.band), 0), np.inf)
+            nothing = np.full(len(self.costs.runs.classes.firsts), np.inf)
             return nothing, nothing
-        once, slowest = FORMS[form](own)
-        band = runs.band[rows]
-        return np.append(once, np.inf)[band], np.append(slowest, np.inf)[band]
+        if (id(own), form) not in self._figures:
+            self._figures[id(own), form] = FORMS[form](own)
+        return self._figures[id(own), form]
 
     def passes(self, left: int, place: int, first: bool, *, both: bool) -> Floats:
-        """As ``band``: what a forward, or both passes, of a stage compute at least."""
-        runs, own = self.costs.runs, self.stage(left, place, first)
-        rows = slice(0, 1) if first else slice(None)
+        """As ``seconds``: what a forward, or both passes, of a stage compute at least."""
+        own = self.stage(left, place, first)
         if own is None:
-            return np.full((1 if first else len(runs.band), 0), np.inf)
-        return np.append(own.passes(both=both), np.inf)[runs.band[rows]]
+            return np.full(len(self.costs.runs.classes.firsts), np.inf)
+        return own.passes(both=both)
 
     def least(self, num_stages: int, form: Form) -> float:
         """The bound of so many stages, of one form."""
@@ -132,12 +134,10 @@ class Space:
         """One sweep is for all numbers of stages, until a stage's bound is raised."""
         number = num_stages if self.tiling.fixed else self.tiling.most
         if (number, form) not in self._sweeps:
-            self._sweeps[number, form] = Sweep.of(
-                self.tiling, self.costs.runs.classes.num_blocks,
-                lambda *asked: self.band(*asked, form=form),
-                larger if form == "largest" else turning,
-                most=number,
-            )  # fmt: skip
+            seconds = partial(self.seconds, form=form)
+            bands = Bands(self.costs.runs.every, seconds, self.most_seconds)
+            combine = larger if form == "largest" else turning
+            self._sweeps[number, form] = Sweep.of(self.tiling, bands, combine, most=number)
         return self._sweeps[number, form]
 
     def forms(self, number: int) -> tuple[Form, ...]:
@@ -157,6 +157,7 @@ class Space:
         if raised:
             self.has_memory = True
             self._sweeps.clear()
+            self._figures.clear()
         return raised
 
 
@@ -236,7 +237,9 @@ def step_bound(
     until = min(until, job.effort.deadline)
     order, least = counting(), work_bound(job, rows)
     largest_first = tuple(sorted(rows, reverse=True))
-    every = spaces(job, largest_first, numbers, until)
+    every = list(spaces(job, largest_first, numbers))
+    for space, _ in every:
+        space.until, space.most_seconds = until, step
     heap = [_Part(least, next(order), *each) for each in every]
     fewer = _Fewer(job.basis.used is None and job.basis.only is None)
     with suppress(_LateError):
@@ -267,7 +270,7 @@ def space_of(costs: Costs, tiling: Tiling) -> Space:
 
 
 def spaces(
-    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...], until: float = float("inf")
+    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
 ) -> Iterator[tuple[Space, int]]:
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
@@ -278,7 +281,5 @@ def spaces(
         costs = job.costs(each)
         known: dict[int, Space] = {}
         for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            own = known.setdefault(
-                id(tiling), Space(costs, tiling, is_chain, has_split, until=until)
-            )
+            own = known.setdefault(id(tiling), Space(costs, tiling, is_chain, has_split))
             yield own, number

@@ -21,16 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
 from ..inter_op.inter_op import StageChoice
-from ..inter_op.sweep import Band
 from ..intra_op.assembly import reserve
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..pricing.structure import Run
-from .cuts import Cuts
 from .cuts import Runs as Runs
 from .runs import NO_RUN, Floats, Series, at_least, chords, samples
 
@@ -220,7 +218,7 @@ class PlaceCosts:
     _known: dict[tuple[int, bool, bool], tuple[int, tuple[Floats, Floats]]] = field(
         default_factory=dict
     )
-    _version: int = 0
+    version: int = 0
 
     def bounds(self, first: bool, last: bool) -> Bounds:
         """The least of the meshes' bounds."""
@@ -241,12 +239,12 @@ class PlaceCosts:
         """The q and m of each class of a role: exact, or at least as much."""
         key = (in_flight, first, last)
         version, found = self._known.get(key, (-1, None))
-        if found is None or version != self._version:
+        if found is None or version != self.version:
             bounds = self.bounds(first, last)
             found = bounds.once, bounds.slowest
             if self.exact:
                 found = self._raised(bounds, in_flight)
-            self._known[key] = self._version, found
+            self._known[key] = self.version, found
         return found
 
     def _raised(self, bounds: Bounds, in_flight: int) -> tuple[Floats, Floats]:
@@ -300,7 +298,7 @@ class PlaceCosts:
             least, most = fewer[-1].objective[number], more[0].objective[number]
             if most <= least * SAME:
                 self.exact[in_flight].copy(more[0], [number])
-                self._version += 1
+                self.version += 1
 
     def _solve(self, numbers: list[int], in_flight: int) -> None:
         known = self.exact[in_flight]
@@ -312,7 +310,7 @@ class PlaceCosts:
                 better = [n for n in rivals if own.objective[n] * SAME < best.objective[n]]
                 best.copy(own, better)
         known.copy(best, numbers)
-        self._version += 1
+        self.version += 1
 
     def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
         """The meshes that can be the best for a class, and how to run it there."""
@@ -355,6 +353,11 @@ class Costs:
     places: list[PlaceCosts] = field(default_factory=list)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
+    @property
+    def version(self) -> int:
+        """How often exact costs were found; never 0."""
+        return 1 + sum(place.version for place in self.places)
+
     def place(self, first_device: int, num_devices: int) -> int:
         """The number of a submesh's place."""
         key = self.key(first_device, num_devices)
@@ -369,28 +372,8 @@ class Costs:
     def in_flight(self, left: int, first: bool) -> int:
         return 1 if first and left == 1 else self.held(left)
 
-    def band(self, left: int, place: int, first: bool, bound: float) -> tuple[Floats, Floats]:
-        """``inter_op_sweep.Band``: of what is known."""
-        return self._band(left, place, first, bound, self.runs.every)
-
-    def band_of(self, cuts: Cuts) -> Band:
-        """The same of runs that begin and end at some cuts only, which number the blocks."""
-        return partial(self._band, cuts=cuts)
-
-    def _band(
-        self, left: int, place: int, first: bool, bound: float, cuts: Cuts
-    ) -> tuple[Floats, Floats]:
-        once, slowest = self._seconds(place, left, first)
-        within = np.isfinite(once) & (slowest <= bound)
-        width = cuts.width(int(self.runs.classes.lengths[within].max(initial=0)))
-        rows = slice(0, 1) if first else slice(None)
-        band = cuts.band[rows, :width]
-        return (
-            np.append(np.where(within, once, np.inf), np.inf)[band],
-            np.append(np.where(within, slowest, np.inf), np.inf)[band],
-        )
-
-    def _seconds(self, place: int, left: int, first: bool) -> tuple[Floats, Floats]:
+    def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
+        """``inter_op.cuts.Seconds``: of what is known."""
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
@@ -398,7 +381,7 @@ class Costs:
         place, number = self._of(stage)
         if number == NO_RUN:
             return float("inf"), float("inf")
-        once, slowest = self._seconds(place, left, first)
+        once, slowest = self.seconds(left, place, first)
         return float(once[number]), float(slowest[number])
 
     def price(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:

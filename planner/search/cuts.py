@@ -2,7 +2,7 @@
 
 In: a structure, the classes of its runs. Out: a run of each class, the classes that a stage of
 some role may have, and for cuts between blocks (between all, or only some) the class of what
-lies between any two of them, as the bands that ``inter_op_sweep`` goes over.
+lies between any two of them, which ``inter_op.sweep`` goes over.
 """
 
 from __future__ import annotations
@@ -13,36 +13,13 @@ from functools import cached_property
 
 import numpy as np
 
+from ..inter_op.cuts import Cuts
 from ..pricing.structure import Run, Structure
 from .least_bytes import LeastBytes
 from .runs import NO_RUN, Ints, RunClasses, Series
 
 NEIGHBOURS = 2
 """With a run, so many next shorter and next longer ones of its series are priced."""
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Where runs may begin and end: before the blocks ``at``, ascending from 0 to their number."""
-
-    classes: RunClasses
-    at: tuple[int, ...]
-
-    @cached_property
-    def band(self) -> Ints:
-        """``[k, j]`` the class of the blocks between the cuts k and k + j + 1."""
-        number, at = len(self.at), np.array(self.at)
-        found: Ints = np.full((number, number - 1), len(self.classes.firsts), dtype=np.int64)
-        for start in range(number - 1):
-            found[start, : number - 1 - start] = self.classes.numbers[at[start], at[start + 1 :]]
-        found[found == NO_RUN] = len(self.classes.firsts)
-        return found
-
-    def width(self, num_blocks: int) -> int:
-        """The most cuts that a run of so many blocks goes over."""
-        at = np.array(self.at)
-        stops = np.searchsorted(at, at + num_blocks, side="right") - 1
-        return int((stops - np.arange(len(at))).max())
 
 
 @dataclass(frozen=True)
@@ -73,16 +50,14 @@ class Runs:
 
     def cuts(self, at: Iterable[int]) -> Cuts:
         """Cuts before some blocks, the first and the end among them."""
-        return Cuts(self.classes, tuple(at))
+        places = np.fromiter(at, dtype=np.int64)
+        numbers = self.classes.numbers[np.ix_(places, places)]
+        none = len(self.classes.firsts)
+        return Cuts(places, np.where(numbers == NO_RUN, none, numbers), self.classes.lengths)
 
     def role(self, first: bool, last: bool) -> Ints:
         """The classes of the runs that may be a first, inner or last stage."""
-        size = self.classes.num_blocks
-        starts = slice(0, 1) if first else slice(1, size)
-        stops = slice(size, size + 1) if last else slice(1, size)
-        found: Ints = np.unique(self.classes.numbers[starts, stops])
-        kept: Ints = found[found != NO_RUN]
-        return kept
+        return self.classes.roles[first, last]
 
     @cached_property
     def series_of(self) -> dict[int, tuple[Series, int]]:

@@ -297,10 +297,15 @@ def exact_candidates(
         job.took("exact", time.perf_counter() - began)
 
 
+def is_few(job: Job, numbers: tuple[int, ...]) -> bool:
+    """Whether the cuts alone do not make a space too large."""
+    num_blocks = len(job.structure.blocks.blocks)
+    return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_PIPELINES
+
+
 def all_pipelines(job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]) -> list[Whole] | None:
     """Every pipeline under every schedule; None if there are more than ``MOST_PIPELINES``."""
-    num_blocks = len(job.structure.blocks.blocks)
-    if sum(comb(num_blocks - 1, number - 1) for number in numbers) > MOST_PIPELINES:
+    if not is_few(job, numbers):
         return None
     found: list[Whole] = []
     for each in rows:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,12 +42,16 @@ from .costs import Costs, Runs
 from .runs import RunClasses, run_classes
 from .space import place_key
 
+if TYPE_CHECKING:
+    from .beside import Company
+
 
 @dataclass
 class Job:
     """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
 
-    No plan takes less than ``bound_seconds``; 0 where no bound is known.
+    No plan takes less than ``bound_seconds``; 0 where no bound is known. ``company`` is who
+    searches which part of the micro-batch sizes, ``beyond`` what ``excess_bytes`` others have.
     """
 
     structure: Structure
@@ -65,6 +69,8 @@ class Job:
     seconds: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
     bound_seconds: float = 0.0
+    company: Company | None = None
+    beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)
 
     @staticmethod
@@ -257,10 +263,23 @@ class Job:
         seconds["total"] = time.perf_counter() - self.began
         return self.effort.num_problems, seconds
 
-    def failure(self) -> Exception:
-        """Why there is no plan: no time, or no memory and by how much."""
-        excess = [over for s in self.solvers.values() for over in s.excess_bytes.values()]
-        if self.effort.left_seconds <= 0 or not excess:
+    def end(self) -> None:
+        """Ends the process beside this one."""
+        if self.company is not None:
+            self.company.end()
+
+    @property
+    def excess_bytes(self) -> list[float]:
+        """By how much what does not fit is over the limit."""
+        return [over for s in self.solvers.values() for over in s.excess_bytes.values()]
+
+    def failure(self, *, is_proven: bool = False) -> Exception:
+        """Why there is no plan: no time, or no memory and by how much.
+
+        ``is_proven``: bounds alone say that nothing fits, so more time would not help.
+        """
+        excess = [*self.excess_bytes, *self.beyond]
+        if not excess or (self.effort.left_seconds <= 0 and not is_proven):
             return TimeLimitError(
                 "AP701", "no plan was found within the time limit", fix="a longer --time-limit"
             )

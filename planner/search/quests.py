@@ -50,14 +50,22 @@ class Draft:
 
 @dataclass
 class Quest:
-    """The pipelines of a tiling at one micro-batch size, of ``numbers`` of stages."""
+    """The pipelines of a tiling at one micro-batch size, of ``numbers`` of stages.
+
+    Before it is looked at, ``estimate`` is a bound that takes no time.
+    """
 
     rows: int
     costs: Costs
     tiling: Tiling
     numbers: tuple[int, ...]
     estimate: float = 0.0
+    _seen: int = -1
     _best: Pipeline | None = None
+
+    @property
+    def is_looked_at(self) -> bool:
+        return self._seen >= 0
 
     @property
     def num_blocks(self) -> int:
@@ -66,9 +74,12 @@ class Quest:
     def look(self, cutoff: float) -> None:
         """Finds the best pipeline under what is known; the estimate is infinite if none is.
 
-        Some pipeline, the even cut or the best so far, says what no better one takes. Of very
-        many blocks stages of any sizes are cut at some places only, then near those.
+        It is as it was where nothing was priced since. Some pipeline, the even cut or the best
+        so far, says what no better one takes. Of very many blocks stages of any sizes are cut at
+        some places only, then near those.
         """
+        if self._seen == self.costs.version:
+            return
         known = [self._known_seconds(stages) for stages in self._tries()]
         cutoff = min([cutoff, *(seconds * (1 + TOLERANCE) for seconds in known)])
         step = -(-self.num_blocks // MOST_CUTS)
@@ -82,7 +93,7 @@ class Quest:
                 nearer = self._best_of(self._near(best, step), best.seconds, (len(best.stages),))
                 best = best if nearer is None else nearer
             best = best if best is not None and best.seconds < cutoff else None
-        self._best = best
+        self._best, self._seen = best, self.costs.version
         self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
 
     def _near(self, best: Pipeline, step: int) -> list[int]:
@@ -94,17 +105,8 @@ class Quest:
     def _best_of(self, at: Sequence[int], cutoff: float, numbers: Iterable[int]) -> Pipeline | None:
         """The best pipeline with stages cut at some places."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
-        search = PipelineSearch(
-            self.tiling, len(at) - 1, self.costs.band_of(cuts), TOLERANCE, cutoff
-        )
-        bounds = sorted((search.bound(number), number) for number in numbers)
-        best: Pipeline | None = None
-        for bound, number in bounds:
-            if bound >= (search.cutoff if best is None else best.seconds):
-                break
-            found = search.best(number)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
+        search = PipelineSearch(self.tiling, cuts, self.costs.seconds, TOLERANCE, cutoff)
+        best = search.best_of(numbers)
         if best is None:
             return None
         stages = tuple(replace(s, start=at[s.start], stop=at[s.stop]) for s in best.stages)
@@ -145,6 +147,7 @@ class Quest:
     def finish(self, num_stages: int) -> None:
         """Nothing better of so many stages is left."""
         self.numbers = tuple(number for number in self.numbers if number != num_stages)
+        self._seen = 0 if self.numbers else self._seen
 
 
 def _step_seconds(stages: Sequence[tuple[float, float]]) -> float:
@@ -175,7 +178,7 @@ def _halving(number: int) -> list[int]:
 def drafts(
     quests: Iterable[Quest], enough: Callable[[float, list[Draft]], bool]
 ) -> Iterator[Draft]:
-    """Exact pipelines as they are found.
+    """Exact pipelines as they are found. A quest is looked at when its estimate is the least.
 
     Ends when no quest has a pipeline left, or when ``enough`` says of the least estimate and
     the drafts so far that the rest need not be known.
@@ -187,7 +190,11 @@ def drafts(
         if quest.estimate < float("inf"):
             heapq.heappush(heap, (quest.estimate, next(numbers), quest))
     while heap and not enough(heap[0][0], found):
+        if _look_at_first(heap):
+            continue
         _, _, quest = heapq.heappop(heap)
+        while _look_at_first(heap):
+            pass
         rival = heap[0][0] if heap else float("inf")
         before = quest.estimate
         quest.look(float("inf"))
@@ -201,3 +208,15 @@ def drafts(
                     quest.finish(len(pipeline.stages))
         if quest.numbers and quest.estimate < float("inf"):
             heapq.heappush(heap, (quest.estimate, next(numbers), quest))
+
+
+def _look_at_first(heap: list[tuple[float, int, Quest]]) -> bool:
+    """Looks at the quest with the least estimate, and puts it where it belongs; False where
+    there is none, or it was looked at before."""
+    if not heap or heap[0][2].is_looked_at:
+        return False
+    _, number, quest = heapq.heappop(heap)
+    quest.look(float("inf"))
+    if quest.estimate < float("inf"):
+        heapq.heappush(heap, (quest.estimate, number, quest))
+    return True

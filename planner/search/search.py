@@ -14,48 +14,27 @@ The time limit, or Ctrl-C, ends the search early with the best plan so far.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
-from ..errors import TimeLimitError
+from ..errors import AutoparallelError, TimeLimitError
 from ..graph import Blocks, Graph
-from ..inter_op.branches import sections
-from ..inter_op.branches_search import branch_pipelines
-from ..inter_op.heterogeneous import HostOrder, in_given_ranks, over_orders
-from ..placement.placement import learned_pipelines
+from ..inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
 from ..plan import Plan, SolverInfo
 from ..pricing.asked import Asked, uses_of
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules
 from ..pricing.sources import with_sources
-from ..requests.options import check_degrees, microbatch_rows
+from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
 from ..requests.refusals import check_measured
-from ..requests.request import SCHEDULES, Request
-from .bound import step_bound
-from .candidates import WORTH_IT as WORTH_IT
-from .candidates import candidates, completed, freed
-from .exact import exact_candidates
+from ..requests.request import Request
 from .job import Job
-from .quests import Draft, Quest, drafts
+from .ranking import Observe as Observe
+from .ranking import Ranking, ignore
 from .report_plan import Candidate, make_plan
-from .shares import shared_candidates
-from .space import mixed_tiling, uniform_tiling
-from .work_bound import work_bound
-
-Observe = Callable[[str, float, float], None]
-"""(what is being done, how much is done, of how much)."""
-
-SOON = 0.05
-"""The share of the time limit after which a first plan is made of what is known."""
-
-MOST_FREED = 24
-"""Candidates that are tried with free axes, in a small graph."""
-
-LONG_SECONDS = 10.0
-"""Of a search that takes no longer, no part is cut short."""
 
 GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
@@ -107,6 +86,7 @@ def plan(
     (AP701) if nothing was found in time.
     """
     found = searched(graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis)
+    found.job.end()
     best = found.plan(found.ranking[0])
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
@@ -125,6 +105,8 @@ def searched(
     given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
+    if is_mixed(cluster):  # the orders of its hosts share what one process has solved
+        request = replace(request, processes=1)
     known: list[Job] = []
     stopped = ""
 
@@ -183,299 +165,22 @@ def ranked(
     job = Job.of(graph, blocks, cluster, request, rules=rules, basis=basis)
     if known is not None:
         job = job.like(known)
-    ranking = _Ranking(job, observe or _ignore)
+    ranking = Ranking(job, observe or ignore)
     try:
         ranking.run()
+    except AutoparallelError:
+        job.end()
+        raise
     except KeyboardInterrupt:
         if not ranking.best:
             raise
+        job.end()
         job.stopped = "interrupted"
         job.effort.deadline = time.perf_counter() + GRACE_SECONDS
-        ranking.observe = _ignore
+        ranking.observe = ignore
         ranking.bound_rest()
     if not ranking.best:
-        raise job.failure()
+        job.end()
+        raise job.failure(is_proven=not ranking.is_open)
     job.bound_seconds = ranking.bound
     return job, ranking.found()
-
-
-def _ignore(what: str, done: float, total: float) -> None:
-    """Watches nothing."""
-
-
-class _Ranking:
-    """What was found so far: drafts, candidates (refined or not), the winner first."""
-
-    def __init__(self, job: Job, observe: Observe) -> None:
-        self.job = job
-        self.observe = observe
-        self.drafts: list[Draft] = []
-        self.known: list[Candidate] = []
-        self.drawn: dict[int, Draft] = {}
-        self.best: list[Candidate] = []
-        self.bound = 0.0
-        self.shared_bound = float("inf")
-
-    def run(self) -> None:
-        """Searches until nothing better is left, or the time is up."""
-        job = self.job
-        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        numbers = job.stage_numbers
-        if job.request.search == "rl":
-            self._learn(rows, numbers)
-            self._refine()
-            if job.is_small:
-                self._free_axes()
-            return
-        quests: list[Quest] = []
-        for index, each in enumerate(rows):
-            if self.drafts and self._is_late(0.5):
-                break
-            self.observe(f"micro-batches of {each} rows", index, len(rows))
-            quests += self._looked(self._uniform(each, numbers))
-            if not self.drafts:
-                self._follow(quests, until_first=True)
-        self._follow(quests)
-        began = time.perf_counter()
-        mixed = self._looked(self._mixed(rows, numbers))
-        self._follow(mixed, began=began)
-        self._add_branches(rows, numbers)
-        self.observe("refining the best", len(rows), len(rows))
-        self._refine()
-        self._share_out(rows)
-        self._prove(rows, numbers)
-        self.bound = min(self.bound, self.shared_bound)
-        if job.is_small:  # the best without is known only now
-            self._free_axes()
-
-    def _is_late(self, share: float) -> bool:
-        return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
-
-    def _is_long(self, began: float) -> bool:
-        """Whether what was begun has taken a third as long as all before it, and seconds."""
-        spent = time.perf_counter() - began
-        return spent > max(0.5 * LONG_SECONDS, (began - self.job.began) / 3)
-
-    def _uniform(self, rows: int, numbers: tuple[int, ...]) -> Iterator[Quest]:
-        """Stages of one size; without those whose work and waiting alone take too long.
-
-        Of S stages on D/S devices each, one takes at least a share W/D of a micro-batch's work W,
-        and all of them S·W/D: N micro-batches take at least (N + S − 1)·W/D.
-        """
-        costs, count = self.job.costs(rows), self.job.num_microbatches(rows)
-        work = work_bound(self.job, (rows,)) / count
-        for number in numbers:
-            if work * (count + number - 1) >= self._cutoff:
-                continue
-            tiling = uniform_tiling(self.job.cluster, number, costs.place)
-            if tiling is not None:
-                yield Quest(rows, costs, tiling, (number,))
-
-    def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
-        """Stages of any sizes, for the micro-batches that are best in one size first."""
-        order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
-        allowed = self.job.request.features.allows("mixed-stages")
-        several = tuple(number for number in numbers if number > 1 and allowed)
-        began = time.perf_counter()
-        for each in order:
-            if several and not (self.drafts and (self._is_late(0.6) or self._is_long(began))):
-                costs = self.job.costs(each)
-                tiling = mixed_tiling(self.job.cluster, several[-1], costs.place)
-                yield Quest(each, costs, tiling, several)
-
-    def _best_drafts(self) -> list[Draft]:
-        return sorted(self.drafts, key=lambda draft: draft.seconds)
-
-    def _looked(self, quests: Iterator[Quest]) -> list[Quest]:
-        """The quests that may still lead to something near the best, with their estimates.
-
-        Where looking takes long, what was looked at is followed to a first plan.
-        """
-        found = []
-        for quest in quests:
-            began, solved = time.perf_counter(), self.job.solver_seconds
-            quest.look(self._cutoff)
-            spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
-            self.job.took("dp", spent)
-            if quest.estimate < float("inf"):
-                found.append(quest)
-            if not self.drafts and self._is_late(SOON):
-                self._follow(found, until_first=True)
-        return found
-
-    @property
-    def _cutoff(self) -> float:
-        """What takes as long is not sought."""
-        if len(self.drafts) < self.job.request.top:
-            return float("inf")
-        return self.best[0].step_seconds if self.best else float("inf")
-
-    def _follow(
-        self, quests: list[Quest], *, until_first: bool = False, began: float | None = None
-    ) -> None:
-        """Makes the quests' pipelines, the most promising first; ``began`` limits the time."""
-
-        def enough(estimate: float, found: list[Draft]) -> bool:
-            if estimate == float("inf") or (found and until_first):
-                return True
-            if self.drafts and (self._is_late(0.7) or (began and self._is_long(began))):
-                return True
-            return estimate >= self._cutoff or self.job.effort.left_seconds <= 0
-
-        start, solved = time.perf_counter(), self.job.solver_seconds
-        for draft in drafts(quests, enough):
-            self._keep(draft)
-        spent = time.perf_counter() - start - (self.job.solver_seconds - solved)
-        self.job.took("dp", spent)
-
-    def _keep(self, draft: Draft) -> None:
-        """Takes in a draft and simulates it."""
-        if draft.seconds == float("inf") or draft in self.drafts:
-            return
-        self.drafts.append(draft)
-        for found in candidates(self.job, draft, refine=False, below=self._step_seconds):
-            self.drawn[id(found)] = draft
-            self._offer(found)
-
-    def _learn(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """The pipelines that placers learn, in place of those of the dynamic program.
-
-        Each micro-batch size has an equal share of what is left of the time.
-        """
-        job = self.job
-        for index, each in enumerate(rows):
-            share = 0.8 * max(job.effort.left_seconds, 0.0) / (len(rows) - index)
-            self.observe(f"learning to place micro-batches of {each} rows", index, len(rows))
-            began, solved = time.perf_counter(), job.solver_seconds
-            found = learned_pipelines(
-                job.table(each), job.num_microbatches(each), numbers, time_limit_seconds=share
-            )
-            spent = time.perf_counter() - began - (job.solver_seconds - solved)
-            job.took("learning", spent)
-            for pipeline in found:
-                self._keep(Draft(each, pipeline))
-
-    def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Pipelines in which branches have devices of their own."""
-        job = self.job
-        if not job.request.features.allows("branches"):
-            return
-        for section in sections(job.structure):
-            for each in rows:
-                if self._is_late(0.7):
-                    return
-                table, count = job.table(each), job.num_microbatches(each)
-                for pipeline in branch_pipelines(table, section, count):
-                    if len(pipeline.stages) in numbers:
-                        self._keep(Draft(each, pipeline))
-
-    def _refine(self) -> None:
-        """Solves the stages of the fastest again, each gap narrowed."""
-        job, top = self.job, self.job.request.top
-        fastest = self._by_speed()
-        best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
-        began = time.perf_counter()
-        if began - job.began > LONG_SECONDS:
-            best = best[:1]
-        for draft in best:
-            if self._is_late(0.8):
-                break
-            lost = self._lost(draft)
-            if lost is None:
-                continue
-            for each in candidates(job, draft, refine=True, below=self._step_seconds, without=lost):
-                self._offer(each)
-        if not job.is_small and not self._is_late(0.9):
-            self._free_axes()
-
-    def _free_axes(self) -> None:
-        """Offers the fastest with their axes left to the solver; of large graphs the winner.
-
-        To be better than the winner as it is by enough, one need not have been the winner. Where
-        prices are to be measured only the winner is tried: each mesh has ops of its own.
-        """
-        job = self.job
-        if not self.best or not job.request.frees_axes:
-            return
-        bar = self._step_seconds * (1 - WORTH_IT)
-        distinct: dict[str, Candidate] = {}
-        is_wide = job.is_small and job.basis.asked is None
-        for each in self._by_speed() if is_wide else []:
-            distinct.setdefault(each.summary, each)
-        fastest = list(distinct.values())
-        for each in [self.best[0], *fastest[:MOST_FREED]]:
-            found = freed(job, each)
-            if found.step_seconds < bar:
-                self._offer(found)
-
-    def _by_speed(self) -> list[Candidate]:
-        return sorted(self.known, key=lambda each: each.step_seconds)
-
-    def _share_out(self, rows: tuple[int, ...]) -> None:
-        """Plans in which unlike devices take unequal shares of the batch.
-
-        They have every device, so they are the same for every order of the hosts.
-        """
-        for found, bound in shared_candidates(self.job, rows):
-            self.shared_bound = min(self.shared_bound, bound)
-            if found is not None:
-                self._offer(found)
-
-    def _lost(self, draft: Draft) -> set[str] | None:
-        """The schedules under which a draft cannot be the best, whatever its stages' gaps hide.
-
-        None if it is none of any.
-        """
-        bar = self._step_seconds * (1 - self.job.request.gap)
-        least: dict[str, float] = {}
-        for found in self.known:
-            if self.drawn.get(id(found)) == draft:
-                gap = max(answer.gap for _, answer in found.answers)
-                own = found.step_seconds * (1 - gap)
-                least[found.schedule] = min(own, least.get(found.schedule, own))
-        lost = {name for name, own in least.items() if own >= bar}
-        return None if len(lost) == len(least) else lost
-
-    def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Goes through a small space to the end; of a large one says what nothing is below.
-
-        Several stages per rank, which only can be forced, have no bound yet.
-        """
-        if not set(self.job.request.schedules) <= set(SCHEDULES):
-            return
-        job, before = self.job, self._step_seconds
-        self.observe("proving the best", len(rows), len(rows))
-        for found, bound in exact_candidates(job, rows, numbers, before):
-            self.bound = bound
-            if found is not None:
-                self._offer(found)
-        if self._step_seconds < before and not job.is_small:
-            self._free_axes()
-        if not self.bound:
-            self.bound_rest()
-
-    def bound_rest(self) -> None:
-        """Says what nothing is below, of whatever was or was not looked at."""
-        job = self.job
-        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        numbers = job.stage_numbers
-        if self.best and set(job.request.schedules) <= set(SCHEDULES):
-            found = step_bound(job, rows, numbers, self._step_seconds, job.request.gap)
-            self.bound = max(self.bound, found)
-
-    @property
-    def _step_seconds(self) -> float:
-        return self.best[0].step_seconds if self.best else float("inf")
-
-    def _offer(self, found: Candidate) -> None:
-        """Takes in a candidate."""
-        self.known.append(found)
-        ranking = sorted(
-            [*self.best, found], key=lambda c: (float(f"{c.step_seconds:.10g}"), c.peak_bytes)
-        )
-        self.best = ranking[:1]
-
-    def found(self) -> list[Candidate]:
-        """The winner, its whole step simulated, then the others."""
-        winner = self.best[0]
-        return [completed(self.job, winner), *(c for c in self.known if c is not winner)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.actions import Schedule, parse_table
-from autoparallel.cost_model.simulator import StageCosts, simulate
+from autoparallel.cost_model.simulator import StageCosts, simulate, step_seconds
 from autoparallel.planner.schedules.schedules import build_schedule
 
 stages = st.integers(1, 7)
@@ -313,3 +313,22 @@ def test_costs_of_other_edges_are_refused():
         StageCosts((1.0,) * 3, (1.0,) * 3, send_seconds=(1.0,), edges=FORK)
     with pytest.raises(ValueError, match="no edge from stage 2 to 1"):
         build_schedule("1f1b", 3, 1, edges=((0, 1), (2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("zb-h2", 1), ("interleaved", 3), ("zbv", 2), ("inference", 1)],
+)
+def test_the_seconds_of_a_step_are_those_of_its_timeline(name: str, chunks: int) -> None:
+    number = 4 * chunks
+    draw = [[1.0 + (7 * stage + way) % 5 for stage in range(number)] for way in range(4)]
+    for messages in (1.0, 0.0):
+        costs = StageCosts(
+            draw[0], draw[1],
+            send_seconds=[messages * each for each in draw[2][1:]],
+            send_backward_seconds=[messages * each for each in draw[3][1:]],
+            step_seconds=draw[3], gradient_sync_seconds=draw[2], gather_seconds=draw[0],
+            send_latency_seconds=(0.5,) * (number - 1),
+        )  # fmt: skip
+        table = build_schedule(name, number, 8, num_chunks=chunks)
+        assert step_seconds(table, costs) == simulate(table, costs).step_seconds

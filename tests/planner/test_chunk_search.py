@@ -12,16 +12,14 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import StageCosts
-from autoparallel.planner import rules
 from autoparallel.planner.arranged.chunk_bound import chunk_bound
+from autoparallel.planner.arranged.chunk_guesses import extrapolated
 from autoparallel.planner.arranged.chunk_memory import fitting, recomputed
-from autoparallel.planner.arranged.chunk_search import extrapolated
 from autoparallel.planner.arranged.chunks import chunked, plan, priced
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate import Evaluator, evaluate
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.schedules import build_schedule
@@ -177,4 +175,4 @@ def test_what_fits_is_recomputed_no_more_than_it_must_be() -> None:
 
 def cut(base: Plan) -> Plan:
     looped = chunked(base, *deep(), "interleaved", 2)
-    return priced(looped, *deep(), rules=rules, basis=DEFAULT)
+    return priced(looped, Evaluator(*deep()))

@@ -10,7 +10,7 @@ from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.evaluate import Evaluation, evaluate
+from autoparallel.planner.evaluate import Evaluation, Evaluator, evaluate
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.intra_op.assembly import Assembly, Setting
@@ -18,6 +18,8 @@ from autoparallel.planner.intra_op.ilp import cost, memory_bytes
 from autoparallel.planner.intra_op.intra_op import StageAnswer
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.asked import Asked
+from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.ladder import Rung, rungs
 from autoparallel.planner.pricing.prices import Prices
@@ -125,3 +127,39 @@ def test_a_plan_of_another_model_is_refused() -> None:
     stripped = replace(found, stages=(replace(found.stages[0], layouts={}),))
     with pytest.raises(PlanError, match="no layout"):
         evaluate(graph, blocks, stripped, found.cluster)
+
+
+def random_pipeline(seed: int) -> tuple[Graph, Blocks, Plan]:
+    """A plan of two stages of random layouts, every block recomputed in a way of its own."""
+    rng = random.Random(seed)
+    graph, blocks = mlp(6) if seed % 2 else random_graph(seed, 5, num_blocks=4)
+    found, _, _ = random_stage(graph, blocks, MESHES[seed % 3], rng)
+    stage, half = found.stages[0], len(blocks.blocks) // 2
+    decided = tuple(
+        replace(block, recompute=rng.choice(("none", "selective", "full")))
+        for block in stage.blocks
+    )
+    size = stage.mesh.size
+    stages = (
+        replace(stage, blocks=decided[:half]),
+        replace(stage, blocks=decided[half:], devices=tuple(range(size, 2 * size))),
+    )
+    return graph, blocks, replace(found, schedule=rng.choice(("1f1b", "zb-h1")), stages=stages)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_that_are_walked_once_cost_what_each_costs_alone(seed: int) -> None:
+    """One that records its questions walks every block; one evaluator has many plans."""
+    graph, blocks, first = random_pipeline(seed)
+    shared = Evaluator(graph, blocks)
+    bare = replace(first.stages[1], blocks=tuple(
+        replace(block, recompute="none") for block in first.stages[1].blocks
+    ))  # fmt: skip
+    for each in (first, replace(first, stages=(first.stages[0], bare)), first):
+        alone = evaluate(graph, blocks, each, cluster(8), basis=Basis(asked=Asked()))
+        found = shared.evaluation(each, cluster(8))
+        assert found.step_seconds == pytest.approx(alone.step_seconds, rel=1e-12)
+        assert found.peak_memory_bytes == alone.peak_memory_bytes
+        for mine, own in zip(found.stages, alone.stages, strict=True):
+            assert mine.memory_bytes == own.memory_bytes
+            assert mine.seconds == pytest.approx(own.seconds, rel=1e-12)

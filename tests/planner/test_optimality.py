@@ -14,7 +14,8 @@ from random_cases import Case, random_case
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.search.search import WORTH_IT, plan
+from autoparallel.planner.search.candidates import WORTH_IT
+from autoparallel.planner.search.search import plan
 from autoparallel.planner.strategy import NodeLayout
 
 NUM_CASES = 200

@@ -1,0 +1,212 @@
+"""What one block costs on a stage, walked node by node.
+
+In: a block, the layouts of its nodes and of what it takes from elsewhere, how it is recomputed,
+unit prices. Out: its seconds, bytes, and the layouts in which it receives values. Every value is
+converted once per block and target, as the runtime does; nothing is taken from the solvers'
+tables but the unit prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..cost_model.cluster import Link
+from .block_forms import Reads
+from .graph import Graph, Node, Ref
+from .intra_op.assembly import GATHERED_BLOCKS
+from .layout import INVARIANT, Layout, conversion_steps
+from .plan import Recompute
+from .pricing.choices import inner_collectives, input_specs
+from .pricing.prices import Prices, Seconds, StateBytes, boundary_layout
+from .pricing.recompute import is_kept, kept_parts
+from .pricing.saved import Part, saved_parts, working_bytes
+from .pricing.slice_costs import carried_bytes, is_attention
+from .pricing.weight_backward import late_parts, late_seconds
+from .strategy import NodeLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all blocks of a stage have in common; ``link`` is from the stage before."""
+
+    graph: Graph
+    prices: Prices
+    zero: int
+    link: Link
+    slices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """Of a block's nodes, and of what it takes from elsewhere as in ``Reads``.
+
+    Of values those in which the stage has them, None of those that it has to receive yet; of
+    leaves those in which they are held, None where that is nowhere said.
+    """
+
+    nodes: tuple[NodeLayout, ...]
+    values: tuple[Layout | None, ...]
+    leaves: tuple[NodeLayout | None, ...]
+    parameters: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Seconds of a block and of the parameters that it alone uses; bytes on a rank.
+
+    ``late_bytes`` are kept for the gradients of weights, ``gathered_bytes`` are whole parameters
+    and what the backward makes again; ``values``: the layouts of its ``Reads.values``.
+    """
+
+    seconds: Seconds
+    receive_seconds: tuple[float, float]
+    late_seconds: float
+    states: StateBytes
+    kept_bytes: float
+    late_bytes: float
+    working_bytes: float
+    gathered_bytes: float
+    values: tuple[Layout, ...]
+
+
+def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: Setting) -> BlockCost:
+    """A block under ``layouts``, recomputed by ``mode``."""
+    return _BlockWalk(reads, layouts, mode, setting).cost()
+
+
+@dataclass
+class _BlockWalk:
+    reads: Reads
+    layouts: Layouts
+    mode: Recompute
+    setting: Setting
+    seconds: Seconds = field(default_factory=Seconds)
+    receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    kept_bytes: float = 0.0
+    late_seconds: float = 0.0
+    working_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.graph, self.prices = self.setting.graph, self.setting.prices
+        values = zip(self.reads.values, self.layouts.values, strict=True)
+        self.made = {ref: layout for ref, layout in values if layout is not None}
+        self.parameters = dict(zip(self.reads.parameters, self.layouts.parameters, strict=True))
+        self.leaves = dict(zip(self.reads.leaves, self.layouts.leaves, strict=True))
+
+    def cost(self) -> BlockCost:
+        again_bytes, late = self._block()
+        states = [
+            self.prices.parameter(self.graph[name].spec, held, self.setting.zero)
+            for (name, held), shared in zip(self.parameters.items(), self.reads.shared, strict=True)
+            if not shared
+        ]
+        if self.reads.block.parameters:
+            self._add(self.prices.block_sync(self.setting.zero))
+        for seconds, _ in states:
+            self._add(seconds)
+        total = StateBytes(*map(sum, zip(*(own for _, own in states), strict=True)))
+        return BlockCost(
+            self.seconds,
+            (self.receive[0], self.receive[1]),
+            self.late_seconds,
+            total,
+            self.kept_bytes,
+            late,
+            self.working_bytes,
+            GATHERED_BLOCKS * total.gathered + again_bytes,
+            tuple(self.made[ref] for ref in self.reads.values),
+        )
+
+    def _add(self, seconds: Seconds) -> None:
+        self.seconds = self.seconds.plus(seconds)
+
+    def _block(self) -> tuple[float, float]:
+        """Walks the nodes; the bytes that the backward makes again, and keeps for weights."""
+        graph, prices, mode = self.graph, self.prices, self.mode
+        wanted: dict[tuple[Ref, Layout], None] = {}
+        parts: dict[Part, None] = {}
+        selected: dict[Part, None] = {}
+        late: dict[Part, None] = {}
+        for name, layout in zip(self.reads.block.nodes, self.layouts.nodes, strict=True):
+            node = graph[name]
+            self._op(node, layout)
+            self.kept_bytes += carried_bytes(
+                node, self._pair_bytes(node, layout), self.setting.slices, again=mode == "full"
+            )
+            for ref, target in zip(node.inputs, layout.inputs, strict=True):
+                self._receive(ref, target)
+                wanted[ref, target] = None
+            for index, made in enumerate(layout.outputs):
+                self.made[Ref(name, index)] = made
+            parts.update(dict.fromkeys(saved_parts(node, layout, graph, prices)))
+            if mode == "selective":
+                selected.update(dict.fromkeys(kept_parts(node, layout, graph, prices)))
+            late.update(dict.fromkeys(late_parts(node, layout, graph, prices)))
+            self.late_seconds += late_seconds(node, layout, graph, prices)
+            size = working_bytes(node, layout, graph, prices)
+            self.working_bytes = max(self.working_bytes, size)
+        self._meet()
+        for ref, target in wanted:
+            self._convert(ref, target)
+        if mode == "none":
+            self.kept_bytes += _total(parts)
+            return 0.0, _total(late)
+        inputs = sum(
+            prices.local_bytes(graph.spec(ref), self.made[ref]) for ref in self.reads.values
+        )
+        self.kept_bytes += inputs + _total(selected)
+        return _total(part for part in parts if part not in selected), _total(late)
+
+    def _meet(self) -> None:
+        """Ends a block where both device and host are done with it; see ``StageCost``."""
+        own = self.seconds
+        self.seconds = own._replace(
+            forward_issue=max(own.forward_compute, own.forward_issue),
+            backward_issue=max(own.backward_compute, own.backward_issue),
+        )
+
+    def _op(self, node: Node, layout: NodeLayout) -> None:
+        inner = inner_collectives(node, self.graph, self.prices, layout)
+        own = self.prices.op(node, input_specs(node, self.graph), layout, inner)
+        self._add(own)
+        if self.mode == "none":
+            return
+        self._add(Seconds(backward_communication=own.forward_communication))
+        if self.mode == "full" or not is_kept(node):
+            again = Seconds(backward_compute=own.forward_compute, backward_issue=own.forward_issue)
+            self._add(again)
+
+    def _receive(self, ref: Ref, target: Layout) -> None:
+        """Takes a value of an earlier stage, as its first use wants it."""
+        if ref in self.made or self.graph[ref.name].kind != "op":
+            return
+        layout = boundary_layout(target)
+        self.made[ref] = layout
+        forward, backward = self.prices.transfer(self.graph.spec(ref), layout, self.setting.link)
+        self.receive[0] += forward
+        self.receive[1] += backward
+
+    def _convert(self, ref: Ref, target: Layout) -> None:
+        node = self.graph[ref.name]
+        if node.kind in ("input", "constant", "buffer"):
+            held = self.leaves[ref.name]
+            source = held.outputs[ref.index] if held else (INVARIANT,) * len(target)
+            if not any(step.collectives[0] for step in conversion_steps(source, target)):
+                return
+        else:
+            source = self.parameters[ref.name] if node.kind == "parameter" else self.made[ref]
+        forward, backward = self.prices.conversion(self.graph.spec(ref), source, target)
+        twice = forward if self.mode != "none" else 0.0
+        self._add(Seconds(forward_communication=forward, backward_communication=backward + twice))
+
+    def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
+        """The keys and values that an attention reads on a rank."""
+        if not self.setting.slices or not is_attention(node):
+            return 0
+        pair = zip(node.inputs[1:3], layout.inputs[1:3], strict=True)
+        return sum(self.prices.local_bytes(self.graph.spec(ref), held) for ref, held in pair)
+
+
+def _total(parts: Iterable[Part]) -> float:
+    return float(sum(size for _, size in parts))

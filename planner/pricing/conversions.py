@@ -1,0 +1,147 @@
+"""Conversions between lists of layouts, all at once.
+
+In: a tensor's spec, two lists of layouts, prices. Out: seconds forward and backward from each
+layout of the one to each of the other, what ``Prices.conversion`` says of every pair.
+
+Which collectives a change of layout takes depends on the two layouts alone, so it is looked
+up once per pair of layouts for all tensors and meshes of as many axes. A price is asked once
+per tensor, kind of collective, axis and which other axes split the tensor meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import TensorSpec
+from ..layout import Layout, conversion_steps
+from .prices import CONVERSION_SECONDS, Prices, held_layout
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Sent = tuple[str, int, tuple[int, ...]]
+"""A collective: its kind, its axis, the other axes that split the tensor."""
+
+_Steps = tuple[tuple[int, int], ...]
+"""Of each step the numbers of its collectives forward and backward; 0 is none."""
+
+
+@dataclass
+class Changes:
+    """Every pair of layouts that was asked for, on meshes of as many axes.
+
+    ``pairs[source, target]`` numbers a pair of layouts, -1 where nobody asked; ``there`` and
+    ``back`` hold a pair's collectives ``[step, pair]``, ``steps`` how many steps it has.
+    """
+
+    sent: dict[Sent, int] = field(default_factory=dict)
+    numbers: dict[Layout, int] = field(default_factory=dict)
+    layouts: list[Layout] = field(default_factory=list)
+    pairs: Ints = field(default_factory=lambda: np.full((0, 0), -1))
+    there: Ints = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    back: Ints = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    steps: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _found: list[_Steps] = field(default_factory=list)
+
+    def number(self, layouts: Sequence[Layout]) -> Ints:
+        """The numbers of layouts."""
+        for layout in layouts:
+            if layout not in self.numbers:
+                self.numbers[layout] = len(self.layouts)
+                self.layouts.append(layout)
+        return np.array([self.numbers[layout] for layout in layouts], dtype=np.int64)
+
+    def between(self, sources: Ints, targets: Ints) -> Ints:
+        """``[source, target]``: the numbers of the pairs."""
+        missing = len(self.layouts) - len(self.pairs)
+        if missing:
+            self.pairs = np.pad(self.pairs, (0, missing), constant_values=-1)
+        found = self.pairs[sources[:, None], targets[None, :]]
+        if (found < 0).any():
+            for row, column in zip(*np.nonzero(found < 0), strict=True):
+                self._add(int(sources[row]), int(targets[column]))
+            self._stack()
+            found = self.pairs[sources[:, None], targets[None, :]]
+        return found
+
+    def _add(self, source: int, target: int) -> None:
+        if self.pairs[source, target] < 0:
+            self.pairs[source, target] = len(self._found)
+            self._found.append(self._steps(self.layouts[source], self.layouts[target]))
+
+    def _steps(self, source: Layout, target: Layout) -> _Steps:
+        current, found = list(source), []
+        for step in conversion_steps(source, target):
+            others = tuple(
+                axis
+                for axis, placement in enumerate(current)
+                if axis != step.axis and placement.is_shard
+            )
+            there, back = (
+                0 if kind is None else self._sent((kind, step.axis, others))
+                for kind in step.collectives
+            )
+            found.append((there, back))
+            current[step.axis] = step.target
+        return tuple(found)
+
+    def _sent(self, sent: Sent) -> int:
+        return self.sent.setdefault(sent, len(self.sent) + 1)
+
+    def _stack(self) -> None:
+        self.steps = np.array([len(each) for each in self._found])
+        self.there, self.back = (
+            np.zeros((max(self.steps.max(), 1), len(self._found)), dtype=np.int64) for _ in range(2)
+        )
+        for pair, steps in enumerate(self._found):
+            for number, (there, back) in enumerate(steps):
+                self.there[number, pair], self.back[number, pair] = there, back
+
+
+def changes_of(prices: Prices) -> Changes:
+    """The pairs of layouts on meshes of as many axes as this."""
+    key = ("changes", len(prices.mesh.shape))
+    found: Changes = prices.cache.setdefault(key, Changes())
+    return found
+
+
+def conversion_seconds(
+    prices: Prices, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
+) -> tuple[Floats, Floats]:
+    """Seconds forward and backward, ``[source, target]``."""
+    if not spec.requires_grad:
+        sources, targets = [held_layout(e) for e in sources], [held_layout(e) for e in targets]
+    changes = changes_of(prices)
+    pairs = changes.between(changes.number(sources), changes.number(targets))
+    there, back = changes.there[:, pairs], changes.back[:, pairs]
+    if not spec.requires_grad:
+        back = np.zeros_like(back)
+    seconds = _seconds(prices, spec, changes, np.union1d(there, back))
+    forward, backward = np.zeros(pairs.shape), np.zeros(pairs.shape)
+    local = CONVERSION_SECONDS * prices.has_spec
+    for number, (own, own_back) in enumerate(zip(there, back, strict=True)):
+        forward += (changes.steps[pairs] > number) * local
+        forward += seconds[own]
+        backward += seconds[own_back]
+    return forward, backward
+
+
+def _seconds(prices: Prices, spec: TensorSpec, changes: Changes, used: Ints) -> Floats:
+    """Seconds of the collectives that are used, by number."""
+    found = np.zeros(len(changes.sent) + 1)
+    every: list[Any] = [None, *changes.sent]
+    sizes = prices.mesh.shape
+    for number in used.tolist():
+        if number:
+            kind, axis, others = every[number]
+            num_bytes = spec.num_bytes // prod(sizes[other] for other in others)
+            if kind == "all_to_all":
+                num_bytes //= sizes[axis]
+            found[number] = prices.collective(kind, num_bytes, axis)
+    return found

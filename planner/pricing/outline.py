@@ -1,0 +1,313 @@
+"""The decisions of a kind of block before they are priced: what each may be, as numbers.
+
+In: a block, the graph, a mesh and what its axes are for. Out: an ``Outline``: for each decision
+its members and candidates (the layouts of its members), which way of each node and which holding
+of each parameter a candidate is, and which candidates look alike to others. It depends on
+prices in nothing, so one serves every mesh and number of rows with the same ``structure_key``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import Block, Graph, Node, Ref
+from ..layout import Layout
+from ..requests.pins import breaks
+from ..strategy import NodeLayout
+from .choices import Restriction, Way, held_for, held_layouts, ways
+from .prices import Prices
+from .recompute import is_kept
+from .same import is_light
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice of a decision: the layouts of its members."""
+
+    layouts: Mapping[str, NodeLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A decision that is not priced yet. ``members`` are op nodes in order, then parameters."""
+
+    members: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A parameter held in a layout and used in another."""
+
+    parameter: str
+    held: Layout
+    wanted: Layout
+
+
+@dataclass(frozen=True)
+class Outline:
+    """All decisions of a kind; candidates are numbered through, ``[candidate]``.
+
+    ``computes`` are the distinct computations, a node with layouts that split alike;
+    ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
+    ``rounds`` hold the first, second, … op of each decision as a way, ``kept_rounds`` those
+    that selective recomputation keeps, ``held_rounds`` its parameters as holdings; one past the
+    last stands for none. ``alike`` are candidates of a decision that look the same to others,
+    ``[group, member]``, those of one size together. ``broken`` counts pins.
+    """
+
+    decisions: tuple[Candidates, ...]
+    computes: tuple[tuple[str, NodeLayout], ...]
+    computes_as: Ints
+    inner: tuple[tuple[int, str, Way], ...]
+    rounds: tuple[Ints, ...]
+    kept_rounds: tuple[Ints, ...]
+    holdings: tuple[Holding, ...]
+    held_rounds: tuple[Ints, ...]
+    alike: tuple[Ints, ...]
+    broken: Ints
+    pruned: dict[bytes, tuple[Candidates, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where each decision's candidates end."""
+        found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
+        return found
+
+    def kept(self, rows: Ints) -> tuple[Candidates, ...]:
+        """The decisions with some of their candidates, the same objects for the same rows."""
+        key = rows.tobytes()
+        if key not in self.pruned:
+            starts = [0, *self.bounds[:-1]]
+            self.pruned[key] = tuple(
+                Candidates(each.members, tuple(each.choices[row - start] for row in own.tolist()))
+                for each, start, own in zip(self.decisions, starts, self.split(rows), strict=True)
+            )
+        return self.pruned[key]
+
+    def split(self, rows: Ints) -> list[Ints]:
+        """Numbers of candidates, ascending, by decision."""
+        return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
+
+
+def outline(
+    block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
+) -> Outline:
+    """The decisions of a block, in order of their first nodes."""
+    making = _Making(graph, prices, restriction)
+    for draft in drafts(block, graph, prices, restriction, merge=merge):
+        making.add(draft)
+    return making.outline()
+
+
+@dataclass(slots=True)
+class _Draft:
+    members: list[str]
+    options: list[dict[str, Way]]
+
+
+def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
+    """Whether a parameter is used by this node alone, and once."""
+    return (
+        graph[ref.name].kind == "parameter"
+        and graph.users[ref.name] == (node.name,)
+        and sum(other.name == ref.name for other in node.inputs) == 1
+    )
+
+
+def drafts(
+    block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool
+) -> list[_Draft]:
+    """The op nodes that are decided together, with every way of each."""
+    found: list[_Draft] = []
+    home: dict[str, int] = {}
+    own = [
+        name
+        for name in block.nodes
+        for ref in graph[name].inputs
+        if is_own_parameter(ref, graph[name], graph)
+    ]
+    for name in block.nodes:
+        node = graph[name]
+        options = ways(node, graph, prices, restriction)
+        leader = _followed(node, graph, home, prices) if merge and name not in own else None
+        if leader is not None and _follow(found[leader], node, options, home, leader):
+            continue
+        home[name] = len(found)
+        found.append(_Draft([name], [{name: way} for way in options]))
+    return found
+
+
+def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices) -> int | None:
+    """The decision that a node may follow, if it is a view and reads one decision only."""
+    read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
+    if not read or any(ref.name not in home or not _read_once(ref, graph) for ref in read):
+        return None
+    leaders = {home[ref.name] for ref in read}
+    if len(leaders) != 1 or not is_light(node, graph, prices):
+        return None
+    return leaders.pop()
+
+
+def _read_once(ref: Ref, graph: Graph) -> bool:
+    """Whether one node reads a value; others might share a conversion that comes before it."""
+    return sum(ref in graph[user].inputs for user in graph.users[ref.name]) == 1
+
+
+def _follow(
+    draft: _Draft, node: Node, options: Sequence[Way], home: dict[str, int], leader: int
+) -> bool:
+    """Adds a node to a decision if every choice of it has a way to go on."""
+    extended: list[dict[str, Way]] = []
+    refs = node.inputs
+    for option in draft.options:
+        matching = [
+            way
+            for way in options
+            if all(
+                home.get(ref.name) != leader or option[ref.name].layout.outputs[ref.index] == layout
+                for ref, layout in zip(refs, way.layout.inputs, strict=True)
+            )
+        ]
+        if not matching:
+            return False
+        extended += [{**option, node.name: way} for way in matching]
+    if len(extended) > 2 * len(draft.options) + 8:
+        return False
+    home[node.name] = leader
+    draft.members.append(node.name)
+    draft.options = extended
+    return True
+
+
+@dataclass
+class _Making:
+    """An outline as it is made, decision by decision."""
+
+    graph: Graph
+    prices: Prices
+    restriction: Restriction
+    decisions: list[Candidates] = field(default_factory=list)
+    computes: dict[object, int] = field(default_factory=dict)
+    first: list[tuple[str, NodeLayout]] = field(default_factory=list)
+    way_numbers: dict[int, int] = field(default_factory=dict)
+    computes_as: list[int] = field(default_factory=list)
+    inner: list[tuple[int, str, Way]] = field(default_factory=list)
+    holdings: dict[Holding, int] = field(default_factory=dict)
+    rows: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list)
+    alike: list[list[int]] = field(default_factory=list)
+    broken: list[int] = field(default_factory=list)
+
+    def add(self, draft: _Draft) -> None:
+        graph = self.graph
+        parameters = [
+            (name, position, ref)
+            for name in draft.members
+            for position, ref in enumerate(graph[name].inputs)
+            if is_own_parameter(ref, graph[name], graph)
+        ]
+        layouts = {
+            ref.name: held_layouts(graph[ref.name], self.prices, self.restriction)
+            for _, _, ref in parameters
+        }
+        choices: list[Choice] = []
+        for option in draft.options:
+            partial: list[tuple[dict[str, NodeLayout], list[int]]] = [
+                ({name: way.layout for name, way in option.items()}, [])
+            ]
+            for name, position, ref in parameters:
+                wanted = option[name].layout.inputs[position]
+                partial = [
+                    ({**own, ref.name: NodeLayout((), (held,))},
+                     [*numbers, self._holding(Holding(ref.name, held, wanted))])
+                    for own, numbers in partial
+                    for held in held_for(wanted, layouts[ref.name])
+                ]  # fmt: skip
+            ops = [self._way(name, way) for name, way in option.items()]
+            kept = [self._way(name, way) for name, way in option.items() if is_kept(graph[name])]
+            for own, numbers in partial:
+                choices.append(Choice(own))
+                self.rows.append((ops, kept, numbers))
+                self.broken.append(self._broken(own))
+        members = (*draft.members, *(ref.name for _, _, ref in parameters))
+        self._compare(members, choices)
+        self.decisions.append(Candidates(members, tuple(choices)))
+
+    def _way(self, name: str, way: Way) -> int:
+        """The number of a way; ways that split alike compute the same."""
+        number = self.way_numbers.get(id(way))
+        if number is None:
+            number = self.way_numbers[id(way)] = len(self.computes_as)
+            split = tuple(
+                tuple(each.dim if each.is_shard else None for each in layout)
+                for layout in (*way.layout.inputs, *way.layout.outputs)
+            )
+            as_number = self.computes.setdefault((name, split), len(self.first))
+            if as_number == len(self.first):
+                self.first.append((name, way.layout))
+            self.computes_as.append(as_number)
+            if way.num_inner:
+                self.inner.append((number, name, way))
+        return number
+
+    def _holding(self, holding: Holding) -> int:
+        return self.holdings.setdefault(holding, len(self.holdings))
+
+    def _broken(self, layouts: Mapping[str, NodeLayout]) -> int:
+        pins = self.restriction.pins
+        return sum(
+            breaks(layout.outputs[0], pins[name], self.prices.mesh)
+            for name, layout in layouts.items()
+            if name in pins
+        )
+
+    def _compare(self, members: Sequence[str], choices: Sequence[Choice]) -> None:
+        """Notes which candidates of a decision look alike from outside."""
+        start, groups = len(self.rows) - len(choices), dict[object, list[int]]()
+        exposed = _exposed(members, self.graph)
+        for number, choice in enumerate(choices, start):
+            own = [choice.layouts[name] for name in exposed]
+            key = tuple((layout.inputs, layout.outputs) for layout in own)
+            groups.setdefault(key, []).append(number)
+        self.alike += [group for group in groups.values() if len(group) > 1]
+
+    def outline(self) -> Outline:
+        sizes = sorted({len(group) for group in self.alike})
+        ops, kept, held = zip(*self.rows, strict=True)
+        return Outline(
+            tuple(self.decisions),
+            tuple(self.first),
+            np.array(self.computes_as),
+            tuple(self.inner),
+            _rounds(ops, len(self.computes_as)),
+            _rounds(kept, len(self.computes_as)),
+            tuple(self.holdings),
+            _rounds(held, len(self.holdings)),
+            tuple(np.array([g for g in self.alike if len(g) == size]) for size in sizes),
+            np.array(self.broken),
+        )
+
+
+def _rounds(rows: Sequence[Sequence[int]], none: int) -> tuple[Ints, ...]:
+    """Rows of different lengths as columns, filled up with ``none``."""
+    return tuple(np.array(column) for column in zip_longest(*rows, fillvalue=none))
+
+
+def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
+    """The members whose layouts others see: they are read outside, read from outside."""
+    inside = set(members)
+    found = []
+    for name in members:
+        node = graph[name]
+        read_outside = any(user not in inside for user in graph.users[name])
+        reads_outside = any(ref.name not in inside for ref in node.inputs)
+        if read_outside or reads_outside or name == graph.loss.name:
+            found.append(name)
+    return tuple(found)

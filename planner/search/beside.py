@@ -1,0 +1,159 @@
+"""A process beside this one that searches a part of the micro-batch sizes.
+
+In: a job, functions of it and of some sizes. Out: what they return, of a part of the sizes in a
+process that was forked from this one and keeps its tables from one call to the next. What comes
+back is small (pipelines and bounds). The parts are the same whether there is a process or not,
+and no part knows what was found in another, so the answers are too. Where no process can be had,
+or it is lost, its part is done here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from ..errors import AutoparallelError
+from .job import Job
+
+Rows = tuple[int, ...]
+Found = TypeVar("Found")
+
+PARTS = 2
+"""Into which the micro-batch sizes of a large space are shared out."""
+
+LATE_SECONDS = 5.0
+"""How long after the time limit an answer is waited for."""
+
+
+class LostError(Exception):
+    """A process ended, failed, or did not answer in time; caught inside the search."""
+
+
+@dataclass
+class Beside:
+    """A process with a copy of the job; one call at a time."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    @staticmethod
+    def start(job: Job) -> Beside | None:
+        """Forks; None where that cannot be."""
+        if sys.platform != "linux":
+            return None
+        context = multiprocessing.get_context("fork")
+        own, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(job, theirs, own), daemon=True)
+        try:
+            process.start()
+        except (OSError, AssertionError):  # no more processes; daemons may have none
+            return None
+        finally:
+            theirs.close()
+        return Beside(process, own)
+
+    def ask(self, function: Callable[..., Any], *args: object) -> None:
+        """Has ``function(job, *args)`` called. Raises ``LostError``."""
+        try:
+            self.pipe.send((function, args))
+        except OSError as error:
+            raise LostError from error
+
+    def answer(self, job: Job) -> Any:
+        """What was returned, until shortly after the time limit; ``job`` gets what it took.
+
+        Raises ``LostError``.
+        """
+        began = time.perf_counter()
+        try:
+            if not self.pipe.poll(max(0.0, job.effort.left_seconds) + LATE_SECONDS):
+                raise LostError
+            answer = self.pipe.recv()
+        except (OSError, EOFError) as error:
+            raise LostError from error
+        finally:
+            job.took("waiting", time.perf_counter() - began)
+        if answer is None:
+            raise LostError
+        found, num_problems = answer
+        job.effort.num_problems += num_problems
+        return found
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(job: Job, pipe: Connection, other: Connection) -> None:
+    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    other.close()
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        before = job.effort.num_problems
+        try:
+            found = function(job, *args)
+        except AutoparallelError:
+            pipe.send(None)
+        else:
+            pipe.send((found, job.effort.num_problems - before))
+
+
+@dataclass
+class Company:
+    """The parts of the micro-batch sizes, and the process that has the last of them, if any."""
+
+    job: Job
+    parts: tuple[Rows, ...]
+    beside: Beside | None = None
+
+    @staticmethod
+    def of(job: Job, rows: Rows, *, is_large: bool) -> Company:
+        """Shares the sizes out in turns; of a small space all are one part."""
+        number = min(PARTS, len(rows)) if is_large else 1
+        parts = tuple(rows[at::number] for at in range(number))
+        beside = Beside.start(job) if number > 1 and job.request.processes > 1 else None
+        return Company(job, parts, beside)
+
+    def over(
+        self,
+        function: Callable[..., Found],
+        *args: object,
+        first: Callable[[Rows], Found] | None = None,
+    ) -> list[Found]:
+        """``function(job, rows, *args)`` of each part; of the first ``first(rows)``."""
+        *own, last = self.parts
+        try:
+            if self.beside is not None:
+                self.beside.ask(function, last, *args)
+        except LostError:
+            self.end()
+        found = [
+            function(self.job, rows, *args) if at or first is None else first(rows)
+            for at, rows in enumerate(own if self.beside is not None else self.parts)
+        ]
+        try:
+            if self.beside is not None:
+                found.append(self.beside.answer(self.job))
+        except LostError:
+            self.end()
+            found.append(function(self.job, last, *args))
+        return found
+
+    def end(self) -> None:
+        """Ends the process."""
+        if self.beside is not None:
+            self.beside.end()
+            self.beside = None

@@ -1,0 +1,218 @@
+"""What one stage of a plan costs, block by block: the check on everything that solvers say.
+
+In: the graph with its blocks by form, a plan, a stage's unit prices. Out: the stage's cost. Blocks
+of one form that are given equal layouts are walked once (``block_walk``); so are those of other
+stages and other plans of the same graph, as what was found of them is kept in ``Walked``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cost_model.cluster import Cluster
+from ..cost_model.memory import reserve_bytes
+from .arranged.asynchronous import version_bytes
+from .block_forms import BlockForms, Reads
+from .block_walk import BlockCost, Layouts, Setting, block_cost
+from .errors import PlanError
+from .graph import Block, Blocks, Graph, Ref
+from .layout import INVARIANT, Layout
+from .plan import Plan, Recompute
+from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
+from .pricing.stage_cost import StageCost
+from .pricing.structure import Structure
+from .schedules.held import Halves, held_bytes, splits
+from .strategy import NodeLayout
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What the blocks of a graph at one batch size cost, by all that it follows from.
+
+    ``layouts`` has each layout that was met, so that keys can hold their numbers.
+    """
+
+    forms: BlockForms
+    costs: dict[Any, dict[Any, BlockCost]] = field(default_factory=dict)
+    layouts: list[NodeLayout] = field(default_factory=list)
+    _numbers: dict[NodeLayout, int] = field(default_factory=dict)
+    _of_object: dict[int, tuple[NodeLayout, int]] = field(default_factory=dict)
+    _caches: dict[int, tuple[Cluster, dict[Any, Any]]] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.forms.graph
+
+    def cache(self, cluster: Cluster) -> dict[Any, Any]:
+        """The cache of unit prices on a cluster."""
+        if id(cluster) not in self._caches:
+            known = {"storage": self.forms.storages, "of parameters": self.forms.of_parameters}
+            self._caches[id(cluster)] = cluster, known  # it lives as long as its id is used
+        return self._caches[id(cluster)][1]
+
+    def number(self, layout: NodeLayout) -> int:
+        """The number of a layout, the same for equal ones."""
+        found = self._of_object.get(id(layout))
+        if found is None:
+            number = self._numbers.setdefault(layout, len(self.layouts))
+            if number == len(self.layouts):
+                self.layouts.append(layout)
+            found = self._of_object[id(layout)] = layout, number  # it lives as long as its id
+        return found[1]
+
+    def of_setting(self, setting: Setting) -> dict[Any, BlockCost]:
+        """The costs of blocks under this setting."""
+        prices = setting.prices
+        key = (
+            prices.mesh, prices.groups, prices.speed, prices.precision, prices.optimizer,
+            prices.profile, prices.only, setting.graph.batch_size, setting.zero, setting.slices,
+            setting.link, prices.cluster.joins_hosts(setting.link),
+        )  # fmt: skip
+        return self.costs.setdefault(key, {})
+
+
+def walked_none(graph: Graph, blocks: Blocks, rules: Rules) -> Walked:
+    """Of a graph of which nothing is known yet."""
+    return Walked(BlockForms(Structure(graph, blocks), rules.storage_of(graph)))
+
+
+@dataclass
+class StageWalk:
+    """One stage, whose blocks begin at ``start``. ``held``: see ``schedules.held``."""
+
+    walked: Walked
+    graph: Graph
+    plan: Plan
+    index: int
+    prices: Prices
+    start: int
+    held: Halves
+    made: dict[Ref, Layout] = field(default_factory=dict)
+    shared: dict[str, Layout] = field(default_factory=dict)
+    found: list[BlockCost] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        stage = self.plan.stages[self.index]
+        self.stage, self.stop = stage, self.start + len(stage.blocks)
+        before = self.plan.stages[self.index - 1].devices[-1]
+        link = self.prices.cluster.link(before, stage.devices[0])
+        self.setting = Setting(self.graph, self.prices, stage.zero, link, self.plan.slices)
+        self.costs = self.walked.of_setting(self.setting)
+        number = self.walked.number
+        self.numbers = {name: number(layout) for name, layout in stage.layouts.items()}
+        self._of_kind: dict[str, tuple[int, ...]] = {}
+
+    def cost(self) -> StageCost:
+        """The cost of the whole stage."""
+        reads = self.walked.forms.reads[self.start : self.stop]
+        for own, decided in zip(reads, self.stage.blocks, strict=True):
+            self.found.append(self._block(own, decided.recompute))
+        seconds, states = self._ends(), StateBytes()
+        for each in self.found:
+            seconds = seconds.plus(each.seconds)
+            states = StateBytes(*(a + b for a, b in zip(states, each.states, strict=True)))
+        for name, held in self.shared.items():
+            own_seconds, own_bytes = self.prices.parameter(
+                self.graph[name].spec, held, self.stage.zero
+            )
+            seconds = seconds.plus(own_seconds)
+            states = StateBytes(*(a + b for a, b in zip(states, own_bytes, strict=True)))
+        kept = float(sum(each.kept_bytes for each in self.found))
+        late = sum(each.late_seconds for each in self.found)
+        return StageCost(
+            seconds,
+            (
+                sum(each.receive_seconds[0] for each in self.found),
+                sum(each.receive_seconds[1] for each in self.found),
+            ),
+            self._memory(states, kept),
+            kept,
+            late if splits(self.plan.schedule) else None,
+        )
+
+    def _block(self, reads: Reads, mode: Recompute) -> BlockCost:
+        """A block's cost, with the layouts of what it receives and sends noted."""
+        nodes = self._nodes(reads.block)
+        parameters = tuple([self._number(name) for name in reads.parameters])
+        values = tuple([self.made.get(ref) for ref in reads.values])
+        leaves = tuple([self.numbers.get(name) for name in reads.leaves])
+        form = self.walked.forms.forms[self.start + len(self.found)]
+        key = form, mode, nodes, values, leaves, parameters
+        found = None if self.prices.asked else self.costs.get(key)
+        layouts = self.walked.layouts
+        if found is None:
+            of_form = reads if self.prices.asked else self.walked.forms.reads[form]
+            given = Layouts(
+                tuple(layouts[number] for number in nodes),
+                values,
+                tuple(None if number is None else layouts[number] for number in leaves),
+                tuple(layouts[number].outputs[0] for number in parameters),
+            )
+            found = self.costs[key] = block_cost(of_form, given, mode, self.setting)
+        self.made.update(zip(reads.values, found.values, strict=True))
+        for ref, place, _ in reads.sends:
+            self.made[ref] = layouts[nodes[place]].outputs[ref.index]
+        for name, number, shared in zip(reads.parameters, parameters, reads.shared, strict=True):
+            if shared:
+                self.shared[name] = layouts[number].outputs[0]
+        return found
+
+    def _number(self, name: str) -> int:
+        """That of a node's layout: under its own name, or its template's."""
+        found = self.numbers.get(name)
+        if found is None:
+            found = self.numbers.get(self.walked.forms.blocks.template.get(name, name))
+        if found is None:
+            raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
+        return found
+
+    def _nodes(self, block: Block) -> tuple[int, ...]:
+        """The numbers of the layouts of a block's nodes: most have those of their template."""
+        first = self.walked.forms.blocks.kinds[block.kind]
+        if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
+            return tuple([self._number(name) for name in block.nodes])
+        if block.kind not in self._of_kind:
+            self._of_kind[block.kind] = tuple([self._number(name) for name in first.nodes])
+        return self._of_kind[block.kind]
+
+    def _ends(self) -> Seconds:
+        """What brings sent values to the boundary and the loss to every rank."""
+        total, loss = Seconds(), self.graph.loss
+        reads, position = self.walked.forms.reads, self.walked.forms.structure.position
+        for own in reads[self.start : self.stop]:
+            for ref, _, last in own.sends:
+                if last >= self.stop:
+                    made = self.made[ref]
+                    total = total.plus(self._conversion(ref, made, boundary_layout(made)))
+        if self.start <= position[loss.name] < self.stop:
+            made = self.walked.layouts[self._number(loss.name)].outputs[loss.index]
+            target = (INVARIANT,) * len(self.stage.mesh.shape)
+            total = total.plus(self._conversion(loss, made, target))
+        return total
+
+    def _conversion(self, ref: Ref, made: Layout, target: Layout) -> Seconds:
+        forward, backward = self.prices.conversion(self.graph.spec(ref), made, target)
+        return Seconds(forward_communication=forward, backward_communication=backward)
+
+    def _memory(self, states: StateBytes, kept_bytes: float) -> Mapping[str, float]:
+        reads = self.walked.forms.reads[self.start : self.stop]
+        leaves = {name for own in reads for name in own.leaves}
+        groups = sum(size > 1 for size in self.stage.mesh.shape)
+        versions = version_bytes(self.plan, self.index, states.parameters)
+        late = sum(each.late_bytes for each in self.found)
+        gathered = max((each.gathered_bytes for each in self.found), default=0.0)
+        working = max((each.working_bytes for each in self.found), default=0.0)
+        return {
+            "parameters": states.parameters,
+            **({"versions": versions} if versions else {}),
+            "gradients": states.gradients,
+            "optimizer": states.optimizer,
+            "activations": held_bytes(self.held, kept_bytes, late),
+            "transient": gathered + working,
+            "buffers": float(
+                sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
+            ),
+            "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
+        }

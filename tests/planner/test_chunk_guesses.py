@@ -1,0 +1,63 @@
+"""The guesses of what cut pipelines take: those that are left out could not be among the best."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from small_graphs import cluster, mlp
+
+from autoparallel.planner.arranged.chunk_guesses import Guess, about, fastest, least_seconds, ways
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+from autoparallel.planner.search.report_plan import Candidate
+from autoparallel.planner.search.search import ranked
+
+BLOCKS = 8
+SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
+"""Compute and wires so slow that weights are better not copied: pipelines win."""
+
+
+@cache
+def bases() -> tuple[Candidate, ...]:
+    """Pipelines of two and four ranks, of few and many micro-batches."""
+    found: dict[object, Candidate] = {}
+    features = features_of((), (), (*SCHEDULES, *CHUNKED_SCHEDULES))
+    for ranks in (2, 4):
+        for number in (4, 8, 32):
+            forced = Forced(pp=ranks, num_microbatches=number)
+            asked = Request(32, forced=forced, features=features)
+            _, candidates = ranked(*mlp(BLOCKS, rows=32), SLOW, asked)
+            for each in candidates[:2]:
+                found.setdefault((each.rows, each.stages), each)
+    return tuple(found.values())
+
+
+@cache
+def every() -> tuple[Guess, ...]:
+    guesses = []
+    for number, way in enumerate(ways(bases(), CHUNKED_SCHEDULES, BLOCKS)):
+        try:
+            guesses.append(Guess(about(way), number, way))
+        except UsageError:
+            continue
+    return tuple(sorted(guesses))
+
+
+def test_no_guess_is_below_its_bound() -> None:
+    ratios = [least_seconds(each.way) / each.seconds for each in every()]
+    assert len(ratios) > 20
+    assert max(ratios) <= 1.0
+    assert sorted(ratios)[len(ratios) // 2] > 0.8, "a bound that is far away leaves nothing out"
+
+
+@pytest.mark.parametrize("most", [1, 3, 10])
+@pytest.mark.parametrize("place", [0, 2, 7, -1])
+def test_the_fastest_are_those_of_all(most: int, place: int) -> None:
+    """With a bar at one of the guesses, which itself is not below it."""
+    bar = every()[place].seconds
+    wanted = [each for each in every() if each.seconds < bar][:most]
+    assert fastest(bases(), CHUNKED_SCHEDULES, BLOCKS, most=most, bar=bar) == wanted
+    free = fastest(bases(), CHUNKED_SCHEDULES, BLOCKS, most=most, bar=float("inf"))
+    assert free == list(every()[:most])

@@ -1,0 +1,130 @@
+"""Decisions: what is made once for many meshes and batches is what each alone would make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from random_cases import random_case
+
+from autoparallel.planner import rules
+from autoparallel.planner.graph import Graph
+from autoparallel.planner.intra_op.intra_op import IntraOp
+from autoparallel.planner.pricing.basis import DEFAULT
+from autoparallel.planner.pricing.choices import inner_collectives, input_specs
+from autoparallel.planner.pricing.decisions import ZEROS, Decision, decide
+from autoparallel.planner.pricing.prices import Prices, Seconds
+from autoparallel.planner.pricing.recompute import is_kept
+from autoparallel.planner.search.job import Job
+from autoparallel.planner.strategy import NodeLayout
+
+SEEDS = range(8)
+
+
+def solvers(seed: int) -> Iterator[IntraOp]:
+    """Those of every submesh and batch of a random case, free and restricted: of one cache."""
+    case = random_case(seed)
+    job = Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+    batch, size = case.request.global_batch, case.cluster.num_devices
+    for rows in (rows for rows in range(1, batch + 1) if batch % rows == 0):
+        for number in range(1, size + 1):
+            for solver in job.solvers_on(rows, size - number, number):
+                yield solver
+                yield job.solver(rows, solver.model.prices.mesh, size - number, free=True)
+
+
+def alone(own: Prices) -> Prices:
+    """The same prices with a cache of their own."""
+    return Prices(own.mesh, own.cluster, own.ranks, own.precision, own.optimizer, own.rules)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mesh_has_the_decisions_that_it_has_without_the_others(seed: int) -> None:
+    for solver in solvers(seed):
+        model = solver.model
+        for block in model.structure.blocks.kinds.values():
+            given = block, model.structure.graph
+            shared = decide(*given, model.prices, model.restriction)
+            own = decide(*given, alone(model.prices), model.restriction)
+            assert [each.members for each in shared] == [each.members for each in own]
+            for one, other in zip(shared, own, strict=True):
+                assert one.choices == other.choices
+                for figures in ("seconds", "states", "kept_seconds"):
+                    assert np.array_equal(getattr(one, figures), getattr(other, figures))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_choice_costs_the_sum_of_its_members(seed: int) -> None:
+    for solver in solvers(seed):
+        model = solver.model
+        graph, prices = model.structure.graph, model.prices
+        for block in model.structure.blocks.kinds.values():
+            for decision in decide(block, graph, prices, model.restriction):
+                for number, choice in enumerate(decision.choices):
+                    for zero in ZEROS:
+                        expected = summed(decision, choice.layouts, graph, prices, zero)
+                        found = {
+                            "seconds": decision.seconds[zero, number],
+                            "states": decision.states[zero, number],
+                            "kept_seconds": decision.kept_seconds[number],
+                        }
+                        for name, figures in expected.items():
+                            assert found[name] == pytest.approx(figures, rel=1e-12, abs=1e-30)
+
+
+def summed(
+    decision: Decision, layouts: Mapping[str, NodeLayout], graph: Graph, prices: Prices, zero: int
+) -> dict[str, Any]:
+    """Seconds and bytes of a choice, member by member."""
+    seconds, states, kept = Seconds(), np.zeros(4), np.zeros(2)
+    for name in decision.members:
+        node, layout = graph[name], layouts[name]
+        if node.kind == "parameter":
+            own, held = prices.parameter(node.spec, layout.outputs[0], zero)
+            seconds, states = seconds.plus(own), states + held
+            continue
+        inner = inner_collectives(node, graph, prices, layout)
+        own = prices.op(node, input_specs(node, graph), layout, inner)
+        seconds = seconds.plus(own)
+        if is_kept(node):
+            kept += own.forward_compute, own.forward_issue
+        for ref, wanted in zip(node.inputs, layout.inputs, strict=True):
+            if ref.name in layouts and graph[ref.name].kind == "parameter":
+                source = layouts[ref.name].outputs[0]
+                forward, backward = prices.conversion(graph.spec(ref), source, wanted)
+                seconds = seconds.plus(
+                    Seconds(forward_communication=forward, backward_communication=backward)
+                )
+    return {"seconds": seconds, "states": states, "kept_seconds": kept}
+
+
+def figures(decision: Decision, number: int) -> np.ndarray:
+    own = decision.seconds[:, number].ravel(), decision.states[:, number].ravel()
+    again = decision.seconds[0, number, 0] - decision.kept_seconds[number, 0]
+    return np.array([*own[0], *own[1], again])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_choice_is_left_that_another_equals_outside_and_betters(seed: int) -> None:
+    for solver in solvers(seed):
+        model = solver.model
+        graph = model.structure.graph
+        for block in model.structure.blocks.kinds.values():
+            for decision in decide(block, graph, model.prices, model.restriction):
+                looks: dict[object, list[np.ndarray]] = {}
+                inside = set(decision.members)
+                for number, choice in enumerate(decision.choices):
+                    look = tuple(
+                        (layout.inputs, layout.outputs)
+                        for name, layout in choice.layouts.items()
+                        if name == graph.loss.name
+                        or not inside.issuperset(graph.users[name])
+                        or not inside.issuperset(ref.name for ref in graph[name].inputs)
+                    )
+                    looks.setdefault(look, []).append(figures(decision, number))
+                for same in looks.values():
+                    for at, one in enumerate(same):
+                        rest = same[:at] + same[at + 1 :]
+                        assert not any((other <= one).all() for other in rest)
