@@ -66,6 +66,8 @@ class StageBand:
     cuts: Cuts
     by_class: tuple[Floats, Floats]
     bound: float
+    _bands: dict[int, Floats] = field(default_factory=dict)
+    _asked: list[int] = field(default_factory=lambda: [0, 0])
 
     @cached_property
     def _within(self) -> NDArray[np.bool_]:
@@ -82,20 +84,26 @@ class StageBand:
         return self.cuts.width(self.most_blocks)
 
     @cached_property
-    def once(self) -> Floats:
-        return self._banded(self.by_class[0])
-
-    @cached_property
-    def slowest(self) -> Floats:
-        return self._banded(self.by_class[1])
+    def _classes(self) -> tuple[Floats, Floats]:
+        """``by_class`` within the bound, with one that is no run at the end."""
+        once, slowest = (np.where(self._within, own, np.inf) for own in self.by_class)
+        return np.append(once, np.inf), np.append(slowest, np.inf)
 
     def rows(self, cuts: Ints) -> StageRows:
         """What it takes from some cuts on."""
         return StageRows(self, cuts)
 
-    def _banded(self, seconds: Floats) -> Floats:
-        found: Floats = np.append(np.where(self._within, seconds, np.inf), np.inf)
-        return found.take(self.cuts.band[:, : self.width])
+    def taken(self, which: int, cuts: Ints) -> Floats:
+        """Rows of the band of what a stage takes once or as the slowest.
+
+        The band is made when as many rows as it has were asked for.
+        """
+        self._asked[which] += cuts.size
+        if which not in self._bands and self._asked[which] > len(self.cuts):
+            self._bands[which] = self._classes[which][self.cuts.band[:, : self.width]]
+        if which in self._bands:
+            return self._bands[which][cuts]
+        return self._classes[which][self.cuts.band[cuts, : self.width]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +115,11 @@ class StageRows:
 
     @property
     def once(self) -> Floats:
-        found: Floats = self.band.once[self.cuts]
-        return found
+        return self.band.taken(0, self.cuts)
 
     @property
     def slowest(self) -> Floats:
-        found: Floats = self.band.slowest[self.cuts]
-        return found
+        return self.band.taken(1, self.cuts)
 
 
 @dataclass

@@ -134,13 +134,17 @@ class PipelineSearch:
     seconds: Seconds
     tolerance: float = 0.0
     cutoff: float = float("inf")
+    _most: int = 0
     _bands: dict[float, Bands] = field(default_factory=dict)
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """A pass with a bound, over all numbers of stages unless only one is asked for."""
+        """A pass with a bound, over all numbers of stages that may be asked for."""
         key = (what, bound)
-        if key not in self._sweeps:
+        made = self._sweeps.get(key)
+        if made is None or (num_stages is not None and len(made.values) <= num_stages):
+            if num_stages is not None and not self.tiling.fixed:
+                num_stages = max(num_stages, self._most)
             bands = self._bands.setdefault(bound, Bands(self.cuts, self.seconds, bound))
             self._sweeps[key] = Sweep.of(self.tiling, bands, COMBINES[what], most=num_stages)
         return self._sweeps[key]
@@ -157,9 +161,27 @@ class PipelineSearch:
         """The least over all pipelines of ``inter_op_sweep.turning``."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
-    def best(self, num_stages: int) -> Pipeline | None:
-        """The least T below ``cutoff`` of so many stages, None if there is none."""
-        if self.bound(num_stages) >= self.cutoff:
+    def best_of(self, numbers: Iterable[int]) -> Pipeline | None:
+        """The least T below ``cutoff`` of any of the numbers of stages, None if there is none."""
+        best: Pipeline | None = None
+        below = self.cutoff
+        bounds = sorted((self.bound(number), number) for number in numbers)
+        for bound, number in bounds:
+            if bound >= below:
+                break
+            self._most = max(other for least, other in bounds if least < below)
+            found = self.best(number, below)
+            if found is not None and found.seconds < below:
+                best, below = found, found.seconds
+        return best
+
+    def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
+        """The least T below ``cutoff`` of so many stages, None if there is none.
+
+        What takes as long as ``below`` or longer need not be the least.
+        """
+        most = min(self.cutoff, below)
+        if self.bound(num_stages) >= most:
             return None
         top = self._within(num_stages, self.cutoff)
         assert top is not None, "the recurrence has a value"
@@ -170,11 +192,9 @@ class PipelineSearch:
             if not intervals:
                 break
             lower, low, high, least = heapq.heappop(intervals)
-            if lower >= min(best.seconds * (1 - self.tolerance), self.cutoff) or low >= high:
+            if lower >= min(best.seconds * (1 - self.tolerance), most) or low >= high:
                 break
-            middle = low if tried == 0 else (low + high) / 2
-            if tried and high <= low * (1 + HALVED):
-                middle = float(np.nextafter(high, 0.0))
+            middle = self._middle(low, high, is_first=tried == 0)
             if middle < high:
                 heapq.heappush(intervals, (least + middle, middle, high, least))
             found = self._within(num_stages, middle)
@@ -184,6 +204,15 @@ class PipelineSearch:
                 if low < high:
                     heapq.heappush(intervals, (least + low, low, high, least))
         return best if best.seconds < self.cutoff else None
+
+    def _middle(self, low: float, high: float, *, is_first: bool) -> float:
+        """Where to halve an interval of bounds: as another number of stages had it, if one did."""
+        known = [bound for what, bound in self._sweeps if what == "sum" and low < bound < high]
+        if known and not self.tiling.fixed:
+            return min(known, key=lambda bound: abs(bound - (low + high) / 2))
+        if is_first:
+            return low
+        return (low + high) / 2 if high > low * (1 + HALVED) else float(np.nextafter(high, 0.0))
 
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
         """The pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""

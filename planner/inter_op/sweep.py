@@ -153,7 +153,8 @@ class Sweep:
             return
         number = int((end - begin)[chosen].max()) + 1
         at_once = max(1, MOST_CELLS // (number * band.width))
-        for some in np.split(chosen, range(at_once, len(chosen), at_once)):
+        for first in range(0, len(chosen), at_once):
+            some = chosen[first : first + at_once]
             cuts = np.minimum(begin[some, None] + np.arange(number), len(self.bands.cuts) - 1)
             after = later.windows(moves.stops[some], cuts, band.width)
             yield some, cuts, self.combine(band.rows(cuts), after).min(axis=2)

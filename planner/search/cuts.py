@@ -57,12 +57,7 @@ class Runs:
 
     def role(self, first: bool, last: bool) -> Ints:
         """The classes of the runs that may be a first, inner or last stage."""
-        size = self.classes.num_blocks
-        starts = slice(0, 1) if first else slice(1, size)
-        stops = slice(size, size + 1) if last else slice(1, size)
-        found: Ints = np.unique(self.classes.numbers[starts, stops])
-        kept: Ints = found[found != NO_RUN]
-        return kept
+        return self.classes.roles[first, last]
 
     @cached_property
     def series_of(self) -> dict[int, tuple[Series, int]]:

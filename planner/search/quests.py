@@ -106,14 +106,7 @@ class Quest:
         """The best pipeline with stages cut at some places."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(self.tiling, cuts, self.costs.seconds, TOLERANCE, cutoff)
-        bounds = sorted((search.bound(number), number) for number in numbers)
-        best: Pipeline | None = None
-        for bound, number in bounds:
-            if bound >= (search.cutoff if best is None else best.seconds):
-                break
-            found = search.best(number)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
+        best = search.best_of(numbers)
         if best is None:
             return None
         stages = tuple(replace(s, start=at[s.start], stop=at[s.stop]) for s in best.stages)
@@ -136,6 +129,19 @@ class Quest:
             self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
         ]
         return _step_seconds(own)
+
+    def looped_seconds(self, chunks: int) -> float:
+        """About what the best pipeline takes with each of its stages cut in so many.
+
+        It waits as long for the first micro-batch as stages of that part of their size.
+        """
+        if self._best is None:
+            return float("inf")
+        stages = self._best.stages
+        own = [
+            self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
+        ]
+        return sum(once for once, _ in own) / chunks + max(slowest for _, slowest in own)
 
     def price(self, patience: float) -> Pipeline | None:
         """Prices the stages of the best pipeline while it takes no longer than ``patience``.

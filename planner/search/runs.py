@@ -36,7 +36,7 @@ FEW_READERS = 2
 NO_RUN = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Series:
     """Classes that differ in how often one block occurs; ``lengths`` ascending.
 
@@ -65,6 +65,18 @@ class RunClasses:
     def lengths(self) -> Ints:
         """How many blocks the runs of each class have."""
         return np.array([stop - start for start, stop in self.firsts], dtype=np.int64)
+
+    @cached_property
+    def roles(self) -> Mapping[tuple[bool, bool], Ints]:
+        """The classes of the runs that may be the first stage, or the last, or both or neither."""
+        size, found = self.num_blocks, {}
+        for first in (True, False):
+            for last in (True, False):
+                starts = slice(0, 1) if first else slice(1, size)
+                stops = slice(size, size + 1) if last else slice(1, size)
+                own: Ints = np.unique(self.numbers[starts, stops])
+                found[first, last] = own[own != NO_RUN]
+        return found
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
