@@ -226,7 +226,7 @@ class PlaceCosts:
             size = len(self.runs.classes.firsts)
             lower, once, slowest = (np.full(size, np.inf) for _ in range(3))
             numbers = self.runs.role(first, last)
-            series = {self.runs.series_of[number][0] for number in numbers.tolist()}
+            series = dict.fromkeys(self.runs.series_of[number][0] for number in numbers.tolist())
             for mesh in self.meshes:
                 mesh.bound(series)
                 lower[numbers] = np.minimum(lower[numbers], mesh.lower[numbers])
@@ -258,8 +258,8 @@ class PlaceCosts:
             if held <= in_flight:
                 found = np.fmax(found, exact.objective)
         for series in self.runs.classes.series:
-            if len(series.classes) > 1:
-                numbers = list(series.classes)
+            numbers = list(series.classes)
+            if len(numbers) > 1 and np.isfinite(found[numbers]).any():
                 found[numbers] = at_least(series.lengths, found[numbers], 0.0)
         more = found - np.where(np.isfinite(lower), lower, 0.0)
         more[~np.isfinite(lower)] = 0.0

@@ -9,15 +9,18 @@ import pytest
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
+from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError
 from autoparallel.planner.inter_op.pipeline_bound import least_seconds
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.step import simulate_figures
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.options import microbatch_rows, stage_numbers
 from autoparallel.planner.requests.request import SCHEDULES, Request
 from autoparallel.planner.schedules.held import splits
-from autoparallel.planner.search.bound import step_bound
+from autoparallel.planner.search.bound import spaces, step_bound
+from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.search import plan, ranked
 from autoparallel.planner.search.work_bound import work_bound
 
@@ -88,6 +91,29 @@ def test_the_bound_of_a_large_space_is_below_the_best_of_a_small_one(seed: int) 
     numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
     least = step_bound(job, rows, numbers, 10 * best, 0.0)
     assert 0 < least <= best * SAME
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_without_slow_stages_a_bound_is_the_same_up_to_theirs(seed: int) -> None:
+    """None of a form is below what its slowest stage takes: where that is more than the most, the
+    bound of the rest is too."""
+    case = random_case(seed)
+    job = Job.of(
+        case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
+    )  # fmt: skip
+    rows = microbatch_rows(case.graph, case.request, case.cluster)
+    numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
+    rng = random.Random(seed)
+    few, every = list(spaces(job, rows, numbers)), list(spaces(job, rows, numbers))
+    whole = [space.least(number, "largest") for space, number in every]
+    finite = [seconds for seconds in whole if seconds < float("inf")]
+    most = rng.choice(finite) * rng.uniform(0.8, 1.5) if finite else 1.0
+    for space, _ in few:
+        space.most_seconds = most
+    for (own, number), (other, _) in zip(few, every, strict=True):
+        for form in own.forms(number):
+            found, least = own.least(number, form), other.least(number, form)
+            assert found == least or (found >= least and found >= most)
 
 
 def test_with_no_time_left_the_bound_is_that_of_the_work() -> None:
