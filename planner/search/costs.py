@@ -88,6 +88,7 @@ class MeshCosts:
     slowest: Floats = field(init=False)
     exact: dict[int, Known] = field(default_factory=dict)
     _bounded: set[Series] = field(default_factory=set)
+    _least: dict[tuple[tuple[Series, ...], int], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = len(self.runs.classes.firsts)
@@ -141,8 +142,13 @@ class MeshCosts:
         found: Floats = least + reserve(model) - limit
         return found
 
-    def least(self, wanted: Iterable[Series], count: int) -> Floats:
+    def least(self, wanted: tuple[Series, ...], count: int) -> Floats:
         """By class at least c + r + e / ``count``, without the memory limit; 0 elsewhere."""
+        if (wanted, count) not in self._least:
+            self._least[wanted, count] = self._find_least(wanted, count)
+        return self._least[wanted, count]
+
+    def _find_least(self, wanted: Iterable[Series], count: int) -> Floats:
         found = np.zeros(len(self.runs.classes.firsts))
         runs = {
             series: [
