@@ -47,11 +47,6 @@ class Runs:
         """The cuts between all blocks."""
         return self.cuts(range(self.classes.num_blocks + 1))
 
-    @property
-    def band(self) -> Ints:
-        """``[k, j]`` the class of the blocks k to k + j; the number of classes where none."""
-        return self.every.band
-
     def cuts(self, at: Iterable[int]) -> Cuts:
         """Cuts before some blocks, the first and the end among them."""
         places = np.fromiter(at, dtype=np.int64)
