@@ -53,6 +53,9 @@ from .space import tilings
 from .stage_bounds import FORMS, Form, StageBounds
 from .work_bound import work_bound
 
+MANY_BLOCKS = 256
+"""With more, a step of a sweep takes longer, by the square of how many times more."""
+
 ROUNDING = 1e-6
 """Of bytes and rows that are no whole numbers of each device."""
 
@@ -110,7 +113,7 @@ class Space:
     def seconds(self, left: int, place: int, first: bool, *, form: Form) -> tuple[Floats, Floats]:
         """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
         effort = self.costs.effort
-        effort.num_steps += 1
+        effort.num_steps += 1 + 3 * (self.costs.runs.classes.num_blocks // MANY_BLOCKS) ** 2
         if effort.work > self.until or effort.left_seconds <= 0:
             raise _LateError
         own = self.stage(left, place, first)

@@ -41,12 +41,12 @@ MOST_LOOKED = 12
 NEAR = 1.05
 """Of what another part found, drafts within this factor of the best are taken in."""
 
-BOUND_SHARE = 0.15
+BOUND_SHARE = 0.4
 LEAST_BOUND = 400
 """Of the work that the search took, and at least: what narrowing the bound may take besides."""
 
-SOON = 0.05
-"""The share of the time limit after which a first plan is made of what is known."""
+SOON = 800
+"""The work after which a first plan is made of what is known."""
 
 MOST_FREED = 24
 """Candidates that are tried with free axes, in a small graph."""
@@ -245,7 +245,7 @@ class Ranking:
             self.job.took("dp", spent)
             if quest.estimate < float("inf"):
                 found.append(quest)
-            if not self.drafts and self._is_late(SOON):
+            if not self.drafts and self.job.effort.work - self.began > SOON:
                 self._follow(found, until_first=True)
         return found
 
@@ -405,7 +405,9 @@ class Ranking:
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         company = job.company or Company(job, (rows,))
         if self.best and set(job.request.schedules) <= set(SCHEDULES):
-            found = company.over(step_bound, job.stage_numbers, self._step_seconds, job.request.gap)
+            found = company.over(
+                step_bound, job.stage_numbers, self._step_seconds, job.request.gap, self._patience
+            )
             self.bound = max(self.bound, min(found))
 
     @property
