@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,23 @@ from autoparallel.planning import (
     plan_program,
 )
 from autoparallel.runtime.initial_values import Weights
-from autoparallel.runtime.trainer import Trainer, join, share_tensor, share_text
+from autoparallel.runtime.shared import share_tensor, share_text
+from autoparallel.runtime.trainer import Trainer, join
 
 
 def join_training(
     job: Job,
     plan: Plan | None,
     build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    progress: Callable[..., None] | None = None,
+    buckets: Sequence[int] = (),
 ) -> Trainer:
     """The trainer of this rank for the job's model. Collective over all ranks.
 
     Without ``plan`` rank 0 makes one for the processes that torchrun started, and all use it.
     Initial weights are rank 0's: its model's, or those that its generator's state makes. So
     are the random numbers of the forward: they follow rank 0's ``torch.manual_seed``.
+    ``progress`` is told what a step is about to do; ``buckets``: see ``Trainer``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,7 +68,10 @@ def join_training(
         plan = loads(share_text(text))
     _check_length(plan, captured_seq(program))
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
-    return Trainer(program, plan, weights, device=device, build=build_optimizer, seed=seed)
+    return Trainer(
+        program, plan, weights, device=device, build=build_optimizer, progress=progress, seed=seed,
+        buckets=buckets,
+    )  # fmt: skip
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

@@ -7,7 +7,8 @@ returns the loss; ``backward()`` on it leaves every shard's complete gradient in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +59,21 @@ class ParallelModule(nn.Module):
         plan: Plan | None = None,
         loss_fn: LossFn | None = None,
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        timeout_seconds: float | None = None,
+        buckets: Sequence[int] = (),
     ) -> Trainer:
         """Plan (unless ``plan`` is given) and become this rank's shards. Collective; once.
 
+        From then on the process is watched: see ``runtime.watched_script``.
+
         Raises UsageError AP145 where a module that has a plan is given another or a loss.
         """
+        from autoparallel.joining import join_training
+        from autoparallel.runtime.watched_script import watch_script
+
+        self._tell = watch_script(os.environ, timeout_seconds).watchdog.progress
         if self._trainer is not None:
-            if plan is not None or loss_fn is not None:
+            if plan is not None or loss_fn is not None or buckets:
                 raise UsageError(
                     "AP145",
                     "this module is planned already",
@@ -74,13 +83,11 @@ class ParallelModule(nn.Module):
             if build_optimizer is not None:
                 self._trainer.use_optimizer(build_optimizer)
             return self._trainer
-        from autoparallel.joining import join_training
-
         assert self._job is not None
         job = self._job
         if loss_fn is not None:
             job = replace(job, target=replace(job.target, loss_fn=loss_fn))
-        self._trainer = join_training(job, plan, build_optimizer)
+        self._trainer = join_training(job, plan, build_optimizer, self._tell, buckets)
         self._job = None
         for name, parameter in self._trainer.parameters.items():
             _register(self, name, parameter.master)
@@ -126,7 +133,7 @@ class ParallelModule(nn.Module):
                 fix="give all of it by name: model(**batch)",
             )
         (executor,) = trainer.executors.values()
-        return executor.differentiable_loss(trainer.fitted(trainer.inputs(batch)))
+        return executor.differentiable_loss(trainer.fitted(trainer.inputs(batch)), self._tell)
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:

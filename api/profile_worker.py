@@ -51,7 +51,8 @@ from autoparallel.runtime.profile_links import (
 )
 from autoparallel.runtime.profile_ops import OpTime, measure_ops
 from autoparallel.runtime.profile_update import SIZES, measure_updates
-from autoparallel.runtime.trainer import join, share_text
+from autoparallel.runtime.shared import share_text
+from autoparallel.runtime.trainer import join
 from autoparallel.targets import Target, load_target
 
 MOST_ROUNDS = 4

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, Unpack, overload
 
@@ -256,10 +256,18 @@ class Step:
         plan: Plan | None = None,
         loss_fn: LossFn | None = None,
         build_optimizer: BuildOptimizer | None = None,
+        timeout_seconds: float | None = None,
+        buckets: Sequence[int] = (),
     ) -> None:
         """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
 
         The optimizer is ``build_optimizer(parameters)``, or the plan's by name, or AdamW.
+
+        Under torchrun a rank that makes no progress in a step for ``timeout_seconds`` (600), or
+        that dies, ends every rank: each says what it was doing and which rank failed to come.
+
+        ``buckets`` are lengths of sequences below the planned one, in ascending order: a step
+        with a shorter batch runs at the shortest length that it fits, padded to that.
 
         Raises UsageError AP142 where a plan with several devices is given outside torchrun,
         and AP148 for a plain module under torchrun.
@@ -268,7 +276,10 @@ class Step:
         self.plan = plan
         self.loss_fn = loss_fn
         if isinstance(model, ParallelModule):
-            trainer = model.join(plan=plan, loss_fn=loss_fn, build_optimizer=build_optimizer)
+            trainer = model.join(
+                plan=plan, loss_fn=loss_fn, build_optimizer=build_optimizer,
+                timeout_seconds=timeout_seconds, buckets=buckets,
+            )  # fmt: skip
             self.plan = trainer.plan
             self.optimizer = trainer.optimizer
             self._run: Callable[[Batch], Tensor] = lambda batch: (

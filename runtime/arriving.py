@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .watchdog import BETWEEN_STEPS
+
 
 class Arrival:
     """Numbers that are sent to every rank; ``value`` waits for all of them and sums them."""
@@ -103,7 +105,7 @@ def shared_sum(
     words = f"waiting for the loss of {names}" if names else "waiting until the loss has gone"
     arrival = Arrival(parts, works)
     if progress is not None:
-        tell, told = partial(progress, words, others), partial(progress, "between steps", ())
+        tell, told = partial(progress, words, others), partial(progress, BETWEEN_STEPS, ())
         arrival = Arrival(parts, works, tell=tell, told=told)
     end_before_exit("loss", arrival)
     return arriving(arrival, parts[0])

@@ -25,6 +25,7 @@ from .data import local_inputs, local_part, microbatch_rows
 from .gradients import GradientReducer
 from .stage import StageModule
 from .versions import WeightVersions
+from .watchdog import BETWEEN_STEPS
 from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class StageExecutor:
         """
         self.stage = stage
         self.program = stage.program
+        self._part = 0
         self.num_microbatches = num_microbatches
         self.per_update = per_update or num_microbatches
         self.versions = versions
@@ -102,6 +104,10 @@ class StageExecutor:
             )
             for name, held in self.program.constants.items()
         }
+
+    def use(self, part: int) -> None:
+        """Have the next step run program ``part`` of the stage, which it has for some lengths."""
+        self._part, self.program = part, self.stage.programs[part]
 
     def begin_step(self, batch: Mapping[str, Tensor]) -> None:
         """Start a step on the global ``batch``; forget the gradients of the one before."""
@@ -156,7 +162,7 @@ class StageExecutor:
         inputs = local_inputs(
             self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
         )
-        outputs = self.stage({**self._constants, **counts, **inputs, **leaves})
+        outputs = self.stage({**self._constants, **counts, **inputs, **leaves}, self._part)
         return self._finished(microbatch, leaves, outputs, self.program)
 
     def _finished(
@@ -249,17 +255,21 @@ class StageExecutor:
             return None
         return torch.stack(list(self._losses.values())).mean()
 
-    def differentiable_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def differentiable_loss(
+        self, batch: Mapping[str, Tensor], tell: Callable[[str], None] = lambda what: None
+    ) -> Tensor:
         """The step's loss for an ordinary training loop, where no other stage is involved.
 
         ``backward()`` on it (or on anything computed from it) is the whole step's: afterwards
-        every master has its ``grad``. Each call starts anew, gradients included.
+        every master has its ``grad``. Each call starts anew, gradients included. ``tell`` is for
+        a watchdog.
         """
         self.begin_step(batch)
         assert self.program.loss is not None
         assert not self.program.receives
         losses = []
         for microbatch in range(self.num_microbatches):
+            tell(f"computing the forward of micro-batch {microbatch}")
             self.forward(microbatch, {})
             if torch.is_grad_enabled():
                 loss = self._in_flight.pop(microbatch).loss
@@ -267,12 +277,18 @@ class StageExecutor:
                 losses.append(loss)
             else:
                 losses.append(self._losses[microbatch])
-        mean = torch.stack(losses).mean()
-        return around_backward(mean, self._begin_last_backward, self.finish_step)
+        tell(BETWEEN_STEPS)
 
-    def _begin_last_backward(self) -> None:
-        begin_backward(self.stage, last=True)
-        self._reducer.begin_backward(last=True)
+        def begin() -> None:
+            tell("computing the backward of all micro-batches")
+            begin_backward(self.stage, last=True)
+            self._reducer.begin_backward(last=True)
+
+        def end() -> None:
+            self.finish_step()
+            tell(BETWEEN_STEPS)
+
+        return around_backward(torch.stack(losses).mean(), begin, end)
 
     def finish_step(self) -> None:
         """After the last backward: complete the gradient sums and hand them to the optimizer.

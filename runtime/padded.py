@@ -23,15 +23,13 @@ class SequencePadding:
         self._graph = graph
         self._found: tuple[int, Mapping[str, Padding]] | None = None
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The batch with sequences of the planned length.
+    def length(self, batch: Mapping[str, Tensor]) -> int | None:
+        """How many positions a batch has that is shorter than planned; None for others.
 
-        Raises PlanError AP560 where a padded batch would train another way than a shorter one,
-        and UsageError AP130 where its inputs are of several lengths. A batch that has other
-        shapes for another reason comes back as it is.
+        Raises as a call does.
         """
         if not any(self._is_shorter(name, tensor) for name, tensor in batch.items()):
-            return batch
+            return None
         if self._found is None:
             self._found = find_padding(self._graph)
         length, paddings = self._found
@@ -43,6 +41,19 @@ class SequencePadding:
         lengths = set().union(*sizes.values())
         if len(lengths) != 1 or max(lengths) > length:
             raise _uneven(sizes, length)
+        return lengths.pop()
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The batch with sequences of the planned length.
+
+        Raises PlanError AP560 where a padded batch would train another way than a shorter one,
+        and UsageError AP130 where its inputs are of several lengths. A batch that has other
+        shapes for another reason comes back as it is.
+        """
+        if self.length(batch) is None:
+            return batch
+        assert self._found is not None
+        length, paddings = self._found
         return {
             name: padded(tensor, paddings[name], length) if name in paddings else tensor
             for name, tensor in batch.items()

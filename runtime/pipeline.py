@@ -31,6 +31,7 @@ from ..cost_model.actions import (
 )
 from .exchange import Direction, Exchange
 from .prepared_row import Key, Prepared, prepare
+from .watchdog import BETWEEN_STEPS
 
 Values = Mapping[str, Tensor]
 _NOTHING: Values = {}
@@ -142,7 +143,7 @@ class PipelineRunner:
         self.timings = tuple(timings)
         stages = self.schedule.replicas(self.schedule.num_parts - 1)
         loss = self._exchange.share_loss(self._mean_loss(), stages)
-        self._tell("between steps")
+        self._tell(BETWEEN_STEPS)
         return loss
 
     def _perform(self, prepared: Prepared, began: float) -> float:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,18 +128,21 @@ def current_worker(
     environment: Mapping[str, str],
     timeout_seconds: float,
     *,
+    resting: Container[str] = (),
     report: Callable[[HangError], None] = show,
     board: Board | None = None,
 ) -> Worker:
     """The worker that the environment says this process is.
 
-    Notes of failed ranks go to ``board``, by default in the store of the environment.
+    Notes of failed ranks go to ``board``, by default in the store of the environment;
+    ``resting``: see ``Watchdog``.
     """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
     watchdog = Watchdog(
-        timeout_seconds, name=f"rank {rank} of {world_size}", ranks=ranks, report=report
-    )
+        timeout_seconds, name=f"rank {rank} of {world_size}", ranks=ranks, resting=resting,
+        report=report,
+    )  # fmt: skip
     return Worker(rank, world_size, int(environment.get("LOCAL_RANK", rank)), watchdog)
 
 

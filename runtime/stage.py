@@ -183,7 +183,7 @@ class StageModule(nn.Module):
         """``splits_backward``: its backward computes gradients of weights apart, later."""
         super().__init__()
         self.program = program
-        self._programs: tuple[StageProgram, ...] = (program,)
+        self.programs: tuple[StageProgram, ...] = (program,)
         self.device_mesh = device_mesh
         self.zero = zero
         self.device = device if device is not None else torch.device(device_mesh.device_type)
@@ -299,7 +299,7 @@ class StageModule(nn.Module):
 
     def run_slices(self, programs: Sequence[StageProgram]) -> None:
         """Have a program for every slice of the sequences; the first is the stage's own."""
-        self._programs = tuple(programs)
+        self.programs = tuple(programs)
         for position, block in enumerate(self.blocks):
             assert isinstance(block, StageBlock)
             block.run_slices(each.blocks[position].module for each in programs[1:])
@@ -309,7 +309,7 @@ class StageModule(nn.Module):
 
         ``part`` is the slice of the sequences that is run.
         """
-        known, programs = dict(values), self._programs[part].blocks
+        known, programs = dict(values), self.programs[part].blocks
         for name, attribute in self._shared.items():
             known[name] = _local(getattr(self, attribute))
         known.update(self._changed)

@@ -8,7 +8,7 @@ the world makes a ``Trainer``, and calls ``step`` with the same global batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..passes.program import Program
-from ..passes.stage_cut import boundaries, with_replicas
+from ..passes.stage_cut import Boundary, boundaries, with_replicas
 from ..passes.stage_program import StageProgram, build_stage
 from ..planner.arranged.asynchronous import check_asynchronous
+from ..planner.arranged.sequence_slices import SequenceSlice
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
+from .buckets import bucket_graphs, bucket_of, bucket_programs
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import ProcessCommunicator
 from .data import check_batch, microbatch_rows
@@ -34,12 +36,7 @@ from .executor import StageExecutor
 from .handover import Handover, split_boundaries
 from .initial_values import Weights, constants_of, fill_stage
 from .mesh import build_meshes, stages_of_rank
-from .optimizer import (
-    BuildOptimizer,
-    GradientNorm,
-    build_optimizer,
-    gradient_norm,
-)
+from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .padded import SequencePadding
 from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
@@ -83,10 +80,12 @@ class Trainer:
         build: BuildOptimizer | None = None,
         progress: Callable[..., None] | None = None,
         seed: int = 0,
+        buckets: Sequence[int] = (),
     ) -> None:
         """``weights`` are the initial ones, made or given by name. Collective over all ranks.
 
-        ``seed`` is of dropout and other random numbers, the same on every rank.
+        ``seed`` is of dropout and other random numbers, the same on every rank. ``buckets`` are
+        shorter lengths than the planned one: a step runs at the shortest that its batch fits.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
         where there are fewer processes than the plan has devices.
@@ -102,7 +101,12 @@ class Trainer:
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
         self.slices = slices_of(self.program, plan)
+        self._bucket = 0
         self._pad = SequencePadding(self.program.graph)
+        self.buckets = tuple(buckets)
+        self.of_buckets = bucket_graphs(
+            self.program, updating_plan(plan, self.schedule), self.buckets
+        )
         if self.schedule.parts:
             self.crossing = with_replicas(self.crossing, len(plan.stages))
             check_replicas(self.program.graph)
@@ -119,7 +123,8 @@ class Trainer:
         self.optimizer: Optimizer = build_optimizer(
             self.all_parameters(), build, name=plan.model.optimizer
         )
-        self.runner = self._make_runner(progress)
+        sent = [self.crossing, *(self._boundaries_of(each) for each in self.of_buckets)]
+        self.runners = [self._make_runner(each, progress) for each in sent]
 
     def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
         own = placed_stages(self.plan)[index]
@@ -136,7 +141,7 @@ class Trainer:
         whole = self.program
         plan = updating_plan(self.plan, self.schedule)
         programs = self.of_slices[index] or (build(whole.graph, whole.blocks, plan),)
-        return StageModule(
+        stage = StageModule(
             programs[0],
             communicator.device_mesh,
             zero=own.zero,
@@ -144,6 +149,18 @@ class Trainer:
             device=self.device,
             splits_backward=splits_backward(self.schedule, index),
         )
+        shorter = bucket_programs(
+            self.of_buckets, whole.graph, programs[0].draws,
+            lambda each, of: build(each.graph, each.blocks, each.plan, of_slice=of),
+        )  # fmt: skip
+        if shorter:
+            stage.run_slices((*programs, *shorter))
+        return stage
+
+    def _boundaries_of(self, bucket: SequenceSlice) -> tuple[Boundary, ...]:
+        """What crosses stages in the graph of a bucket."""
+        found = boundaries(bucket.graph, bucket.blocks, bucket.plan)
+        return with_replicas(found, len(self.plan.stages)) if self.schedule.parts else found
 
     def _make_executor(self, index: int, weights: Weights, seed: int) -> StageExecutor:
         stage, count = self.stages[index], self.plan.num_microbatches
@@ -167,9 +184,11 @@ class Trainer:
             return None
         return WeightVersions(stage.by_name.values(), self.schedule, stage.program.index)
 
-    def _make_runner(self, progress: Callable[..., None] | None) -> PipelineRunner:
+    def _make_runner(
+        self, crossing: Sequence[Boundary], progress: Callable[..., None] | None
+    ) -> PipelineRunner:
         stages = placed_stages(self.plan)
-        sent, handed = split_boundaries(self.crossing, stages)
+        sent, handed = split_boundaries(crossing, stages)
         return PipelineRunner(
             self.schedule,
             self.executors,
@@ -233,14 +252,21 @@ class Trainer:
 
         Raises as ``fitted`` does.
         """
-        return self.runner.step(self.fitted(inputs))
+        fitted = self.fitted(inputs)
+        return self.runners[self._bucket].step(fitted)
 
     def fitted(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The global batch in the plan's shapes: shorter sequences are padded.
 
+        The executors run it at the shortest bucket that it fits.
+
         Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's,
         and PlanError AP560 where padding would change the result.
         """
+        length = self._pad.length(inputs) if self.buckets else None
+        self._bucket = bucket_of(self.buckets, length)
+        for executor in self.executors.values():
+            executor.use(self._bucket)
         inputs = self._pad(inputs)
         specs = {name: self.program.graph[name].spec for name in self.program.inputs}
         check_batch(inputs, specs, self.plan.num_microbatches)
@@ -369,18 +395,3 @@ def check_plan(program: Program, plan: Plan) -> None:
             f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
             fix=f"start {needed} processes, or plan for the machines at hand",
         )
-
-
-def share_text(text: str | None) -> str:
-    """Rank 0's text on every rank. Collective."""
-    box: list[str | None] = [text]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
-
-
-def share_tensor(tensor: Tensor) -> Tensor:
-    """Rank 0's value of a tensor that every rank has. Collective."""
-    shared = tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(shared, src=0)
-    return shared

@@ -9,12 +9,13 @@ interrupted from Python, so ending the process is the only way out.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,6 +26,8 @@ POLL_SECONDS = 0.5
 """How often the watchdog looks whether another rank has failed."""
 LAST_WORDS_SECONDS = 0.3
 """How long the main thread then has to fail by itself: it may know more."""
+STARTING, BETWEEN_STEPS = "starting", "between steps"
+"""What is told before a first step, and after each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,18 @@ class Watchdog:
         *,
         name: str,
         ranks: Ranks | None = None,
+        resting: Container[str] = (),
         report: Callable[[HangError], None] = show,
         end: Callable[[int], None] = os._exit,
     ) -> None:
+        """``resting`` are things told that may take any time: what is not ours to judge."""
         self.timeout_seconds = timeout_seconds
         self.ranks = ranks
         self._name = name
+        self._resting = resting
         self._report = report
         self._end = end
-        self._last = Doing("starting", (), time.monotonic())
+        self._last = Doing(STARTING, (), time.monotonic())
         self._watched = threading.main_thread().ident
         self._stopped = threading.Event()
         self._giving_up = threading.Lock()
@@ -86,7 +92,7 @@ class Watchdog:
         self._give_up("AP821", "is ended by its launcher (SIGTERM)")
 
     def __enter__(self) -> Watchdog:
-        self.progress("starting")
+        self.progress(STARTING)
         self._thread.start()
         return self
 
@@ -100,7 +106,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            left = self._last.since_seconds + self.timeout_seconds - time.monotonic()
+            left = self._left_seconds()
             if left <= 0:
                 return self._give_up("AP802", f"made no progress for {self.timeout_seconds:g} s")
             if self._stopped.wait(min(left, POLL_SECONDS)):
@@ -109,6 +115,13 @@ class Watchdog:
                 if self._stopped.wait(LAST_WORDS_SECONDS):
                     return None
                 return self._give_up("AP821", "ends because another rank has failed")
+
+    def _left_seconds(self) -> float:
+        """Until it counts as hanging."""
+        last = self._last
+        if last.what in self._resting:
+            return math.inf
+        return last.since_seconds + self.timeout_seconds - time.monotonic()
 
     def _give_up(self, code: str, what: str) -> None:
         """Reports what the process was doing and who failed to come, and ends it; only once."""

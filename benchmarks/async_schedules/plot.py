@@ -11,8 +11,10 @@ COLORS = ("#d62728", "#ff7f0e", "#8c564b", "#1f77b4", "#17becf", "#2ca02c")
 
 
 class Curve(NamedTuple):
+    """``runs`` are of different seeds: their mean is a line, what lies between them is shaded."""
+
     name: str
-    values: list[float]
+    runs: list[list[float]]
     is_dashed: bool
 
 
@@ -27,11 +29,18 @@ def smoothed(values: Sequence[float], width: int = SMOOTH) -> list[float]:
     ]
 
 
+def _band(runs: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
+    """The least, the mean and the greatest of the smoothed runs."""
+    columns = list(zip(*map(smoothed, runs), strict=True))
+    means = [sum(column) / len(column) for column in columns]
+    return [min(c) for c in columns], means, [max(c) for c in columns]
+
+
 def draw(curves: Sequence[Curve], *, rows: int) -> str:
     """Loss in nats by rows seen, ``rows`` between points; dashed where a curve says so."""
-    lines = [smoothed(curve.values) for curve in curves]
-    low = min(map(min, lines))
-    high, most = max(map(max, lines)), max(len(line) for line in lines)
+    bands = [_band(curve.runs) for curve in curves]
+    low = min(min(lowest) for lowest, _, _ in bands)
+    high, most = max(max(top) for *_, top in bands), max(len(line) for line, *_ in bands)
 
     def x(index: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * index / max(1, most - 1)
@@ -51,16 +60,24 @@ def draw(curves: Sequence[Curve], *, rows: int) -> str:
                      f"{value:.2f}</text>")  # fmt: skip
         parts.append(f'<text x="{x(index):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
                      f"{round((index + 1) * rows)}</text>")  # fmt: skip
-    for number, (curve, line) in enumerate(zip(curves, lines, strict=True)):
-        points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(line))
+
+    def points(line: Sequence[float]) -> list[str]:
+        return [f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(line)]
+
+    for number, (lowest, _, top) in enumerate(bands):
+        area = " ".join([*points(lowest), *reversed(points(top))])
+        color = COLORS[number % len(COLORS)]
+        parts.append(f'<polygon points="{area}" fill="{color}" fill-opacity="0.18"/>')
+    for number, (curve, (_, line, _)) in enumerate(zip(curves, bands, strict=True)):
         dash = ' stroke-dasharray="5 3"' if curve.is_dashed else ""
         style = f'stroke="{COLORS[number % len(COLORS)]}" stroke-width="1.5"{dash}'
-        parts.append(f'<polyline points="{points}" fill="none" {style}/>')
+        parts.append(f'<polyline points="{" ".join(points(line))}" fill="none" {style}/>')
         at = TOP + 10 + 20 * number
         parts.append(f'<path d="M{WIDTH - RIGHT + 10} {at}h24" {style}/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 40}" y="{at + 4}">{curve.name}</text>')
     middle = (LEFT + WIDTH - RIGHT) // 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">rows seen</text>')
+    words = f"mean of {SMOOTH * rows} rows and of all seeds; shaded: from the least to the greatest"
     parts.append(f'<text x="{LEFT}" y="{TOP - 10}">training loss in nats per byte, '
-                 f"mean of {SMOOTH * rows} rows</text></svg>\n")  # fmt: skip
+                 f"{words}</text></svg>\n")  # fmt: skip
     return "\n".join(parts)

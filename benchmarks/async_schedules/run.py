@@ -1,12 +1,12 @@
 """Asynchronous schedules beside synchronous training on a real task: losses by rows seen.
 
-    python benchmarks/async_schedules/run.py [--steps 40] [NAME ...]
+    python benchmarks/async_schedules/run.py [--steps 40] [--seeds 0,1,2] [NAME ...]
 
-A small GPT learns the bytes of Python's standard library on four pipeline ranks. Every run sees
-the same rows in the same order from the same initial weights. An asynchronous schedule makes
-several updates of each batch; beside it runs 1F1B with batches of just these rows, which makes
-the same number of updates, all of them at the newest weights. Writes ``losses.json`` and
-``losses.svg`` beside this file.
+A small GPT learns the bytes of Python's standard library on four pipeline ranks. A seed decides
+the initial weights and which rows come in which order; every schedule runs with each seed. An
+asynchronous schedule makes several updates of each batch; beside it runs 1F1B with batches of
+just these rows, which makes the same number of updates, all of them at the newest weights.
+Writes ``losses.json`` and ``losses.svg`` beside this file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,24 +60,32 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="batches of 32 rows")
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("names", nargs="*", help="cases to run, the others kept; all if none")
     asked = parser.parse_args()
     file = HERE / "losses.json"
     runs: dict[str, Any] = json.loads(file.read_text())["runs"] if asked.names else {}
     for case in CASES:
         if not asked.names or case.name in asked.names:
-            started = time.perf_counter()
-            losses = train_case(case, asked.steps)
-            seconds = time.perf_counter() - started
-            runs[case.name] = {
-                "schedule": case.schedule,
-                "rows_per_update": case.update_rows,
-                "updates": asked.steps * ROWS // case.update_rows,
-                "losses": [round(loss, 5) for loss in losses],
-            }
-            last = sum(losses[-10:]) / len(losses[-10:])
-            print(f"{case.name:16} {seconds:5.0f} s  last ten {last:.4f}", flush=True)
+            runs[case.name] = run_case(case, asked.steps, asked.seeds.split(","))
             write(runs)
+
+
+def run_case(case: Case, steps: int, seeds: Sequence[str]) -> dict[str, Any]:
+    """The losses of a case, by seed."""
+    losses: dict[str, list[float]] = {}
+    for seed in seeds:
+        started = time.perf_counter()
+        losses[seed] = [round(loss, 5) for loss in train_case(case, steps, int(seed))]
+        seconds = time.perf_counter() - started
+        last = sum(losses[seed][-10:]) / len(losses[seed][-10:])
+        print(f"{case.name:16} seed {seed} {seconds:5.0f} s  last ten {last:.4f}", flush=True)
+    return {
+        "schedule": case.schedule,
+        "rows_per_update": case.update_rows,
+        "updates": steps * ROWS // case.update_rows,
+        "losses": losses,
+    }
 
 
 def write(runs: dict[str, Any]) -> None:
@@ -87,14 +96,14 @@ def write(runs: dict[str, Any]) -> None:
     }  # fmt: skip
     (HERE / "losses.json").write_text(json.dumps({"setting": setting, "runs": runs}) + "\n")
     curves = [
-        Curve(case.name, runs[case.name]["losses"], "1f1b" in case.name)
+        Curve(case.name, list(runs[case.name]["losses"].values()), "1f1b" in case.name)
         for case in CASES
         if case.name in runs
     ]
     (HERE / "losses.svg").write_text(draw(curves, rows=ROWS))
 
 
-def train_case(case: Case, steps: int) -> list[float]:
+def train_case(case: Case, steps: int, seed: int) -> list[float]:
     """The mean loss of each 32 rows."""
     count = case.rows // MICROBATCH
     forced = parse_parallel(f"pp={RANKS},dp=1,tp=1,schedule={case.schedule},microbatches={count}")
@@ -106,14 +115,14 @@ def train_case(case: Case, steps: int) -> list[float]:
         save_plan(plan, path)
         each: list[float] = launch(
             "run:train",
-            {"plan_path": str(path), "steps": steps},
+            {"plan_path": str(path), "steps": steps, "seed": seed},
             num_processes=RANKS,
         )
     parts = ROWS // case.rows
     return [sum(each[i : i + parts]) / parts for i in range(0, len(each), parts)]
 
 
-def train(worker: Worker, *, plan_path: str, steps: int) -> list[float]:
+def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> list[float]:
     """The loss of each of the plan's steps, on a rank."""
     import torch
 
@@ -122,10 +131,10 @@ def train(worker: Worker, *, plan_path: str, steps: int) -> list[float]:
 
     plan, target = load_job(plan_path)
     device = join("cpu", worker.local_rank)
-    trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
+    trainer, _ = make_trainer(plan, target, worker, device=device, seed=seed)
     trainer.use_optimizer(lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE))
     assert target.build_data is not None
-    data = iter(target.build_data(0, 1, global_batch=ROWS, seq=SEQ, seed=0))
+    data = iter(target.build_data(0, 1, global_batch=ROWS, seq=SEQ, seed=seed))
     losses: list[float] = []
     for _ in range(steps):
         batch: Any = next(data)

@@ -15,9 +15,11 @@ from ...cost_model.actions import versions_held
 from ...cost_model.memory import PrecisionPolicy, policy
 from ..errors import InfeasibleError, UsageError
 from ..graph import Blocks, Graph
+from ..layout import Layout
 from ..plan import Plan, StagePlan
 from ..pricing.stage_cost import StageCost
 from ..requests.request import ASYNCHRONOUS, Forced, Request
+from ..rules.saved import saved_inputs
 from ..schedules.schedules import build_schedule
 
 RULES = {
@@ -57,7 +59,7 @@ def plan_asynchronous(
     plain = replace(
         request,
         forced=replace(forced, schedule="1f1b", zero=0, recompute=recompute),
-        max_tp=1 if is_latest else request.max_tp,
+        max_tp=1 if is_latest and forced.tp is None else request.max_tp,
         features=replace(request.features, denied=request.features.denied - {"1f1b"}),
     )
     base = found(plain)
@@ -173,8 +175,6 @@ def _check_forced(forced: Forced) -> None:
         )  # fmt: skip
     if name == "ampnet" and forced.recompute not in (None, "none"):
         raise _refused_recomputation(str(forced.recompute))
-    if name == "ampnet" and (forced.tp or 1) > 1:
-        raise _refused_split(f"tp={forced.tp}")
 
 
 def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
@@ -190,8 +190,9 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
         modes = {block.recompute for block in stage.blocks} - {"none"}
         if modes and plan.schedule == "ampnet":
             raise _refused_recomputation(min(modes))
-        if plan.schedule == "ampnet" and _splits_weights(stage, graph):
-            raise _refused_split(f"split weights in stage {index}")
+        copied = _copied_weight(stage, graph) if plan.schedule == "ampnet" else ""
+        if copied:
+            raise _refused_copy(f"the weight {copied} gathered in stage {index}")
     tied = tied_across_stages(plan, graph, blocks)
     if tied:
         name, first, second = tied
@@ -202,18 +203,42 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
         )
 
 
-def _splits_weights(stage: StagePlan, graph: Graph) -> bool:
-    """Whether a rank holds, or computes with, a part of a parameter."""
-    for name, layout in stage.layouts.items():
-        if name not in graph.by_name:
+def _copied_weight(stage: StagePlan, graph: Graph) -> str:
+    """A trained parameter of which a backward reads a copy; "" if there is none.
+
+    Between a sum's two forms (R, I) nothing is copied. Any other change of layout is a copy, and
+    so is what is made of split parameters alone, as the parts of a fused projection are. A
+    backward reads weights, but no bias.
+    """
+    weights: dict[str, str] = {}
+    copies: set[str] = set()
+    for node in graph:
+        if node.kind == "parameter" and node.spec.requires_grad:
+            weights[node.name] = node.name
+        layout = stage.layouts.get(node.name)
+        if node.kind != "op" or layout is None:
             continue
-        found = [layout.outputs[0]] if graph[name].kind == "parameter" else [
-            wanted for ref, wanted in zip(graph[name].inputs, layout.inputs, strict=False)
-            if graph[ref.name].kind == "parameter"
-        ]  # fmt: skip
-        if any(placement.is_shard for wanted in found for placement in wanted):
-            return True
-    return False
+        refs = node.inputs
+        for at in saved_inputs(node, [graph.spec(ref) for ref in refs], count=len(refs)):
+            held = stage.layouts.get(refs[at].name)
+            if refs[at].name in weights and held is not None and (
+                refs[at].name in copies
+                or _copies(held.outputs[refs[at].index], layout.inputs[at], stage.mesh.shape)
+            ):  # fmt: skip
+                return weights[refs[at].name]
+        if refs and all(ref.name in weights for ref in refs):
+            weights[node.name] = weights[refs[0].name]
+            if any(p.is_shard for held in layout.inputs for p in held):
+                copies.add(node.name)
+    return ""
+
+
+def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
+    """Whether bringing a value from one layout to the other makes a copy."""
+    return any(
+        size > 1 and own != used and {own.kind, used.kind} != {"R", "I"}
+        for own, used, size in zip(held, wanted, sizes, strict=True)
+    )
 
 
 def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
@@ -237,11 +262,11 @@ def _refused_recomputation(mode: str) -> UsageError:
     )
 
 
-def _refused_split(what: str) -> UsageError:
+def _refused_copy(what: str) -> UsageError:
     return _refused(
         f"schedule ampnet with {what}",
-        why="a backward that keeps a gathered copy of weights would not see the newest",
-        fix="tp=1: stages of one device, or of data parallelism",
+        why="a backward that reads a copy of weights would not see the newest",
+        fix="tp=1, or a plan whose ops read weights where they are held",
     )
 
 

@@ -28,10 +28,8 @@ from ..pricing.step import known_schedule
 from ..schedules.held import splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import find_schedule, parts_of_ranks
+from ..search.ranking import MOST_CHUNKS
 from ..search.report_plan import Candidate
-
-MOST_CHUNKS = 4
-"""Stages per rank."""
 
 MOST_ACTIONS = 16_384
 """Stages times micro-batches that are simulated here."""

@@ -35,12 +35,12 @@ from ..requests.options import microbatch_rows
 from ..requests.request import Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
 from ..search import search
+from ..search.ranking import MOST_CHUNKS
 from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from .balanced import balanced
 from .chunk_bound import chunk_bound
-from .chunk_guesses import MOST_CHUNKS
 from .chunk_memory import fitting
 from .chunk_search import Cut, cut_again
 from .search import Arranging, arranged

@@ -87,6 +87,25 @@ with on_termination(act):
 """
 
 
+FORKED = """
+import os, signal, time
+from autoparallel.runtime.termination import on_termination
+
+with on_termination(lambda: os._exit(7)):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitpid(child, 0)[1], flush=True)
+    time.sleep(0.5)
+    signal.signal(signal.SIGTERM, lambda number, frame: print("own", flush=True))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+"""
+
+
 @pytest.fixture
 def default_handling():
     """SIGTERM as a new process has it, whatever came before."""
@@ -122,6 +141,15 @@ def test_a_process_that_is_blocked_hears_that_it_is_to_end(default_handling) -> 
         [sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (7, "heard\n")
+
+
+def test_a_forked_process_ends_by_the_signal_and_a_later_handler_is_the_programs(
+    default_handling,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)}\nown\n")
 
 
 def test_afterwards_and_in_a_program_that_handles_it_the_signal_is_as_it_was(
