@@ -27,10 +27,10 @@ from .chunk_memory import fitting
 MOST_BASES = 4
 """Pipelines that are cut again."""
 
-MOST_PRICED = 3
+MOST_PRICED = 6
 """Cut pipelines that are priced node by node."""
 
-MOST_WALKED = 1_024
+MOST_WALKED = 8_192
 """Stages and blocks that are gone through to price them, and again with more recomputed."""
 
 
