@@ -26,12 +26,12 @@ CASES = (
     ("gpt", "dp=2,zero=2,microbatches=2"),
     ("gpt", "tp=2"),
     ("llama", "pp=2,microbatches=4,schedule=zb-h1"),
-    ("dropped", "pp=2,microbatches=4,schedule=1f1b,recompute=full"),
+    ("dropout", "pp=2,microbatches=4,schedule=1f1b,recompute=full"),
 )
 BUCKET_CASES = (
     ("gpt", "pp=2,microbatches=4,schedule=1f1b"),
     ("gpt", "pp=2,microbatches=4,chunks=2,schedule=interleaved-1f1b"),
-    ("dropped", "dp=2,zero=2,microbatches=2"),
+    ("dropout", "dp=2,zero=2,microbatches=2"),
     ("dropped", "pp=2,microbatches=2,schedule=gpipe,recompute=full"),
     ("gpt", "tp=2"),
     ("llama", "pp=2,microbatches=4,schedule=zb-h1"),
@@ -113,7 +113,7 @@ def test_batches_in_buckets_of_lengths_train_as_on_one_device() -> None:
 def refusals(text: str) -> str:
     """What a rank is told about a shorter batch, before it has begun to do anything."""
     told: list[str] = []
-    deferred, program = captured("dropout", "fp32")
+    deferred, program = captured("bidirectional", "fp32")
     trainer = Trainer(
         program, loads(text, "test"), deferred, device=torch.device("cpu"),
         progress=lambda what, waits_for=(): told.append(what),
@@ -126,7 +126,7 @@ def refusals(text: str) -> str:
 
 
 def test_what_padding_would_change_is_refused_on_every_rank_before_any_message() -> None:
-    found = run_processes(2, refusals, planned("dropout", "pp=2,microbatches=4"))
+    found = run_processes(2, refusals, planned("bidirectional", "pp=2,microbatches=4"))
     for text in found:
         assert text.startswith("error[AP560]: shorter sequences than planned")
         assert "matmul" in text
