@@ -77,6 +77,10 @@ def verified(model: str, text: str, buckets: tuple[int, ...] = ()) -> Verificati
     return verify(trainer, batches(model), reference)
 
 
+def count_deferred(graph: torch.fx.GraphModule) -> int:
+    return sum(node.op == "call_module" for node in graph.graph.nodes)
+
+
 def check_buckets(trainer: Trainer) -> None:
     """A batch runs at the shortest bucket that it fits; what crosses stages is of its length."""
     for batch, wanted in zip(batches("gpt"), (2, 0, 1), strict=True):
@@ -84,6 +88,10 @@ def check_buckets(trainer: Trainer) -> None:
             trainer.program.inputs, ("tokens", "targets"), strict=True)})  # fmt: skip
         assert trainer._bucket == wanted
     for stage in trainer.stages.values():
+        for block in stage.blocks:
+            counts = {count_deferred(graph) for graph in (block.graph, *block.of_slices)}
+            assert len(counts) == 1, "as many gradients of weights are put off at every length"
+            assert counts == {0} or trainer.schedule.name == "zb-h1"
         for program, length in zip(stage.programs, (SEQ, *BUCKETS), strict=True):
             for boundary in (*program.sends, *program.receives):
                 if len(boundary.spec.shape) == 3:
