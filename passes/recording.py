@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _WHOLE = "_no_grad_trunc_normal_"
 _OVERWRITES = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", _WHOLE})
@@ -30,6 +31,9 @@ _FILLS = {
     )
 }  # fmt: skip
 """Ops that overwrite a tensor and change nothing else: noted, there is nothing to run."""
+
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
+"""Types of arguments that hold no tensor."""
 
 _UNINITIALIZED = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like"})
 
@@ -113,18 +117,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnrecordableError("the build seeds the random generator")
         if func in _FILLS and isinstance(args[0], FakeTensor) and not kwargs:
             return self._fill(func, args)
-        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
-            raise UnrecordableError("the build uses a random generator of its own")
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        noted = tree_map(self._noted, (args, kwargs))
+        reads: list[int] = []
+        noted = tuple([self._noted(value, reads) for value in args])
+        named = {name: self._noted(value, reads) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        outputs = tuple(self.log.add(t) for t in tree_leaves(result) if isinstance(t, Tensor))
-        reads = tuple(leaf.index for leaf in tree_leaves(noted) if isinstance(leaf, Slot))
-        written = _written(func, noted[0], noted[1])
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        made = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        outputs = tuple([self.log.add(t) for t in made if isinstance(t, Tensor)])
+        form = _form(func)
+        written = form.written(noted, named) if form.writes else ()
         self.log.calls.append(
-            Call(func._schema.name, is_random, func, noted[0], noted[1], outputs, reads, written)
+            Call(form.name, form.is_random, func, noted, named, outputs, tuple(reads), written)
         )
         return result
 
@@ -135,13 +139,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log.calls.append(Call(name, is_random, func, noted, {}, (slot,), (slot,), (slot,)))
         return args[0]
 
-    def _noted(self, leaf: Any) -> Any:
-        if isinstance(leaf, FakeTensor):
-            return Slot(self.log.slot(leaf))
-        if isinstance(leaf, Tensor):
+    def _noted(self, value: Any, reads: list[int]) -> Any:
+        """An argument with the build's tensors as slots, which are added to ``reads``."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is list or kind is tuple:
+            return kind([self._noted(each, reads) for each in value])
+        if isinstance(value, FakeTensor):
+            slot = self.log.slot(value)
+            reads.append(slot)
+            return Slot(slot)
+        if isinstance(value, Tensor):
             with unset_fake_temporarily():
-                return leaf.detach().clone()
-        return leaf
+                return value.detach().clone()
+        if isinstance(value, torch.Generator):
+            raise UnrecordableError("the build uses a random generator of its own")
+        leaves, structure = tree_flatten(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            return value
+        return tree_unflatten([self._noted(each, reads) for each in leaves], structure)
 
     def _scalar(self, tensor: Tensor) -> Any:
         """A number that the constructor reads, from ops that draw nothing at random."""
@@ -156,13 +173,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found[0].item()
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    written: list[int] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += [leaf.index for leaf in tree_leaves(value) if isinstance(leaf, Slot)]
-    return tuple(written)
+class _Form(NamedTuple):
+    """What a record needs of an op: its name, whether it draws, the arguments that it writes to
+    by position and name."""
+
+    name: str
+    is_random: bool
+    writes: tuple[tuple[int, str], ...]
+
+    def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        """The slots that a call of noted arguments writes to."""
+        values = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
+        return tuple(leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Slot))
+
+
+@cache
+def _form(func: Any) -> _Form:
+    arguments = enumerate(func._schema.arguments)
+    return _Form(
+        func._schema.name,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        tuple(
+            (at, each.name)
+            for at, each in arguments
+            if each.alias_info is not None and each.alias_info.is_write
+        ),
+    )
 
 
 class _Replay:

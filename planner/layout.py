@@ -95,6 +95,16 @@ def format_layout(layout: Layout) -> str:
     return " ".join(str(placement) for placement in layout)
 
 
+def held_layout(layout: Layout) -> Layout:
+    """The layout with R written as I: without a gradient they are the same."""
+    return tuple(INVARIANT if each.kind == "R" else each for each in layout)
+
+
+def boundary_layout(layout: Layout) -> Layout:
+    """How a value lies between stages: what is not split is whole."""
+    return tuple(each if each.is_shard else INVARIANT for each in layout)
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """A logical mesh: the names and sizes of its axes, outermost first.

@@ -51,6 +51,14 @@ class NodeLayout:
     labels: tuple[str, ...] = ()
 
 
+def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
+    """What of a node's layout says how large its parts are: by tensor and axis the dimension
+    that is split, -1 where none is. Compute and bytes kept follow from it alone."""
+    return tuple(
+        tuple([placement.dim for placement in each]) for each in (*layout.inputs, *layout.outputs)
+    )
+
+
 def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
     """The node layout of one strategy per mesh axis."""
     return NodeLayout(

@@ -28,10 +28,8 @@ from ..pricing.step import known_schedule
 from ..schedules.held import splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import find_schedule, parts_of_ranks
+from ..search.ranking import MOST_CHUNKS
 from ..search.report_plan import Candidate
-
-MOST_CHUNKS = 4
-"""Stages per rank."""
 
 MOST_ACTIONS = 16_384
 """Stages times micro-batches that are simulated here."""
@@ -40,21 +38,68 @@ ROUNDING = 1e-9
 """A bound is below what is simulated by so much, as both are sums of rounded numbers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Seconds of a rank, or of one of its chunks; ``late`` of its backward are gradients of
+    weights."""
+
+    forward: float
+    backward: float
+    late: float
+    step: float
+
+    def of(self, count: int) -> Share:
+        """One of ``count`` equal parts."""
+        late, step = self.late / count, self.step / count
+        return Share(self.forward / count, self.backward / count, late, step)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A candidate to cut, what its ranks take, and its slowest message, forward and backward."""
+
+    candidate: Candidate
+    ranks: tuple[Share, ...]
+    sent: tuple[float, float]
+
+    @staticmethod
+    def of(candidate: Candidate) -> Base:
+        costs = [(answer.cost, answer) for _, answer in candidate.answers]
+        ranks = tuple(
+            Share(
+                cost.forward_seconds, cost.backward_seconds,
+                answer.figures.late(answer.run)[0], cost.step_seconds,
+            )
+            for cost, answer in costs
+        )  # fmt: skip
+        sent = [cost.receive_seconds for cost, _ in costs]
+        return Base(candidate, ranks, (max(there for there, _ in sent), max(b for _, b in sent)))
+
+
 @dataclass(frozen=True)
 class Way:
     """A candidate cut into so many stages per rank, under a schedule."""
 
-    base: Candidate
+    base: Base
     schedule: str
     chunks: int
 
     @property
     def num_ranks(self) -> int:
-        return len(self.base.stages)
+        return len(self.base.ranks)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.base.candidate.num_microbatches
+
+    @property
+    def costs(self) -> list[Share]:
+        """What one chunk of each rank takes."""
+        return [rank.of(self.chunks) for rank in self.base.ranks]
 
     @property
     def summary(self) -> str:
-        pipeline = self.base.summary.rsplit(", ", 1)[0]
+        pipeline = self.base.candidate.summary.rsplit(", ", 1)[0]
         return f"{pipeline}, {self.schedule}, each cut in {self.chunks}"
 
 
@@ -91,19 +136,19 @@ def fastest(
 
 def ways(bases: Iterable[Candidate], schedules: Sequence[str], num_blocks: int) -> Iterator[Way]:
     """Every way to cut the candidates that is not too large."""
-    for base in bases:
+    for base in map(Base.of, bases):
         for name in schedules:
             low, high = find_schedule(name).chunks
             for chunks in range(max(low, 2), min(high, MOST_CHUNKS) + 1):
-                number = len(base.stages) * chunks
-                if number <= num_blocks and number * base.num_microbatches <= MOST_ACTIONS:
+                number, count = len(base.ranks) * chunks, base.candidate.num_microbatches
+                if number <= num_blocks and number * count <= MOST_ACTIONS:
                     yield Way(base, name, chunks)
 
 
 def about(way: Way) -> float:
     """What the step takes, about. Raises UsageError where the schedule cannot be."""
-    step = partial(_simulated, way, _costs(way))
-    return extrapolated(step, way.num_ranks, way.chunks, way.base.num_microbatches)
+    step = partial(_simulated, way, way.costs)
+    return extrapolated(step, way.num_ranks, way.chunks, way.num_microbatches)
 
 
 def extrapolated(
@@ -126,20 +171,19 @@ def _simulated_numbers(num_ranks: int, chunks: int, num_microbatches: int) -> tu
     return 2 * size, 3 * size
 
 
-def _simulated(way: Way, costs: Sequence[_Chunk], num_microbatches: int) -> float:
+def _simulated(way: Way, costs: Sequence[Share], num_microbatches: int) -> float:
     """The step where each chunk takes its share of its rank's seconds. Raises UsageError."""
     number = way.num_ranks * way.chunks
     schedule = known_schedule(way.schedule, number, num_microbatches, way.chunks)
     own = [costs[rank] for rank in schedule.stage_rank]
-    sent = _sent(way)
     return float(
         step_seconds(
             schedule,
             StageCosts(
                 [each.forward for each in own],
                 [each.backward for each in own],
-                send_seconds=[sent[0]] * (number - 1),
-                send_backward_seconds=[sent[1]] * (number - 1),
+                send_seconds=[way.base.sent[0]] * (number - 1),
+                send_backward_seconds=[way.base.sent[1]] * (number - 1),
                 step_seconds=[each.step for each in own],
                 weight_backward_seconds=[each.late for each in own],
             ),
@@ -147,42 +191,12 @@ def _simulated(way: Way, costs: Sequence[_Chunk], num_microbatches: int) -> floa
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Seconds of one chunk of a rank; ``late`` of its backward are gradients of weights."""
-
-    forward: float
-    backward: float
-    late: float
-    step: float
-
-
-def _costs(way: Way) -> list[_Chunk]:
-    """One chunk of each rank."""
-    count = way.chunks
-    return [
-        _Chunk(
-            answer.cost.forward_seconds / count,
-            answer.cost.backward_seconds / count,
-            answer.figures.late(answer.run)[0] / count,
-            answer.cost.step_seconds / count,
-        )
-        for _, answer in way.base.answers
-    ]
-
-
-def _sent(way: Way) -> tuple[float, float]:
-    """Seconds of a message, forward and backward: the slowest of the base."""
-    costs = [answer.cost.receive_seconds for _, answer in way.base.answers]
-    return max(there for there, _ in costs), max(back for _, back in costs)
-
-
 def least_seconds(way: Way) -> float:
     """What ``about`` cannot be below; 0 where that is extrapolated."""
-    count, chunks = way.base.num_microbatches, way.chunks
+    count, chunks = way.num_microbatches, way.chunks
     if count > sum(_simulated_numbers(way.num_ranks, chunks, count)):
         return 0.0
-    costs, sent = _costs(way), _sent(way)
+    costs, sent = way.costs, way.base.sent
     parts = parts_of_ranks(way.schedule, way.num_ranks, chunks)
     rank_of = {stage: rank for rank, stages in enumerate(parts) for stage in stages}
     order = [rank_of[stage] for stage in range(len(rank_of))]

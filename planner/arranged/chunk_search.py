@@ -63,7 +63,7 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
             return cut(base, way.schedule, way.chunks)
 
         try:
-            plan = fitting(own, found.plan(way.base), limit, mode, bar=bar)
+            plan = fitting(own, found.plan(way.base.candidate), limit, mode, bar=bar)
         except UsageError:
             continue
         step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes

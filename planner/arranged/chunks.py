@@ -12,12 +12,10 @@ again with the degrees of the largest stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-
-import numpy as np
 
 from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
@@ -37,11 +35,12 @@ from ..requests.options import microbatch_rows
 from ..requests.request import Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
 from ..search import search
+from ..search.ranking import MOST_CHUNKS
 from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
+from .balanced import balanced
 from .chunk_bound import chunk_bound
-from .chunk_guesses import MOST_CHUNKS
 from .chunk_memory import fitting
 from .chunk_search import Cut, cut_again
 from .search import Arranging, arranged
@@ -347,41 +346,6 @@ def _block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
             work = rules.work(node, input_specs(node, graph), node.outputs)
             flops[kind] += work.flops_forward + work.flops_backward
     return [flops[block.kind] for block in blocks.blocks]
-
-
-def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
-    """Where ``number`` runs of blocks begin, so that the heaviest is as light as can be.
-
-    Of equally heavy cuts the one whose runs' squares sum to least. By dynamic programming.
-
-    >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
-    (0, 3, 4)
-    """
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
-    count = len(weights)
-    own = sums[None, :] - sums[:, None]  # [start, stop]
-    own[np.tril_indices(count + 1)] = np.inf
-    most, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
-    most[0] = squares[0] = 0.0
-    places = np.arange(count + 1)
-    rank = places  # in the order of where the runs up to a stop begin: the earliest cuts win
-    before = []
-    for _ in range(number):
-        heaviest = np.maximum(most[:, None], own)
-        most = heaviest.min(axis=0)
-        both = np.where(heaviest == most, squares[:, None] + own**2, np.inf)
-        squares = both.min(axis=0)
-        start = np.where(both == squares, rank[:, None], count + 1).argmin(axis=0)
-        order = np.lexsort((start, rank[start]))
-        rank = np.empty_like(places)
-        rank[order] = places
-        before.append(start)
-    starts: list[int] = []
-    at = count
-    for start in reversed(before):
-        at = int(start[at])
-        starts.append(at)
-    return tuple(reversed(starts))
 
 
 def priced(looped: Plan, evaluator: Evaluator) -> Plan:

@@ -29,7 +29,7 @@ from ..pricing.step import Pipeline, latency_seconds, simulate_stages
 from ..replicas import check_replicas, with_replica_sums
 from ..search.report_plan import Candidate
 from ..search.search import Searched
-from .chunk_guesses import MOST_ACTIONS
+from .chunk_guesses import MOST_ACTIONS, ROUNDING
 from .chunk_search import bases
 from .sequence_places import find_places
 
@@ -92,13 +92,16 @@ def guesses(found: Searched, bar: float) -> Iterator[Guess]:
     """Every pipeline and schedule that may take less than ``bar``."""
     for base in bases(found):
         if "chimera" in found.request.arranged_schedules:
-            yield from _both_ways(found, base)
+            yield from _both_ways(found, base, bar)
         if "terapipe" in found.request.arranged_schedules:
             yield from _sliced(found, base, bar)
 
 
-def _both_ways(found: Searched, base: Candidate) -> Iterator[Guess]:
-    """Chimera, where its two stages per rank may fit and no forward changes a buffer."""
+def _both_ways(found: Searched, base: Candidate, bar: float) -> Iterator[Guess]:
+    """Chimera, where its two stages per rank may fit and no forward changes a buffer.
+
+    Two ranks share two stages: one of them has half of the work at least, and both sum and step.
+    """
     ranks, count, costs = len(base.stages), base.num_microbatches, _costs(base)
     lasting = [_lasting(cost) for cost in costs]
     if max(map(sum, zip(lasting, reversed(lasting), strict=True))) > found.job.limits.memory_bytes:
@@ -108,6 +111,10 @@ def _both_ways(found: Searched, base: Candidate) -> Iterator[Guess]:
     try:
         check_replicas(found.graph)
         summed = with_replica_sums(costs, "chimera", found.cluster, ranks)
+        work = [count * (c.forward_seconds + c.backward_seconds) / 2 for c in summed]
+        whole = [own + cost.step_seconds for own, cost in zip(work, summed, strict=True)]
+        if max(map(sum, zip(whole, reversed(whole), strict=True))) >= bar * (1 + ROUNDING):
+            return
         timeline = simulate_stages(
             Pipeline("chimera", count), summed, latency_seconds=latency_seconds(found.cluster)
         )

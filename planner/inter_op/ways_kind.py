@@ -189,7 +189,7 @@ def distinct_sum(table: Floats, rows: Ints, columns: list[Ints]) -> Floats:
 
 def outside(model: StageModel, kind: str) -> tuple[End, ...]:
     """What other blocks see of a kind's decisions."""
-    return KindTables(model, kind).ends
+    return KindTables.of(model, kind).ends
 
 
 def undominated(

@@ -19,8 +19,9 @@ minimum itself: it is found from the factors again, for the few assignments that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -110,18 +111,31 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """``table[a, b, values of kept]``: the least sums; ``steps`` lead back."""
+    """``table[a, b, values of kept]``: the least sums; ``steps`` lead back.
+
+    Of a batch in one row (``in_a_row``) the problems were solved in rows of ``num_columns``.
+    """
 
     sizes: tuple[int, ...]
     kept: tuple[int, ...]
     table: Floats
     steps: tuple[_Step, ...]
+    num_columns: int = 0
+
+    def in_a_row(self, num_rows: int, num_columns: int) -> Eliminated:
+        """The same with the problems of all rows as one row."""
+        rest = self.table.shape[BATCH_AXES:]
+        whole = np.broadcast_to(self.table, (num_rows, num_columns, *rest))
+        table = whole.reshape(1, num_rows * num_columns, *rest)
+        return replace(self, table=table, num_columns=num_columns)
 
     def complete(self, rows: Ints, columns: Ints, values: Ints) -> Ints:
         """The values of all variables, ``[assignment, variable]``, from those of the kept ones,
         ``[assignment, kept]``, in the problems of these rows and columns."""
         found = np.zeros((len(rows), len(self.sizes)), dtype=np.int64)
         found[:, list(self.kept)] = values
+        if self.num_columns:
+            rows, columns = np.divmod(columns, self.num_columns)
         at = rows[:, None], columns[:, None]
         for step in reversed(self.steps):
             found[:, step.variable] = step.best(*at, found, self.sizes[step.variable])
@@ -133,10 +147,51 @@ class Eliminated:
         return self.complete(rows, columns, np.zeros((len(rows), 0), dtype=np.int64))
 
 
+@dataclass
+class Memo:
+    """Steps that problems have in common: those that meet noted factors only, by identity."""
+
+    noted: dict[int, Factor] = field(default_factory=dict)
+    steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
+
+    def note(self, factor: Factor) -> Factor:
+        """Says that a factor will come again, as the same object."""
+        self.noted[id(factor)] = factor
+        return factor
+
+    def step(
+        self, variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
+    ) -> tuple[_Step, Factor]:
+        """``_eliminated``, if possible from before."""
+        key = (variable, *map(id, met))
+        found = self.steps.get(key)
+        if found is None:
+            found = _eliminated(variable, met, sizes)
+            if all(each in self.noted for each in key[1:]):
+                self.steps[key] = found
+                self.note(found[1])
+        return found
+
+
+def _eliminated(
+    variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
+) -> tuple[_Step, Factor]:
+    """A variable's elimination from the factors that speak of it, and the one that is left."""
+    others = {other for factor in met for other in factor.scope}
+    others.discard(variable)
+    scope = tuple(sorted(others))
+    least = np.minimum.reduce(_sum(met, (variable, *scope), sizes), axis=BATCH_AXES)
+    return _Step(variable, met), Factor(scope, least)
+
+
 def eliminate(
-    sizes: Sequence[int], factors: Sequence[Factor], order: Order, kept: Sequence[int] = ()
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    order: Order,
+    kept: Sequence[int] = (),
+    memo: Memo | None = None,
 ) -> Eliminated:
-    """Minimizes over every variable of ``order``.
+    """Minimizes over every variable of ``order``. ``memo`` is of one order.
 
     >>> apart = Factor((0, 1), np.array([[[[0.0, 3.0], [3.0, 0.0]]]]))
     >>> first = Factor((0,), np.array([[[1.0, 0.0]]]))
@@ -150,20 +205,16 @@ def eliminate(
     for index, factor in left.items():
         for variable in factor.scope:
             by_variable[variable].add(index)
-    steps = []
+    steps, memo = [], memo or Memo()
     for number, variable in enumerate(order.variables, start=len(left)):
         indices = by_variable.pop(variable)
         met = tuple(left.pop(index) for index in sorted(indices))
-        others = {other for factor in met for other in factor.scope}
-        others.discard(variable)
-        scope = tuple(sorted(others))
-        least = np.minimum.reduce(_sum(met, (variable, *scope), sizes), axis=BATCH_AXES)
-        steps.append(_Step(variable, met))
-        for other in scope:
+        step, left[number] = memo.step(variable, met, sizes)
+        steps.append(step)
+        for other in left[number].scope:
             own = by_variable[other]
             own -= indices
             own.add(number)
-        left[number] = Factor(scope, least)
     kept = tuple(kept)
     table = _sum(tuple(left.values()), kept, sizes)
     return Eliminated(tuple(sizes), kept, table, tuple(steps))
@@ -174,8 +225,7 @@ def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
-    place = {variable: number for number, variable in enumerate(scope)}
-    aligned = [_aligned(factor, place) for factor in factors]
+    aligned = [_aligned(factor, scope) for factor in factors]
     aligned.sort(key=_size)
     total = aligned[0]
     for table in aligned[1:]:
@@ -189,16 +239,22 @@ def _size(table: Floats) -> int:
     return table.size
 
 
-def _aligned(factor: Factor, place: Mapping[int, int]) -> Floats:
+def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
     """A factor's table with its axes in their places, 1 long where it has none."""
-    own, table = factor.scope, factor.table
-    places = [place[variable] for variable in own]
-    if places != sorted(places):
-        axes = sorted(range(len(own)), key=places.__getitem__)
-        table = table.transpose((*range(BATCH_AXES), *(BATCH_AXES + axis for axis in axes)))
-    if len(own) == len(place):
-        return table
-    shape = [1] * len(place)
-    for number, size in zip(places, factor.table.shape[BATCH_AXES:], strict=True):
-        shape[number] = size
-    return table.reshape((*table.shape[:BATCH_AXES], *shape))
+    if factor.scope == scope:
+        return factor.table
+    axes, index = _places(factor.scope, scope)
+    table = factor.table if axes is None else factor.table.transpose(axes)
+    return table[index]
+
+
+@lru_cache(maxsize=1 << 16)
+def _places(
+    own: tuple[int, ...], scope: tuple[int, ...]
+) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
+    """How axes over ``own`` are put in the order of ``scope``, and which are then added."""
+    order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
+    is_ordered = order == list(range(len(own)))
+    axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))
+    index = (slice(None) if variable in own else None for variable in scope)
+    return None if is_ordered else axes, (slice(None),) * BATCH_AXES + tuple(index)

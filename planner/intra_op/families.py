@@ -18,16 +18,15 @@ from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run
 from .assembly import Solution
 from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
-from .kind_tables import MOST_CELLS, KindTables, Rates, TooWideError, edge_tables, lifted
+from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge_tables
 
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """An edge between kinds as a factor, and the bytes of its value as one of the source."""
+    """An edge between kinds as a factor, if it costs anything, and the bytes of its value as
+    one of the source."""
 
-    scope: tuple[int, ...]
-    forward: Floats
-    backward: Floats
+    link: Link | None
     source: int
     held_bytes: Floats
 
@@ -90,13 +89,12 @@ class Family:
             held = np.array(sizes, dtype=np.float64)[options.of_choice[firsts]]
         tables = edge_tables(model, edge)
         if tables is None:
-            return _Crossing((), np.zeros(()), np.zeros(()), source, held)
+            return _Crossing(None, source, held)
         axes = []
         for node, classes in zip(tables.nodes, tables.classes, strict=True):
             variable, choices = self._place(node)
             axes.append((variable, classes[choices]))
-        scope, forward = lifted(tables.forward, axes)
-        return _Crossing(scope, forward, lifted(tables.backward, axes)[1], source, held)
+        return _Crossing(Link(tables, tuple(axes)), source, held)
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
         """The least objective of every run in every problem of the batch.
@@ -165,9 +163,10 @@ class Family:
                 continue
             own = self.crossing(edge)
             counts = [run.edges.get(edge, 0) for run in runs]
-            if own.scope:
-                table = (own.forward * (1 + rates.again) + own.backward)[None, None]
-                factors.append(Factor(own.scope, table * _column(counts, table.ndim)))
+            if own.link is not None:
+                factor = own.link.factor(rates.again)
+                table = factor.table * _column(counts, factor.table.ndim)
+                factors.append(Factor(factor.scope, table))
             if rates.mode != "none" and saved.any():
                 held = saved[None, :, None] * own.held_bytes
                 factors.append(Factor((own.source,), held * _column(counts, 3)))

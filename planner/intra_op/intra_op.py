@@ -137,7 +137,7 @@ class IntraOp:
             try:
                 for kind in run.counts:
                     if kind not in self._kinds:
-                        self._kinds[kind] = KindTables(self.model, kind)
+                        self._kinds[kind] = KindTables.of(self.model, kind)
                     self._kinds[kind].check()
                 self._families[run.family] = Family.of(self.model, run, self._kinds)
             except TooWideError:

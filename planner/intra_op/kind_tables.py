@@ -23,8 +23,16 @@ from ..classes import classes_of
 from ..plan import Recompute
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Edge
-from .assignments import assignments
-from .elimination import Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
+from .elimination import (
+    Eliminated,
+    Factor,
+    Floats,
+    Ints,
+    Memo,
+    Order,
+    eliminate,
+    find_order,
+)
 
 MOST_CELLS = 4_000_000
 """The largest table that is worth making; wider problems go to the integer program."""
@@ -63,6 +71,19 @@ class Rates:
         share = 1 / self.num_microbatches
         return np.array((1.0,) * 6 + (share,) * 2 + (0.0,) * 2)
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The problems as rows of one ZeRO stage and columns of one price of a byte.
+
+        Where they are no such product every one is a row.
+        """
+        rows = dict.fromkeys(self.zeros)
+        columns = len(self.zeros) // len(rows)
+        stages = tuple(zero for zero in rows for _ in range(columns))
+        each = (self.state_prices, self.saved_prices)
+        alike = all(own == own[:columns] * len(rows) for own in each if own)
+        return (len(rows), columns) if alike and stages == self.zeros else (len(self.zeros), 1)
+
     def prices(self, saved: bool) -> Floats:
         """λ of states or of saved bytes by problem."""
         given = self.saved_prices if saved else self.state_prices
@@ -78,36 +99,29 @@ class End:
     firsts: Ints
 
 
-def shared_cost(matrix: Floats, num_uses: int) -> Floats:
-    """``cost[s, w_1, …, w_n]``: the conversions from s to each distinct one of the targets.
-
-    >>> shared_cost(np.array([[1.0, 4.0]]), 2).tolist()
-    [[[1.0, 5.0], [5.0, 4.0]]]
-    """
-    num_rows, num_targets = matrix.shape
-    if num_rows * num_targets**num_uses > MOST_CELLS:
-        raise TooWideError
-    wanted = assignments((num_targets,) * num_uses)
-    total = matrix[:, wanted[0]]
-    for use in range(1, num_uses):
-        is_new = (wanted[:use] != wanted[use]).all(axis=0)
-        total = total + matrix[:, wanted[use]] * is_new
-    cost: Floats = total.reshape((num_rows,) + (num_targets,) * num_uses)
-    return cost
-
-
 @dataclass(frozen=True, slots=True)
 class EdgeTables:
-    """An edge over the distinct sides of it: where each is, its classes, seconds per class."""
+    """An edge over the distinct sides of it: where each is, its classes, seconds per class.
+
+    The first is the source, the others are the uses: ``forward[source, use]``.
+    """
 
     nodes: tuple[str, ...]
     classes: tuple[Ints, ...]
     forward: Floats
     backward: Floats
 
+    def seconds(self, again: float) -> Floats:
+        """Forward and backward, the forward ``again`` as often once more."""
+        both: Floats = self.forward * (1 + again) + self.backward
+        return both
+
 
 def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
-    """The conversions of an edge; None where they cost nothing."""
+    """The conversions of an edge; None where they cost nothing.
+
+    Raises ``TooWideError`` where a table of all its sides would be too large.
+    """
     merged = model.merged(edge)
     if not merged.forward.any() and not merged.backward.any():
         return None
@@ -117,35 +131,64 @@ def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
         owner, decision = model.home(use.node)
         distinct.setdefault((f"{owner}/{decision.name}", classes.tobytes()), (use.node, classes))
     sides = list(distinct.values())
+    num_rows, num_targets = merged.forward.shape
+    if num_rows * num_targets ** len(sides) > MOST_CELLS:
+        raise TooWideError
     return EdgeTables(
         (maker, *(node for node, _ in sides)),
         (merged.source, *(classes for _, classes in sides)),
-        shared_cost(merged.forward, len(sides)),
-        shared_cost(merged.backward, len(sides)),
+        merged.forward,
+        merged.backward,
     )
 
 
-def lifted(table: Floats, axes: Sequence[tuple[int, Ints]]) -> tuple[tuple[int, ...], Floats]:
-    """A table over classes as one over variables: ``axes`` say which, and each value's class.
+def lifted(matrix: Floats, axes: Sequence[tuple[int, Ints]]) -> tuple[tuple[int, ...], Floats]:
+    """The conversions of a value to all of its uses, each distinct one once, over variables.
 
-    A variable that stands for several axes gets one.
+    ``matrix[source class, use class]``; ``axes``: of the source and of each use the variable,
+    and the class of each of its values. A variable that stands for several axes gets one.
+
+    >>> both = np.arange(2)
+    >>> lifted(np.array([[1.0, 4.0]]), ((0, np.array([0])), (1, both), (2, both)))[1].tolist()
+    [[[1.0, 5.0], [5.0, 4.0]]]
     """
     scope = tuple(dict.fromkeys(variable for variable, _ in axes))
-    index = []
-    for variable, classes in axes:
-        shape = [1] * len(scope)
-        shape[scope.index(variable)] = len(classes)
-        index.append(classes.reshape(shape))
-    return scope, table[tuple(index)]
+    source, *uses = (
+        _along(scope.index(variable), classes, len(scope)) for variable, classes in axes
+    )
+    total = matrix[source, uses[0]]
+    for number, use in enumerate(uses[1:], start=1):
+        own = matrix[source, use]
+        for earlier in uses[:number]:
+            own = own * (earlier != use)
+        total = total + own
+    return scope, total
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """An edge as a factor: its scope and its seconds forward and backward."""
+def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
+    shape = [1] * num_axes
+    shape[axis] = len(classes)
+    return classes.reshape(shape)
 
-    scope: tuple[int, ...]
-    forward: Floats
-    backward: Floats
+
+@dataclass(frozen=True)
+class Link:
+    """An edge as a factor over variables, which ``axes`` name as ``lifted`` does."""
+
+    tables: EdgeTables
+    axes: tuple[tuple[int, Ints], ...]
+    _factors: dict[float, Factor] = field(default_factory=dict, repr=False)
+
+    @property
+    def scope(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(variable for variable, _ in self.axes))
+
+    def factor(self, again: float) -> Factor:
+        """Its seconds, the forward ``again`` as often once more; made once."""
+        if again not in self._factors:
+            scope, table = lifted(self.tables.seconds(again), self.axes)
+            self._factors[again] = Factor(scope, table[None, None])
+        return self._factors[again]
 
 
 @dataclass
@@ -156,9 +199,11 @@ class KindTables:
     kind: str
     sizes: list[int] = field(default_factory=list)
     fixed: list[Factor] = field(default_factory=list)
-    links: list[_Link] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
     _variables: dict[tuple[int, bytes], int] = field(default_factory=dict)
     _solved: dict[Rates, Eliminated] = field(default_factory=dict)
+    _alike: dict[tuple[int, Recompute], Factor] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         self.sizes = [len(decision.choices) for decision in self.tables.decisions]
@@ -167,6 +212,11 @@ class KindTables:
             if tables is not None:
                 self._add_link(tables)
         self.kept = tuple(self._variable(end.decision, end.classes) for end in self.ends)
+
+    @staticmethod
+    def of(model: StageModel, kind: str) -> KindTables:
+        """The tables of a kind, one object for all models in which they are the same."""
+        return model.common(("tables", kind), lambda: KindTables(model, kind))
 
     @cached_property
     def tables(self) -> KindModel:
@@ -181,8 +231,7 @@ class KindTables:
             if variable != decision:
                 classes = np.arange(self.sizes[variable])  # its values are the classes
             axes.append((variable, classes))
-        scope, forward = lifted(tables.forward, axes)
-        self.links.append(_Link(scope, forward, lifted(tables.backward, axes)[1]))
+        self.links.append(Link(tables, tuple(axes)))
 
     def _variable(self, decision: int, classes: Ints) -> int:
         """A variable for the classes of a decision, tied to it, or the decision itself."""
@@ -194,7 +243,7 @@ class KindTables:
             tie = np.full((1, 1, len(classes), size), np.inf)
             tie[0, 0, np.arange(len(classes)), classes] = 0.0
             self._variables[key] = len(self.sizes)
-            self.fixed.append(Factor((decision, len(self.sizes)), tie))
+            self.fixed.append(self._memo.note(Factor((decision, len(self.sizes)), tie)))
             self.sizes.append(size)
         return self._variables[key]
 
@@ -242,12 +291,10 @@ class KindTables:
         found = self._solved.get(rates)
         if found is None:
             order = self.order
-            links = [
-                Factor(link.scope, (link.forward * (1 + rates.again) + link.backward)[None, None])
-                for link in self.links
-            ]
+            links = [self._memo.note(link.factor(rates.again)) for link in self.links]
             factors = [*self.fixed, *links, *self._own(rates)]
-            found = eliminate(self.sizes, factors, order, self.kept)
+            found = eliminate(self.sizes, factors, order, self.kept, self._memo)
+            found = found.in_a_row(*rates.grid)
             while len(self._solved) >= MOST_SOLVED:
                 del self._solved[next(iter(self._solved))]
             self._solved[rates] = found
@@ -272,16 +319,51 @@ class KindTables:
     def _own(self, rates: Rates) -> list[Factor]:
         """What each choice costs by itself."""
         seconds, kept_seconds, states = self._stacked
-        zeros = list(rates.zeros)
-        cost = seconds[zeros] @ rates.weights
+        shape = rates.grid
+        zeros = list(rates.zeros[:: shape[1]])
+        own = seconds[zeros] @ rates.weights
         if rates.mode != "none":
-            cost = cost + seconds[0, :, :2].sum(axis=1)
+            own = own + seconds[0, :, :2].sum(axis=1)
         if rates.mode == "selective":
-            cost = cost - kept_seconds
+            own = own - kept_seconds
+        cost = own[:, None]
         if rates.state_prices:
-            cost = cost + rates.prices(saved=False)[:, None] * states[zeros]
+            prices = rates.prices(saved=False).reshape(shape)
+            cost = cost + prices[:, :, None] * states[zeros][:, None]
         if rates.saved_prices and rates.mode != "full":
-            cost = cost + rates.prices(saved=True)[:, None] * self._kept_bytes[rates.mode]
+            prices = rates.prices(saved=True).reshape(shape)
+            cost = cost + prices[:, :, None] * self._kept_bytes[rates.mode]
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
-        parts = np.split(cost, ends, axis=1)
-        return [Factor((number,), part[None]) for number, part in enumerate(parts)]
+        parts = np.split(cost, ends, axis=2)
+        return [self._factor(number, part, rates) for number, part in enumerate(parts)]
+
+    def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
+        """The cost of a decision, ``part[row, column, choice]``, as long as it differs."""
+        if not self._is_same[number]:
+            return Factor((number,), part)
+        if rates.saved_prices and self._keeps[rates.mode][number]:
+            return Factor((number,), part[:1])
+        key = (number, rates.mode)
+        if key not in self._alike:
+            self._alike[key] = self._memo.note(Factor((number,), part[:1, :1]))
+        return self._alike[key]
+
+    @cached_property
+    def _keeps(self) -> dict[Recompute, list[bool]]:
+        """Of each decision whether one of its choices keeps anything, in a mode."""
+        ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
+        found: dict[Recompute, list[bool]] = {"full": [False] * (len(ends) + 1)}
+        for mode, sizes in self._kept_bytes.items():
+            found[mode] = [bool(own.any()) for own in np.split(sizes, ends)]
+        return found
+
+    @cached_property
+    def _is_same(self) -> list[bool]:
+        """Of each decision whether it costs the same whatever the ZeRO stage, the micro-batches
+        of a step and the price of states."""
+        return [
+            not own.states[:, :, :3].any()
+            and not own.seconds[:, :, 6:8].any()
+            and bool((own.seconds == own.seconds[:1]).all())
+            for own in self.tables.decisions
+        ]

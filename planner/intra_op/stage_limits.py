@@ -23,14 +23,27 @@ class Limits:
     modes: tuple[Recompute, ...] = MODES
 
 
+STEPS_PER_PROBLEM = 20
+"""Steps of the recurrence over stages take as long as solving a problem, about."""
+
+
 @dataclass
 class Effort:
-    """Time for solving and what was spent."""
+    """Time for solving and what was spent.
+
+    ``work`` is counted, not measured: shares of it are the same on any machine, however busy.
+    """
 
     deadline: float
     num_problems: int = 0
+    num_steps: int = 0
     seconds: float = 0.0
     table_seconds: float = 0.0
+
+    @property
+    def work(self) -> float:
+        """Problems that were solved, or what took as long: about a hundredth of a second each."""
+        return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
 
     @property
     def left_seconds(self) -> float:

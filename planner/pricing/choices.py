@@ -74,6 +74,15 @@ class Restriction:
     gathers: tuple[int, ...] = ()
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """Equal where restrictions are."""
+        return (
+            self.split_batch, self.split_parameters, self.sequence_parallel,
+            self.split_positions, tuple(self.pins.items()), self.features, self.split_experts,
+            self.gathers,
+        )  # fmt: skip
+
+    @property
     def given(self) -> tuple[int, ...]:
         """The axes that leave nothing to the solver but what they are not for."""
         return (*self.split_batch, *self.split_positions, *self.split_experts)

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import TensorSpec
-from ..layout import Layout, conversion_steps
-from .prices import CONVERSION_SECONDS, Prices, held_layout
+from ..layout import Layout, conversion_steps, held_layout
+from .prices import CONVERSION_SECONDS, Prices
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Block, Graph, Node
+from ..layout import Layout
 from ..requests.pins import PENALTY_SECONDS, breaks
 from ..strategy import NodeLayout
 from .choices import Restriction, held_layouts, inner_of, input_specs
@@ -173,10 +174,10 @@ def _undominated(own: Outline, every: _Priced) -> Ints:
 def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
     """``[group, member]``: whether another of the group is no worse in any figure,
     ``[group, member, figure]``; of equal ones all but the first are."""
-    at_most = (figures[:, :, None] <= figures[:, None]).all(axis=3)
+    at_most = np.logical_and.reduce(figures[:, :, None] <= figures[:, None], axis=3)
     earlier = np.triu(np.ones(at_most.shape[1:], dtype=bool), 1)
-    better = at_most & (earlier | ~at_most.swapaxes(1, 2))
-    found: NDArray[np.bool_] = better.any(axis=1)
+    better = at_most & (earlier | ~at_most.transpose(0, 2, 1))
+    found: NDArray[np.bool_] = np.logical_or.reduce(better, axis=1)
     return found
 
 
@@ -196,7 +197,7 @@ def parameter_decision(node: Node, prices: Prices, restriction: Restriction) -> 
     )  # fmt: skip
 
 
-def _held_choices(name: str, layouts: tuple[object, ...], prices: Prices) -> tuple[Choice, ...]:
+def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
     """A choice per layout, the same objects for the same layouts."""
     key = ("held in", name, layouts)
     found: tuple[Choice, ...] | None = prices.cache.get(key)

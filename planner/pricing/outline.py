@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..graph import Block, Graph, Node, Ref
 from ..layout import Layout
 from ..requests.pins import breaks
-from ..strategy import NodeLayout
+from ..strategy import NodeLayout, splits
 from .choices import Restriction, Way, held_for, held_layouts, ways
 from .prices import Prices
 from .recompute import is_kept
@@ -245,11 +245,8 @@ class _Making:
         number = self.way_numbers.get(id(way))
         if number is None:
             number = self.way_numbers[id(way)] = len(self.computes_as)
-            split = tuple(
-                tuple(each.dim if each.is_shard else None for each in layout)
-                for layout in (*way.layout.inputs, *way.layout.outputs)
-            )
-            as_number = self.computes.setdefault((name, split), len(self.first))
+            key = (name, splits(way.layout))
+            as_number = self.computes.setdefault(key, len(self.first))
             if as_number == len(self.first):
                 self.first.append((name, way.layout))
             self.computes_as.append(as_number)

@@ -26,7 +26,8 @@ from ...cost_model.compute import host_seconds, work_seconds
 from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
 from ...cost_model.profile.lookup import Profile, level_of
 from ..graph import Node, TensorSpec
-from ..layout import INVARIANT, Layout, Mesh, conversion_steps, local_shape
+from ..layout import Layout, Mesh, conversion_steps, held_layout, local_shape
+from ..layout import boundary_layout as boundary_layout
 from ..plan import Precision
 from ..rules_protocol import Rules as Rules
 from ..strategy import InnerCollective, NodeLayout
@@ -35,23 +36,13 @@ from .op_case import op_case
 from .seconds import Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
-from .update import update_curve
+from .update import step_bytes, update_curve
 
 CONVERSION_SECONDS = 1e-8
 """Added to every single-axis step, so that of equal plans the one with fewer steps wins."""
 
 STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 """ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
-
-
-def held_layout(layout: Layout) -> Layout:
-    """The layout with R written as I: without a gradient they are the same."""
-    return tuple(INVARIANT if each.kind == "R" else each for each in layout)
-
-
-def boundary_layout(layout: Layout) -> Layout:
-    """How a value lies between stages: what is not split is whole."""
-    return tuple(each if each.is_shard else INVARIANT for each in layout)
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class Prices:
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
     speed: str = field(init=False, repr=False)
-    converted: dict[Any, Any] = field(init=False, repr=False, compare=False)
+    _converted: dict[Any, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -87,7 +78,20 @@ class Prices:
         set_field(self, "groups", self._slowest_groups())
         set_field(self, "policy", policy(self.precision, self.optimizer))
         key = ("conversions", self.mesh, self.groups, self.profile, self.only)
-        set_field(self, "converted", self.cache.setdefault(key, {}))
+        set_field(self, "_converted", self.cache.setdefault(key, {}))
+
+    @property
+    def converted(self) -> dict[Any, Any]:
+        """What is known of conversions, of all prices of this mesh and these groups."""
+        return self._converted
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal where all prices are, of one ``cache``: but for transfers between stages."""
+        return (
+            type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
+            self.policy, self.profile, self.only,
+        )  # fmt: skip
 
     def _slowest_groups(self) -> tuple[Group, ...]:
         """Of every axis, found once per cluster and ranks: a large mesh has many groups."""
@@ -146,10 +150,10 @@ class Prices:
         if source == target:
             return 0.0, 0.0
         key = (spec, source, target)
-        found = self.converted.get(key)
+        found = self._converted.get(key)
         if found is None:
             found = self._conversion(spec, source, target)
-            self.converted[key] = found
+            self._converted[key] = found
         return found
 
     def _conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
@@ -324,7 +328,7 @@ class Prices:
                 seconds, source = curve.at(numel * self.policy.parameter_bytes)
                 found = Priced(seconds, 0.0, source)
             else:
-                moved = numel * self._step_bytes
+                moved = numel * step_bytes(self.policy)
                 share = self.device.efficiency.get("copy", 1.0)
                 rate = self.device.memory_bytes_per_second * share
                 found = Priced(moved / rate, 0.0, "spec")
@@ -347,17 +351,6 @@ class Prices:
             Seconds(forward_states=gather, backward_states=gather),
             StateBytes(parameters=held.parameters, gathered=gathered_bytes),
         )
-
-    @property
-    def _step_bytes(self) -> int:
-        """Bytes that a step moves per parameter: all states read, all but the gradient written.
-
-        A gradient of fewer bytes than the master is first written in its format, and read.
-        """
-        own = self.policy
-        held = own.parameter_bytes + own.optimizer_bytes
-        copied = 2 * own.parameter_bytes * (own.gradient_bytes < own.parameter_bytes)
-        return 2 * held + own.gradient_bytes + copied
 
     def _streamed(self, kind: str, num_bytes: float) -> float:
         return max(0.0, self._states(kind, num_bytes) - self._states(kind, 1))

@@ -48,7 +48,7 @@ def structure_key(
     pins = (prices.mesh, tuple(restriction.pins.items())) if restriction.pins else None
     rows = None if graph.batch_dims else graph.batch_size
     return (
-        block.kind, axes, _divided(block, graph, prices), _light(block, graph, prices),
+        block.nodes, axes, _divided(block, graph, prices), _light(block, graph, prices),
         restriction.sequence_parallel, restriction.features.denied, pins, rows,
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def _strategies_key(block: Block, graph: Graph, size: int, prices: Prices) -> in
             for name in block.nodes
         )
 
-    return _kept(prices, ("strategies of", block.kind, size, graph.batch_size), make)
+    return _kept(prices, ("strategies of", block.nodes, size, graph.batch_size), make)
 
 
 def _form(strategy: AxisStrategy) -> tuple[object, ...]:
@@ -106,7 +106,7 @@ def _dims_key(block: Block, graph: Graph, size: int, prices: Prices) -> int:
         dims: Dims = dims_on(graph, size, prices)
         return tuple(dims.get(ref) for ref in _refs(block, graph))
 
-    return _kept(prices, ("dims of", block.kind, size, graph.batch_size), make)
+    return _kept(prices, ("dims of", block.nodes, size, graph.batch_size), make)
 
 
 def _experts_key(block: Block, graph: Graph, size: int, prices: Prices) -> int:
@@ -114,7 +114,7 @@ def _experts_key(block: Block, graph: Graph, size: int, prices: Prices) -> int:
         found = experts_on(graph, size, prices)
         return tuple((found.dims.get(ref), ref in found.views) for ref in _refs(block, graph))
 
-    return _kept(prices, ("experts of", block.kind, size, graph.batch_size), make)
+    return _kept(prices, ("experts of", block.nodes, size, graph.batch_size), make)
 
 
 def _refs(block: Block, graph: Graph) -> list[Ref]:
@@ -127,7 +127,7 @@ def _refs(block: Block, graph: Graph) -> list[Ref]:
 
 def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
     """Which products of axes divide each dimension of each tensor that the block's nodes see."""
-    key = ("dimensions of", block.kind, graph.batch_size)
+    key = ("dimensions of", block.nodes, graph.batch_size)
     dims = prices.cache.get(key)
     if dims is None:
         specs = [
@@ -146,7 +146,7 @@ def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
 
 def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
     """Of each node whether it is a view of what it reads (``is_light``)."""
-    key = ("light", block.kind, graph.batch_size)
+    key = ("light", block.nodes, graph.batch_size)
     found: tuple[bool, ...] | None = prices.cache.get(key)
     if found is None:
         found = tuple(is_light(graph[name], graph, prices) for name in block.nodes)

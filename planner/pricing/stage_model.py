@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,17 +20,21 @@ from ..graph import Node, Ref, TensorSpec
 from ..intra_op.highs import Ints
 from ..intra_op.ilp import merge_classes
 from ..layout import INVARIANT, Layout
-from ..plan import Recompute
-from ..strategy import NodeLayout
+from ..strategy import NodeLayout, splits
 from .choices import Restriction
 from .conversions import conversion_seconds
 from .decisions import Decision, Floats, decide, parameter_decision
+from .kind_model import Held as Held
+from .kind_model import Kept as Kept
+from .kind_model import KindModel as KindModel
 from .prices import Prices, Seconds, boundary_layout
 from .recompute import kept_parts
 from .same import known
 from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Structure, Use
 from .weight_backward import late_parts, late_seconds, late_share
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,70 +74,8 @@ class Merged:
     backward: Floats
 
 
-Kept = tuple[tuple[tuple[Part, ...], ...], ...]
-"""Per decision and choice the storages that are kept, with their bytes."""
-
-
-Held = tuple[tuple[Part, ...], int, tuple[Part, ...]]
-"""Of a choice: what autograd keeps, the most that a member works on, what is selected."""
-
-
 Late = tuple[float, tuple[Part, ...]]
 """Of a choice: seconds of the gradients of weights, and what is kept for them."""
-
-
-@dataclass(frozen=True)
-class KindModel:
-    """One kind of block on the mesh.
-
-    ``where`` finds the decision of a member. ``edges`` are the values read inside the block
-    by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
-    autograd keeps, ``selected`` those that selective recomputation keeps; ``working_bytes``
-    per decision and choice the most that a member's inputs and outputs take. ``held`` finds
-    the three for one choice of a decision: most meshes never need them for all.
-    """
-
-    kind: str
-    decisions: tuple[Decision, ...]
-    where: Mapping[str, int]
-    edges: tuple[Edge, ...]
-    has_parameters: bool
-    held: Callable[[int, int], Held] = field(repr=False)
-
-    def _every(self, part: int) -> tuple[tuple[Any, ...], ...]:
-        return tuple(
-            tuple(self.held(number, choice)[part] for choice in range(len(decision.choices)))
-            for number, decision in enumerate(self.decisions)
-        )
-
-    @cached_property
-    def saved(self) -> Kept:
-        return self._every(0)
-
-    @cached_property
-    def working_bytes(self) -> tuple[Floats, ...]:
-        return tuple(np.array(sizes, dtype=np.float64) for sizes in self._every(1))
-
-    @cached_property
-    def selected(self) -> Kept:
-        return self._every(2)
-
-    def parts(self, mode: Recompute) -> Kept:
-        """What a block keeps from its forward to its backward, but for what it reads."""
-        return {"none": self.saved, "selective": self.selected, "full": ()}[mode]
-
-    def kept_bytes(self, mode: Recompute) -> Floats:
-        """Bytes kept by each choice of all decisions, a storage counted with its first keeper.
-
-        Their sum over a block's decisions is at most what it keeps.
-        """
-        counted: dict[str, int] = {}
-        found = []
-        for number, choices in enumerate(self.parts(mode)):
-            for parts in choices:
-                own = [size for name, size in parts if counted.setdefault(name, number) == number]
-                found.append(float(sum(own)))
-        return np.array(found)
 
 
 @dataclass(frozen=True)
@@ -157,9 +99,18 @@ class StageModel:
     def kind(self, kind: str) -> KindModel:
         found = self._kinds.get(kind)
         if found is None:
-            found = self._make_kind(kind)
+            found = self.common(("kind", kind), lambda: self._make_kind(kind))
             self._kinds[kind] = found
         return found
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return self.merge, self.restriction.key, self.prices.key
+
+    def common(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """What ``make`` makes, once for all models that differ in nothing but their links."""
+        given = self.structure.graph, self.structure.blocks
+        return known(self.prices.cache, (*key, *self._key), given, make)
 
     def late(self, kind: str, number: int, choice: int) -> Late:
         """The weights' half of the backward of one choice of a kind's decision."""
@@ -231,16 +182,22 @@ class StageModel:
         graph, prices = self.structure.graph, self.prices
         by_choice: dict[tuple[int, int], Held] = {}
         by_layout: dict[tuple[str, int], Held] = {}
+        shared = ("held", graph.batch_size, prices.mesh.shape)
+        by_split: dict[object, Held] = prices.cache.setdefault(shared, {})
 
         def of_layout(node: Node, layout: NodeLayout) -> Held:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
-            if key not in by_layout:
-                by_layout[key] = (
-                    saved_parts(node, layout, graph, prices),
-                    working_bytes(node, layout, graph, prices),
-                    kept_parts(node, layout, graph, prices),
-                )
-            return by_layout[key]
+            found = by_layout.get(key)
+            if found is None:
+                own = (node.name, splits(layout))
+                if own not in by_split:
+                    by_split[own] = (
+                        saved_parts(node, layout, graph, prices),
+                        working_bytes(node, layout, graph, prices),
+                        kept_parts(node, layout, graph, prices),
+                    )
+                found = by_layout[key] = by_split[own]
+            return found
 
         def held(number: int, choice: int) -> Held:
             if (number, choice) not in by_choice:

@@ -6,6 +6,7 @@ that a rank steps. They are kept among the profile's transfers, on the level of 
 
 from __future__ import annotations
 
+from ...cost_model.memory import PrecisionPolicy
 from ...cost_model.profile.lookup import Profile
 from ...cost_model.profile.transfers import TransferCurve, transfer_curve
 
@@ -33,3 +34,13 @@ def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
         if found:
             return transfer_curve(found)
     return None
+
+
+def step_bytes(policy: PrecisionPolicy) -> int:
+    """Bytes that a step moves per parameter: all states read, all but the gradient written.
+
+    A gradient of fewer bytes than the master is first written in its format, and read.
+    """
+    held = policy.parameter_bytes + policy.optimizer_bytes
+    copied = 2 * policy.parameter_bytes * (policy.gradient_bytes < policy.parameter_bytes)
+    return 2 * held + policy.gradient_bytes + copied

@@ -82,8 +82,9 @@ class Beside:
             job.took("waiting", time.perf_counter() - began)
         if answer is None:
             raise LostError
-        found, num_problems = answer
+        found, num_problems, num_steps = answer
         job.effort.num_problems += num_problems
+        job.effort.num_steps += num_steps
         return found
 
     def end(self) -> None:
@@ -102,13 +103,14 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
             function, args = pipe.recv()
         except EOFError:
             return
-        before = job.effort.num_problems
+        problems, steps = job.effort.num_problems, job.effort.num_steps
         try:
             found = function(job, *args)
         except AutoparallelError:
             pipe.send(None)
         else:
-            pipe.send((found, job.effort.num_problems - before))
+            problems, steps = job.effort.num_problems - problems, job.effort.num_steps - steps
+            pipe.send((found, problems, steps))
 
 
 @dataclass

@@ -53,10 +53,6 @@ from .space import tilings
 from .stage_bounds import FORMS, Form, StageBounds
 from .work_bound import work_bound
 
-BOUND_SHARE = 0.1
-LEAST_SECONDS = 1.5
-"""Of the time that the search took, and at least: what narrowing the bound may take besides."""
-
 ROUNDING = 1e-6
 """Of bytes and rows that are no whole numbers of each device."""
 
@@ -72,7 +68,8 @@ class _LateError(Exception):
 
 @dataclass
 class Space:
-    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``.
+    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``, in
+    work of the effort.
 
     Those with a stage that takes more than ``most_seconds`` are left out.
     """
@@ -105,7 +102,9 @@ class Space:
 
     def seconds(self, left: int, place: int, first: bool, *, form: Form) -> tuple[Floats, Floats]:
         """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
-        if time.perf_counter() > self.until:
+        effort = self.costs.effort
+        effort.num_steps += 1
+        if effort.work > self.until or effort.left_seconds <= 0:
             raise _LateError
         own = self.stage(left, place, first)
         if own is None:
@@ -229,12 +228,19 @@ class _Fewer:
 
 
 def step_bound(
-    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...], step: float, gap: float
+    job: Job,
+    rows: tuple[int, ...],
+    numbers: tuple[int, ...],
+    step: float,
+    gap: float,
+    patience: float = float("inf"),
 ) -> float:
-    """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough."""
+    """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough.
+
+    ``patience``: the work (``Effort.work``) that may be spent on it.
+    """
     began = time.perf_counter()
-    until = began + max(LEAST_SECONDS, BOUND_SHARE * (began - job.began))
-    until = min(until, job.effort.deadline)
+    until = job.effort.work + patience
     order, least = counting(), work_bound(job, rows)
     largest_first = tuple(sorted(rows, reverse=True))
     every = list(spaces(job, largest_first, numbers))

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.assembly import reserve
-from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..intra_op.intra_op import Effort, IntraOp, StageAnswer
 from ..pricing.structure import Run
 from .cuts import Runs as Runs
 from .runs import NO_RUN, Floats, Series, at_least, chords, samples
@@ -350,6 +350,7 @@ class Costs:
     key: Callable[[int, int], Hashable]
     solvers: Callable[[int, int], list[IntraOp]]
     held: Callable[[int], int]
+    effort: Effort
     places: list[PlaceCosts] = field(default_factory=list)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
@@ -374,6 +375,7 @@ class Costs:
 
     def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
         """``inter_op.cuts.Seconds``: of what is known."""
+        self.effort.num_steps += 1
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:

@@ -186,6 +186,7 @@ class Job:
                 place,
                 lambda first, size: self.solvers_on(rows, first, size),
                 lambda left: self._least_held(left, count),
+                self.effort,
             )
         return self._costs[rows]
 

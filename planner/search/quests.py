@@ -130,6 +130,19 @@ class Quest:
         ]
         return _step_seconds(own)
 
+    def looped_seconds(self, chunks: int) -> float:
+        """About what the best pipeline takes with each of its stages cut in so many.
+
+        It waits as long for the first micro-batch as stages of that part of their size.
+        """
+        if self._best is None:
+            return float("inf")
+        stages = self._best.stages
+        own = [
+            self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
+        ]
+        return sum(once for once, _ in own) / chunks + max(slowest for _, slowest in own)
+
     def price(self, patience: float) -> Pipeline | None:
         """Prices the stages of the best pipeline while it takes no longer than ``patience``.
 

@@ -7,6 +7,7 @@ best is proven or bounded (``search`` says more).
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,14 +31,28 @@ from .work_bound import work_bound
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
 
+MOST_CHUNKS = 4
+"""Stages per rank."""
+
+MOST_LOOPED = 4
+MOST_LOOKED = 12
+"""Pipelines that are followed only for being cut again, and that are priced for it."""
+
+NEAR = 1.05
+"""Of what another part found, drafts within this factor of the best are taken in."""
+
+BOUND_SHARE = 0.15
+LEAST_BOUND = 400
+"""Of the work that the search took, and at least: what narrowing the bound may take besides."""
+
 SOON = 0.05
 """The share of the time limit after which a first plan is made of what is known."""
 
 MOST_FREED = 24
 """Candidates that are tried with free axes, in a small graph."""
 
-LONG_SECONDS = 10.0
-"""Of a search that takes no longer, no part is cut short."""
+LONG = 5_000
+"""Of a search of no more work (``Effort.work``), no part is cut short."""
 
 
 def ignore(what: str, done: float, total: float) -> None:
@@ -46,12 +61,14 @@ def ignore(what: str, done: float, total: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """What following some micro-batch sizes came to: drafts, the fastest first.
+    """What following some micro-batch sizes came to: drafts with what they take when simulated,
+    the fastest first, and those to be cut again with about what they take then.
 
     ``is_open``: something may yet fit; ``excess_bytes`` by how much the rest does not.
     """
 
-    drafts: tuple[Draft, ...]
+    drafts: tuple[tuple[float, Draft], ...]
+    loops: tuple[tuple[float, Draft], ...]
     is_open: bool
     excess_bytes: list[float]
 
@@ -67,7 +84,9 @@ class Ranking:
     def __init__(self, job: Job, observe: Observe) -> None:
         self.job = job
         self.observe = observe
+        self.began = job.effort.work
         self.drafts: list[Draft] = []
+        self.loops: list[tuple[float, Draft]] = []
         self.known: list[Candidate] = []
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
@@ -115,34 +134,71 @@ class Ranking:
             if not self.drafts:
                 self._follow(quests, until_first=True)
         self._follow(quests)
-        began = time.perf_counter()
+        began = self.job.effort.work
         mixed = self._looked(self._mixed(rows, numbers))
         self._follow(mixed, began=began)
+        self._add_loops(quests)
         every = [*quests, *mixed]
         self.is_open = any(each.estimate < float("inf") for each in every) or (
             any(each.num_blocks > MOST_CUTS for each in every)  # not every cut was tried
         )
 
+    def _add_loops(self, quests: list[Quest]) -> None:
+        """Follows pipelines of one size that are not the fastest as they are, but may be so with
+        several stages per rank: those that have the least work and waiting then."""
+        if not self.job.request.chunked_schedules or not self.drafts:
+            return
+        heap: list[tuple[float, int, Quest]] = []
+        for number, quest in enumerate(quests):
+            if quest.tiling.most > 1 and quest.numbers and not self._is_late(0.7):
+                quest.look(float("inf"))
+                heapq.heappush(heap, (quest.looped_seconds(MOST_CHUNKS), number, quest))
+        for _ in range(MOST_LOOKED):
+            if not heap or heap[0][0] >= self._step_seconds or self._is_late(0.7):
+                break
+            if len(self.loops) == MOST_LOOPED:
+                break
+            least, number, quest = heapq.heappop(heap)
+            rival = heap[0][0] if heap else float("inf")
+            pipeline = quest.price(float("inf"))
+            seconds = quest.looped_seconds(MOST_CHUNKS)
+            if pipeline is not None and seconds <= max(least, rival) * (1 + TOLERANCE):
+                self._take_loop(seconds, Draft(quest.rows, pipeline))
+                continue
+            quest.look(float("inf"))
+            heapq.heappush(heap, (quest.looped_seconds(MOST_CHUNKS), number, quest))
+
+    def _take_loop(self, seconds: float, draft: Draft) -> None:
+        if seconds < self._step_seconds:
+            self.loops.append((seconds, draft))
+            self._keep(draft)
+
     def explored(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
         """What following the quests of some micro-batch sizes came to."""
         self._explore(rows, numbers)
-        return Explored(tuple(self._best_drafts()), self.is_open, self.job.excess_bytes)
+        least: dict[Draft, float] = {}
+        for each in self._by_speed():
+            least.setdefault(self.drawn[id(each)], each.step_seconds)
+        drafts = tuple((seconds, draft) for draft, seconds in least.items())
+        return Explored(drafts, tuple(self.loops), self.is_open, self.job.excess_bytes)
 
     def _take_in(self, found: Explored) -> None:
-        """Takes in another part's drafts, those that would have been followed here too."""
+        """Takes in another part's drafts, those that are near the best or to be cut again."""
         self.job.beyond += found.excess_bytes
         self.is_open |= found.is_open
-        for draft in found.drafts:
-            if draft.seconds < self._cutoff:
+        for seconds, draft in found.drafts:
+            if seconds < self._step_seconds * NEAR:
                 self._keep(draft)
+        for seconds, draft in found.loops:
+            self._take_loop(seconds, draft)
 
     def _is_late(self, share: float) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
 
     def _is_long(self, began: float) -> bool:
-        """Whether what was begun has taken a third as long as all before it, and seconds."""
-        spent = time.perf_counter() - began
-        return spent > max(0.5 * LONG_SECONDS, (began - self.job.began) / 3)
+        """Whether what was begun at some work has taken a third of all before it, and much."""
+        spent = self.job.effort.work - began
+        return spent > max(0.5 * LONG, (began - self.began) / 3)
 
     def _uniform(self, rows: int, numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of one size; without those whose work and waiting alone take too long.
@@ -152,8 +208,9 @@ class Ranking:
         """
         costs, count = self.job.costs(rows), self.job.num_microbatches(rows)
         work = work_bound(self.job, (rows,)) / count
+        chunks = MOST_CHUNKS if self.job.request.chunked_schedules else 1
         for number in numbers:
-            if work * (count + number - 1) >= self._cutoff:
+            if work * (count + (number - 1) / chunks) >= self._cutoff:
                 continue
             tiling = uniform_tiling(self.job.cluster, number, costs.place)
             if tiling is not None:
@@ -165,7 +222,7 @@ class Ranking:
         order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
         allowed = self.job.request.features.allows("mixed-stages")
         several = tuple(number for number in numbers if number > 1 and allowed)
-        began = time.perf_counter()
+        began = self.job.effort.work
         for each in order:
             if several and not (self.drafts and (self._is_late(0.6) or self._is_long(began))):
                 costs = self.job.costs(each)
@@ -263,8 +320,7 @@ class Ranking:
         job, top = self.job, self.job.request.top
         fastest = self._by_speed()
         best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
-        began = time.perf_counter()
-        if began - job.began > LONG_SECONDS:
+        if job.effort.work - self.began > LONG:
             best = best[:1]
         for draft in best:
             if self._is_late(0.8):
@@ -351,6 +407,11 @@ class Ranking:
         if self.best and set(job.request.schedules) <= set(SCHEDULES):
             found = company.over(step_bound, job.stage_numbers, self._step_seconds, job.request.gap)
             self.bound = max(self.bound, min(found))
+
+    @property
+    def _patience(self) -> float:
+        """The work that narrowing the bound may take."""
+        return max(LEAST_BOUND, BOUND_SHARE * (self.job.effort.work - self.began))
 
     @property
     def _step_seconds(self) -> float:

@@ -8,12 +8,13 @@ others lost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...cost_model.cluster import Cluster
 from ...cost_model.compute import peak_flops
-from ..graph import Graph, Node
+from ..graph import Node
 from ..inter_op.branches import Places, stage_edges
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import StageAnswer
@@ -317,7 +318,7 @@ def _gathers(held: Layout, wanted: Layout) -> bool:
 def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Prediction:
     structure, prices = best.answers[0][0].structure, best.answers[0][0].prices
     rows = best.rows / structure.graph.batch_size  # of unequal shares the graph has others
-    flops = model_flops(structure.graph, prices) * best.num_microbatches * rows
+    flops = model_flops(structure, prices) * best.num_microbatches * rows
     dtype = prices.policy.compute_dtype
     peak = sum(peak_flops(host.device, dtype) * host.num_devices for host in cluster.hosts)
     tokens = request.global_batch * (request.seq or 1)
@@ -331,11 +332,12 @@ def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Predicti
     )
 
 
-def model_flops(graph: Graph, prices: Prices) -> float:
+def model_flops(structure: Structure, prices: Prices) -> float:
     """FLOPs forward and backward of one micro-batch, nothing recomputed."""
-    total = 0.0
-    for node in graph.nodes:
-        if node.kind == "op":
+    graph, total = structure.graph, 0.0
+    counts = Counter(block.kind for block in structure.blocks.blocks)
+    for kind, block in structure.blocks.kinds.items():
+        for node in map(graph.__getitem__, block.nodes):
             work = prices.rules.work(node, input_specs(node, graph), node.outputs)
-            total += work.flops_forward + work.flops_backward
+            total += counts[kind] * (work.flops_forward + work.flops_backward)
     return total

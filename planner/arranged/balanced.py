@@ -1,0 +1,89 @@
+"""Where to cut blocks into runs, so that the heaviest is as light as can be.
+
+In: the weights of blocks in order, a number of runs. Out: where the runs begin. By dynamic
+programming over ends and runs; runs that are heavier than those of some cut are left out, which
+leaves few to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[Any]
+
+NUM_HALVINGS = 40
+"""Of the range that the heaviest run's weight is looked for in."""
+
+
+def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
+    """Where ``number`` runs of blocks begin, so that the heaviest is as light as can be.
+
+    Of equally heavy cuts the one whose runs' squares sum to least, where each run is added to
+    the best cut of what is before it.
+
+    >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
+    (0, 3, 4)
+    """
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    count = len(weights)
+    starts, own = _runs(sums, _enough(sums, number))
+    squared = own**2
+    most, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+    most[0] = squares[0] = 0.0
+    places = np.arange(count + 1)
+    rank = places  # in the order of where the runs up to a stop begin: the earliest cuts win
+    before = []
+    for _ in range(number):
+        heaviest = np.maximum(most[starts], own)
+        most = heaviest.min(axis=1)
+        both = np.where(heaviest == most[:, None], squares[starts] + squared, np.inf)
+        squares = both.min(axis=1)
+        first = np.where(both == squares[:, None], rank[starts], count + 1).argmin(axis=1)
+        start = starts[places, first]
+        order = np.lexsort((start, rank[start]))
+        rank = np.empty_like(places)
+        rank[order] = places
+        before.append(start)
+    found: list[int] = []
+    at = count
+    for start in reversed(before):
+        at = int(start[at])
+        found.append(at)
+    return tuple(reversed(found))
+
+
+def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:
+    """For each end the starts of runs that weigh ``most`` or less, and their weights.
+
+    ``[end, choice]``; what is no run, or heavier, weighs infinitely much.
+    """
+    ends = np.arange(len(sums))
+    width = max(1, int((ends - np.searchsorted(sums, sums - most)).max()))
+    starts = ends[:, None] - 1 - np.arange(width)
+    is_run = starts >= 0
+    starts = np.maximum(starts, 0)
+    return starts, np.where(is_run, sums[:, None] - sums[starts], np.inf)
+
+
+def _enough(sums: Floats, number: int) -> float:
+    """A weight that no run of some cut is above, near the least such; rounded up."""
+    low, high = sums[-1] / number, sums[-1]
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fits(sums, number, middle) else (middle, high)
+    return float(high * (1 + 1e-9))
+
+
+def _fits(sums: Floats, number: int, most: float) -> bool:
+    """Whether ``number`` runs of no more than ``most``, each as long as can be, are enough."""
+    at, count = 0, len(sums) - 1
+    for _ in range(number):
+        at = int(np.searchsorted(sums, sums[at] + most, side="right")) - 1
+        if at >= count:
+            return True
+    return False

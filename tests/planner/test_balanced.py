@@ -1,0 +1,51 @@
+"""Cuts into runs: the heaviest is as light as brute force finds, and light is found early."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+
+from autoparallel.planner.arranged.balanced import balanced
+
+
+def runs(weights: list[float], starts: tuple[int, ...]) -> list[float]:
+    return [sum(weights[a:b]) for a, b in pairwise((*starts, len(weights)))]
+
+
+def step_by_step(weights: list[float], number: int) -> tuple[int, ...]:
+    """What is documented, over all starts: for each end the run that makes the heaviest least,
+    then the squares, then the earliest cut."""
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for _ in range(number):
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for stop in range(1, len(weights) + 1):
+            found = []
+            for start, (most, squares, cut) in best.items():
+                if start < stop:
+                    own = sum(weights[start:stop])
+                    found.append((max(most, own), squares + own**2, (*cut, start)))
+            if found:
+                longer[stop] = min(found)
+        best = longer
+    return best[len(weights)][2]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_heaviest_run_is_as_light_as_can_be(seed: int) -> None:
+    rng = Random(seed)
+    count = rng.randint(1, 9)
+    number = rng.randint(1, count)
+    largest = rng.choice((1, 3, 1000))
+    weights = [float(rng.randint(largest == 1, largest)) for _ in range(count)]
+    starts = balanced(weights, number)
+    assert starts == step_by_step(weights, number)
+    every = combinations(range(1, count), number - 1)
+    assert max(runs(weights, starts)) == min(max(runs(weights, (0, *own))) for own in every)
+
+
+def test_a_thousand_equal_blocks_are_shared_out_evenly() -> None:
+    lengths = runs([1.0] * 1000, balanced([1.0] * 1000, 96))
+    assert sorted(set(lengths)) == [10.0, 11.0]
+    assert lengths.count(11.0) == 1000 - 960
