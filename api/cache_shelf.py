@@ -48,7 +48,10 @@ class FileShelf:
     faults: Counter[str] = field(default_factory=Counter)
     _new: dict[str, bytes] = field(default_factory=dict, repr=False)
     _read: set[str] = field(default_factory=set, repr=False)
+    _untold: list[str] = field(default_factory=list, repr=False)
     _reader: sqlite3.Connection | None = field(default=None, repr=False)
+    _inherited: list[sqlite3.Connection] = field(default_factory=list, repr=False)
+    _process: int = field(default_factory=os.getpid, repr=False)
     _is_closed: bool = False
 
     def get(self, key: str) -> bytes | None:
@@ -71,6 +74,13 @@ class FileShelf:
 
     def put(self, key: str, value: bytes) -> None:
         self._new[key] = value
+        self._untold.append(key)
+
+    def news(self) -> Mapping[str, bytes]:
+        """What was put since this was asked last."""
+        found = {key: self._new[key] for key in self._untold}
+        self._untold.clear()
+        return found
 
     def origins(self) -> Mapping[str, int]:
         """How many values there are by the versions that made them, the latest used first."""
@@ -115,7 +125,13 @@ class FileShelf:
                 _shrink(writer, self.most_bytes)
 
     def _opened(self) -> sqlite3.Connection | None:
-        """A connection for reading, None where there is no file."""
+        """A connection for reading, None where there is no file.
+
+        A connection must not be used in a fork of the process that opened it, nor closed there.
+        """
+        if self._process != os.getpid():
+            self._inherited += [self._reader] if self._reader is not None else []
+            self._reader, self._process = None, os.getpid()
         if self._reader is None and self.path.exists():
             self._reader = _connected(self.path)
         return self._reader

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Shelf(Protocol):
     def get(self, key: str) -> bytes | None: ...
 
     def put(self, key: str, value: bytes) -> None: ...
+
+    def news(self) -> Mapping[str, bytes]:
+        """What was put since this was asked last, in this process or the one it is a fork of."""
+        ...
 
 
 class UnkeyedError(Exception):

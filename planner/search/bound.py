@@ -85,10 +85,17 @@ class Space:
     _sweeps: dict[tuple[int, Form], Sweep] = field(default_factory=dict)
     _figures: dict[tuple[int, Form], tuple[Floats, Floats]] = field(default_factory=dict)
 
-    def stage(self, left: int, place: int, first: bool) -> StageBounds | None:
-        """The bounds of a stage; None on a place without meshes."""
+    def stage(
+        self, left: int, place: int, first: bool, *, is_raised: bool = False
+    ) -> StageBounds | None:
+        """The bounds of a stage; None on a place without meshes.
+
+        They are the same for any micro-batches in flight until some are raised by memory.
+        """
         held = self.costs.in_flight(left, first) if self.is_chain else 1
         key = (place, first, left == 1, held)
+        if key not in self._bounds and not is_raised:
+            key = (place, first, left == 1, 0)
         own = self.costs.places[place]
         if key not in self._bounds and own.meshes:
             runs = self.costs.runs
@@ -149,7 +156,7 @@ class Space:
         """Bounds the stages of a pipeline with their memory; how many bounds that were."""
         raised = 0
         for at, (start, stop, move) in enumerate(stages):
-            own = self.stage(len(stages) - at, move.place, at == 0)
+            own = self.stage(len(stages) - at, move.place, at == 0, is_raised=True)
             number = int(self.costs.runs.classes.numbers[start, stop])
             if own is not None:
                 raised += own.raise_by_memory(number, form)

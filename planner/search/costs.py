@@ -88,6 +88,7 @@ class MeshCosts:
     slowest: Floats = field(init=False)
     exact: dict[int, Known] = field(default_factory=dict)
     _bounded: set[Series] = field(default_factory=set)
+    _least: dict[tuple[tuple[Series, ...], int], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = len(self.runs.classes.firsts)
@@ -141,8 +142,13 @@ class MeshCosts:
         found: Floats = least + reserve(model) - limit
         return found
 
-    def least(self, wanted: Iterable[Series], count: int) -> Floats:
+    def least(self, wanted: tuple[Series, ...], count: int) -> Floats:
         """By class at least c + r + e / ``count``, without the memory limit; 0 elsewhere."""
+        if (wanted, count) not in self._least:
+            self._least[wanted, count] = self._find_least(wanted, count)
+        return self._least[wanted, count]
+
+    def _find_least(self, wanted: Iterable[Series], count: int) -> Floats:
         found = np.zeros(len(self.runs.classes.firsts))
         runs = {
             series: [
@@ -226,7 +232,7 @@ class PlaceCosts:
             size = len(self.runs.classes.firsts)
             lower, once, slowest = (np.full(size, np.inf) for _ in range(3))
             numbers = self.runs.role(first, last)
-            series = {self.runs.series_of[number][0] for number in numbers.tolist()}
+            series = dict.fromkeys(self.runs.series_of[number][0] for number in numbers.tolist())
             for mesh in self.meshes:
                 mesh.bound(series)
                 lower[numbers] = np.minimum(lower[numbers], mesh.lower[numbers])
@@ -258,8 +264,8 @@ class PlaceCosts:
             if held <= in_flight:
                 found = np.fmax(found, exact.objective)
         for series in self.runs.classes.series:
-            if len(series.classes) > 1:
-                numbers = list(series.classes)
+            numbers = list(series.classes)
+            if len(numbers) > 1 and np.isfinite(found[numbers]).any():
                 found[numbers] = at_least(series.lengths, found[numbers], 0.0)
         more = found - np.where(np.isfinite(lower), lower, 0.0)
         more[~np.isfinite(lower)] = 0.0

@@ -19,7 +19,11 @@ from .least_bytes import LeastBytes
 from .runs import NO_RUN, Ints, RunClasses, Series
 
 NEIGHBOURS = 2
-"""With a run, so many next shorter and next longer ones of its series are priced."""
+"""With a run, so many shorter and longer ones of its series are priced."""
+
+STEP = 0.03
+"""They are next to each other, or such a part of the run apart where that is more: of very long
+runs the next ones say little of where memory cuts them."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,6 @@ class Runs:
         """The cuts between all blocks."""
         return self.cuts(range(self.classes.num_blocks + 1))
 
-    @property
-    def band(self) -> Ints:
-        """``[k, j]`` the class of the blocks k to k + j; the number of classes where none."""
-        return self.every.band
-
     def cuts(self, at: Iterable[int]) -> Cuts:
         """Cuts before some blocks, the first and the end among them."""
         places = np.fromiter(at, dtype=np.int64)
@@ -69,6 +68,8 @@ class Runs:
         }
 
     def near(self, number: int) -> tuple[int, ...]:
-        """A class with its neighbours in length."""
+        """A class with some shorter and longer ones of its series."""
         series, at = self.series_of[number]
-        return series.classes[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1]
+        step = max(1, int(series.lengths[at] * STEP))
+        few = range(at - NEIGHBOURS * step, at + NEIGHBOURS * step + 1, step)
+        return tuple(series.classes[each] for each in few if 0 <= each < len(series.classes))

@@ -81,12 +81,15 @@ class StageBounds:
 
     def _computed(self, mesh: MeshCosts, which: int) -> Floats:
         found = np.zeros(len(mesh.runs.classes.firsts))
-        seconds: dict[str, float] = {}
-        for number in self.numbers.tolist():
-            for kind, count in mesh.runs.run(number).counts.items():
-                if kind not in seconds:
-                    seconds[kind] = _least_compute(mesh.solver.model, kind, which)
-                found[number] += count * seconds[kind]
+        of_kind = {
+            kind: _least_compute(mesh.solver.model, kind, which)
+            for series in self.series
+            for kind in mesh.runs.run(series.classes[-1]).counts
+        }
+        blocks = mesh.runs.structure.blocks.blocks
+        total = np.append(0.0, np.cumsum([of_kind.get(block.kind, 0.0) for block in blocks]))
+        starts, stops = np.array(mesh.runs.classes.firsts).T
+        found[self.numbers] = (total[stops] - total[starts])[self.numbers]
         return found
 
     def passes(self, *, both: bool) -> Floats:

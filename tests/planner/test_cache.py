@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -31,12 +31,18 @@ class Memory:
     """A shelf in memory."""
 
     values: dict[str, bytes] = field(default_factory=dict)
+    untold: dict[str, bytes] = field(default_factory=dict)
 
     def get(self, key: str) -> bytes | None:
         return self.values.get(key)
 
     def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
+        self.untold[key] = value
+
+    def news(self) -> Mapping[str, bytes]:
+        found, self.untold = self.untold, {}
+        return found
 
 
 def planned(case: Case, cache: Cache) -> str:

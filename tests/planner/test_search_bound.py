@@ -9,15 +9,18 @@ import pytest
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
+from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError
 from autoparallel.planner.inter_op.pipeline_bound import least_seconds
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.step import simulate_figures
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.options import microbatch_rows, stage_numbers
 from autoparallel.planner.requests.request import SCHEDULES, Request
 from autoparallel.planner.schedules.held import splits
-from autoparallel.planner.search.bound import step_bound
+from autoparallel.planner.search.bound import spaces, step_bound
+from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.search import plan, ranked
 from autoparallel.planner.search.work_bound import work_bound
 
@@ -88,6 +91,59 @@ def test_the_bound_of_a_large_space_is_below_the_best_of_a_small_one(seed: int) 
     numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
     least = step_bound(job, rows, numbers, 10 * best, 0.0)
     assert 0 < least <= best * SAME
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_without_slow_stages_a_bound_is_the_same_up_to_theirs(seed: int) -> None:
+    """None of a form is below what its slowest stage takes: where that is more than the most, the
+    bound of the rest is too."""
+    case = random_case(seed)
+    job = Job.of(
+        case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
+    )  # fmt: skip
+    rows = microbatch_rows(case.graph, case.request, case.cluster)
+    numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
+    rng = random.Random(seed)
+    few, every = list(spaces(job, rows, numbers)), list(spaces(job, rows, numbers))
+    whole = [space.least(number, "largest") for space, number in every]
+    finite = [seconds for seconds in whole if seconds < float("inf")]
+    most = rng.choice(finite) * rng.uniform(0.8, 1.5) if finite else 1.0
+    for space, _ in few:
+        space.most_seconds = most
+    for (own, number), (other, _) in zip(few, every, strict=True):
+        for form in own.forms(number):
+            found, least = own.least(number, form), other.least(number, form)
+            assert found == least or (found >= least and found >= most)
+
+
+def test_stages_with_more_in_flight_share_bounds_until_memory_raises_them() -> None:
+    graph, blocks = mlp(6)
+    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
+    (space,) = (own for own, _ in spaces(job, (1,), (4,)) if own.tiling.fixed)
+    place = space.tiling.moves[1].place
+    three, two = (space.stage(left, place, False) for left in (3, 2))
+    assert three is two is not None
+    raised = space.stage(3, place, False, is_raised=True)
+    assert raised is not two
+    assert space.stage(3, place, False) is raised
+    assert space.stage(2, place, False) is two
+
+
+def test_what_a_run_computes_at_least_is_the_sum_of_its_blocks() -> None:
+    graph, blocks = mlp(6)
+    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
+    (space,) = (own for own, _ in spaces(job, (1,), (4,)) if own.tiling.fixed)
+    own = space.stage(3, space.tiling.moves[1].place, False)
+    assert own is not None
+    for mesh, found in zip(own.meshes, own.forward, strict=True):
+        for number in own.numbers.tolist():
+            counts = mesh.runs.run(number).counts
+            least = sum(
+                count * float(decision.seconds[:, :, 0].min())
+                for kind, count in counts.items()
+                for decision in mesh.solver.model.kind(kind).decisions
+            )
+            assert found[number] == pytest.approx(least)
 
 
 def test_with_no_time_left_the_bound_is_that_of_the_work() -> None:

@@ -6,12 +6,14 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
+from autoparallel.planner.inter_op.inter_op import PipelineSearch
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search import quests as search_quests
 from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.quests import Quest
-from autoparallel.planner.search.space import mixed_tiling
+from autoparallel.planner.search.quests import TOLERANCE, Draft, Quest, drafts
+from autoparallel.planner.search.space import mixed_tiling, uniform_tiling
+from autoparallel.planner.search.work_bound import work_bound
 
 LAYERS = 12
 
@@ -60,3 +62,67 @@ def test_cuts_between_groups_end_near_the_best_of_all(
     stages = coarse._best.stages
     assert [s.stop for s in stages] == [*(s.start for s in stages[1:]), exact.num_blocks]
     assert coarse._known_seconds(stages) == pytest.approx(coarse._best.seconds)
+
+
+def uniform_quests() -> list[Quest]:
+    """One for each number of stages and micro-batch size, with the bound that takes no time."""
+    graph, blocks = mlp(LAYERS)
+    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
+    found = []
+    for rows in (4, 2, 1):
+        costs, count = job.costs(rows), job.num_microbatches(rows)
+        work = work_bound(job, (rows,)) / count
+        for number in (1, 2, 4):
+            tiling = uniform_tiling(job.cluster, number, costs.place)
+            assert tiling is not None
+            least = work * (count + number - 1) * (1 - TOLERANCE)
+            found.append(Quest(rows, costs, tiling, (number,), least))
+    return found
+
+
+def followed(quests: list[Quest], most: int) -> list[Draft]:
+    return list(drafts(quests, lambda estimate, found: len(found) >= most))
+
+
+def test_quests_that_are_looked_at_in_their_turn_give_the_same_drafts() -> None:
+    late, before = uniform_quests(), uniform_quests()
+    least = [each.estimate for each in late]
+    for each in before:
+        each.look(float("inf"))
+    assert all(0 < own <= each.estimate for own, each in zip(least, before, strict=True))
+    assert followed(late, 4) == followed(before, 4)
+
+
+def test_a_quest_whose_turn_does_not_come_is_not_looked_at() -> None:
+    quests = uniform_quests()
+    quests[-1].estimate = 1e9
+    followed(quests, 2)
+    assert [each.is_looked_at for each in quests][-1] is False
+    assert any(each.is_looked_at for each in quests)
+
+
+def test_the_best_of_several_numbers_of_stages_is_the_best_of_each() -> None:
+    own = quest()
+    costs, numbers = own.costs, (2, 3, 4)
+    every = costs.runs.every
+
+    def search() -> PipelineSearch:
+        return PipelineSearch(own.tiling, every, costs.seconds)
+
+    found = search().best_of(numbers)
+    each = [best for number in numbers if (best := search().best(number)) is not None]
+    assert found is not None
+    assert found.seconds == pytest.approx(min(best.seconds for best in each), rel=1e-12)
+    under = found.seconds * (1 - 1e-9)
+    assert PipelineSearch(own.tiling, every, costs.seconds, cutoff=under).best_of(numbers) is None
+
+
+def test_runs_near_a_long_one_are_further_apart() -> None:
+    graph, blocks = mlp(120)
+    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
+    runs = job.costs(1).runs
+    series = max(runs.classes.series, key=lambda each: len(each.classes))
+    length = dict(zip(series.classes, series.lengths, strict=True))
+    assert [length[each] for each in runs.near(series.classes[99])] == [94, 97, 100, 103, 106]
+    assert [length[each] for each in runs.near(series.classes[9])] == [8, 9, 10, 11, 12]
+    assert runs.near(series.classes[0]) == series.classes[:3]
