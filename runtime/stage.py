@@ -77,12 +77,17 @@ class StageBlock(nn.Module):
         self.of_slices: tuple[fx.GraphModule, ...] = ()
         self.slice = 0
         self.is_random = _is_random(program.module)
-        self.deferred: frozenset[str] = frozenset()
-        if deferring is not None:
-            nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
-            names = zip(nodes, program.inputs, strict=True)
-            weights = frozenset(str(node.target) for node, key in names if key in shared)
-            self.deferred = defer(program.module, *deferring, weights)
+        self._deferring, self._shared_inputs = deferring, shared
+        self.deferred = self._defer(program)
+
+    def _defer(self, program: BlockProgram) -> frozenset[str]:
+        """Has a program of this block put off the gradients of weights; whose these are."""
+        if self._deferring is None:
+            return frozenset()
+        nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+        names = zip(nodes, program.inputs, strict=True)
+        weights = frozenset(str(node.target) for node, key in names if key in self._shared_inputs)
+        return defer(program.module, *self._deferring, weights)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The block's outputs, in the order of ``outputs``."""
@@ -94,10 +99,16 @@ class StageBlock(nn.Module):
         return tuple(_own(o) if o._base is not None and o.requires_grad else o
                      for o in outputs)  # fmt: skip
 
-    def run_slices(self, graphs: Iterable[fx.GraphModule]) -> None:
+    def run_slices(self, programs: Iterable[BlockProgram]) -> None:
         """Have a graph for every slice of the sequences, all with this block's parameters."""
-        self.of_slices = tuple(graphs)
-        for graph in self.of_slices:
+        own = list(programs)
+        self.of_slices = tuple(program.module for program in own)
+        for program, graph in zip(own, self.of_slices, strict=True):
+            deferred = self._defer(program)
+            assert deferred == self.deferred, self.name
+            for name, op in graph.named_children():
+                if name not in self.graph._modules:  # Of the same name is the same op.
+                    self.graph.add_module(name, op)
             for held in ("_parameters", "_buffers", "_modules"):
                 graph.__dict__[held] = self.graph.__dict__[held]
 
@@ -302,7 +313,7 @@ class StageModule(nn.Module):
         self.programs = tuple(programs)
         for position, block in enumerate(self.blocks):
             assert isinstance(block, StageBlock)
-            block.run_slices(each.blocks[position].module for each in programs[1:])
+            block.run_slices(each.blocks[position] for each in programs[1:])
 
     def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
         """The values that leave the stage, by key; buffers get their new values.

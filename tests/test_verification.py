@@ -57,12 +57,14 @@ def target(model: str) -> Target:
     """A small GPT (``gpt``, ``gpt-tied``), or Hugging Face Llama with grouped-query attention.
 
     With dropout: a GPT that has it everywhere (``dropout``), or everywhere but on attention's
-    weights (``dropped``), Hugging Face GPT-2.
+    weights (``dropped``), or one that sees later positions (``bidirectional``); Hugging Face GPT-2.
     """
     if model in ("gpt", "gpt-tied"):
         return load_target("examples/gpt.py", {**GPT, "tied": model == "gpt-tied"})
     if model == "dropout":
         return load_target("tests/models/gpt_dropout.py", {})
+    if model == "bidirectional":
+        return load_target("tests/models/gpt_dropout.py", {"causal": False})
     if model == "dropped":
         return load_target("tests/models/gpt_dropout.py", {"in_attention": False})
     return load_target(f"hf:tests/models/{model}", {})

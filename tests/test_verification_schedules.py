@@ -27,6 +27,7 @@ TWO = (
     ("dropout", "pp=2,schedule=zbv,microbatches=4,recompute=full"),
     ("gpt-tied", "pp=2,schedule=dualpipev,microbatches=4"),
     ("dropped", "pp=2,schedule=terapipe,slices=3,microbatches=4"),
+    ("dropout", "pp=2,schedule=terapipe,slices=3,microbatches=4"),
     ("dropped", "pp=2,schedule=terapipe,slices=2,microbatches=2,recompute=full"),
 )
 FOUR = (
@@ -39,6 +40,8 @@ FOUR = (
     ("gpt-tied", "pp=4,schedule=zb-h2,microbatches=8"),
     ("gpt", "pp=4,schedule=zb-h1,microbatches=4"),
     ("dropped", "pp=2,tp=2,schedule=terapipe,slices=4,microbatches=2"),
+    ("dropout", "pp=2,tp=2,schedule=terapipe,slices=4,microbatches=2"),
+    ("dropout", "pp=2,dp=2,schedule=terapipe,slices=3,microbatches=2,recompute=full"),
     ("dropped", "pp=2,dp=2,zero=2,schedule=terapipe,slices=3,microbatches=2"),
 )
 

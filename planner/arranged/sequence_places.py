@@ -20,6 +20,7 @@ from ..positions import Dims, position_dims
 from ..rules import axis_strategies
 from ..rules.case import argument
 from ..strategy import AxisStrategy
+from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"
 COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
@@ -68,7 +69,7 @@ class Places:
     ``places`` has the values that are computed slice by slice; ``cut`` the inputs, by node and
     place among its inputs, that are whole and of which it takes the slice's part; ``sums`` the
     ops whose results add up over the slices, ``means`` those of them that divide by their rows;
-    ``attention`` the causal ones.
+    ``attention`` the causal ones, ``written`` those that are written out, by each of their nodes.
     """
 
     length: int = 0
@@ -77,6 +78,7 @@ class Places:
     sums: set[str] = field(default_factory=set)
     means: dict[str, Place] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
+    written: dict[str, WrittenAttention] = field(default_factory=dict)
 
 
 def find_places(graph: Graph) -> Places:
@@ -84,6 +86,8 @@ def find_places(graph: Graph) -> Places:
     found = Places()
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
+    for each in find_written(graph):
+        found.written.update(dict.fromkeys((*each.columns, each.product), each))
     dims = position_dims(graph, lambda node: axis_strategies(node, graph, 1))
     for node in graph:
         if node.kind == "op":
@@ -107,7 +111,10 @@ def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
         places = {start[0]: start[1]}
         found.cut[node.name, start[0]] = start[1]
     packet = node.op.rpartition(".")[0]
-    if packet in COUNTED:
+    written = found.written.get(node.name)
+    if written is not None and node.name in (written.scores, written.masked, written.product):
+        _follow_written(found, graph, node, places)
+    elif packet in COUNTED:
         _follow_counted(found, graph, node, places)
     elif packet == ATTENTION:
         _follow_attention(found, node, places)
@@ -166,12 +173,31 @@ def _follow_attention(found: Places, node: Node, places: Mapping[int, Place]) ->
     ):
         raise _mixes(node, "its attention is not causal: positions see later ones")
     if argument(node, 4, "dropout_p", 0.0):
-        raise _mixes(node, "its random numbers are drawn for whole sequences")
+        raise _mixes(node, "its random numbers are not counted")
     dim = len(node.spec.shape) - 2
     whole = Place(dim, count=found.length)
     if any(places.get(index) != whole for index in range(3)):
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.attention.append(node.name)
+    found.places[Ref(node.name)] = whole
+
+
+def _follow_written(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
+    """Of attention that is written out: rows are positions, columns those that they look at."""
+    written = found.written[node.name]
+    rows = len(node.spec.shape) - 2
+    whole = Place(rows, count=found.length)
+    if node.name == written.masked:
+        mask = graph.spec(node.inputs[1]).shape
+        wanted, given = {0: whole}, {i: p for i, p in places.items() if i == 0}
+        if 1 in places or mask != (found.length, found.length):
+            raise _mixes(node, "its mask is not of all pairs of positions")
+        found.cut[node.name, 1] = Place(0, count=found.length)
+    else:
+        columns = rows + (node.name == written.scores)
+        wanted, given = {0: whole, 1: Place(columns, count=found.length)}, dict(places)
+    if given != wanted:
+        raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.places[Ref(node.name)] = whole
 
 

@@ -20,6 +20,7 @@ from ..plan import Plan, StagePlan
 from ..pricing.prices import boundary_layout
 from ..strategy import NodeLayout
 from .sequence_places import COUNTED, Place, Places
+from .written_attention import WrittenAttention
 
 Layouts = dict[str, NodeLayout]
 
@@ -126,6 +127,9 @@ class _Work:
             place = self.places.cut.get((node.name, index))
             if place is not None:
                 refs[index] = self._cut(node, index, place, block, stage)
+        written = self.places.written.get(node.name)
+        if written is not None:
+            self._look_back(node, written, refs, (block, stage, layout))
         own = self._with_inputs(node, refs)
         outputs = tuple(
             self._spec(Ref(node.name, index), spec) for index, spec in enumerate(node.outputs)
@@ -149,7 +153,32 @@ class _Work:
 
     def _spec(self, ref: Ref, spec: TensorSpec) -> TensorSpec:
         place = self.places.places.get(ref)
-        return spec if place is None else replace(spec, shape=place.shape(spec.shape, *self.bounds))
+        written = self.places.written.get(ref.name)
+        shape = spec.shape
+        if place is not None and (written is None or ref.name != written.keys):
+            shape = place.shape(shape, *self.bounds)
+        if written is not None and ref.name in written.columns:
+            shape = (*shape[:-1], self.bounds[1])
+        return replace(spec, shape=shape)
+
+    def _look_back(
+        self, node: Node, written: WrittenAttention, refs: list[Ref],
+        held: tuple[int, _StageLayouts, NodeLayout],
+    ) -> None:  # fmt: skip
+        """Has attention that is written out look at the keys and values of all positions so far."""
+        block, stage, layout = held
+        if node.name == written.keys:
+            refs[0] = self._carry(node, "keys", refs[0], block, (stage, layout.inputs[0]))
+        elif node.name == written.product:
+            refs[1] = self._carry(node, "values", refs[1], block, (stage, layout.inputs[1]))
+        elif node.name == written.masked:
+            start, stop = self.bounds
+            kept = _whole_along(_whole_along(layout.inputs[1], 0), 1)
+            mask = replace(self.graph.spec(node.inputs[1]), shape=(stop - start, stop))
+            made = _node(
+                node, f"{node.name}_seen", "aten.slice.Tensor", (refs[1], 1, 0, stop), mask
+            )
+            refs[1] = self.put(made, block, stage, NodeLayout((kept,), (kept,)))
 
     def _add_share(self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout) -> None:
         """A mean over the slice's positions, as its share of the mean over all."""

@@ -59,7 +59,7 @@ def shares_by_work(
     which a mask hides.
     """
     places, length = find_places(graph), sum(lengths)
-    attention = sum(work(graph[name]) for name in places.attention)
+    attention = sum(work(graph[name]) for name in {*places.attention, *places.written})
     rest = sum(work(node) for node in graph if node.kind == "op") - attention
     bounds = slice_bounds(lengths)
     shares = tuple(

@@ -8,12 +8,11 @@ from torch.nn import functional
 
 
 class Attention(nn.Module):
-    """Causal self-attention that drops attention weights."""
+    """Self-attention that drops attention weights."""
 
-    def __init__(self, width: int, heads: int, rate: float) -> None:
+    def __init__(self, width: int, heads: int, rate: float, *, causal: bool) -> None:
         super().__init__()
-        self.heads = heads
-        self.rate = rate
+        self.heads, self.rate, self.causal = heads, rate, causal
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -23,17 +22,19 @@ class Attention(nn.Module):
             part.view(rows, seq, self.heads, -1).transpose(1, 2)
             for part in self.qkv(x).split(width, dim=2)
         )
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.rate)
+        y = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, dropout_p=self.rate
+        )
         return self.proj(y.transpose(1, 2).reshape(rows, seq, width))
 
 
 class Layer(nn.Module):
     """Attention and a network, each dropped; the second residual is kept or dropped by row."""
 
-    def __init__(self, width: int, heads: int, rate: float, *, in_attention: bool) -> None:
+    def __init__(self, width: int, rate: float, attention: Attention) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, rate if in_attention else 0.0)
+        self.attention = attention
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -51,13 +52,14 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Token and position embeddings, layers, a head and the loss."""
 
-    def __init__(self, width: int, rate: float, *, in_attention: bool) -> None:
+    def __init__(self, width: int, rate: float, *, in_attention: bool, causal: bool) -> None:
         super().__init__()
+        dropped = rate if in_attention else 0.0
         self.tokens = nn.Embedding(64, width)
         self.positions = nn.Embedding(64, width)
         self.drop = nn.Dropout(rate)
         self.layers = nn.ModuleList(
-            Layer(width, 4, rate, in_attention=in_attention) for _ in range(2)
+            Layer(width, rate, Attention(width, 4, dropped, causal=causal)) for _ in range(2)
         )
         self.head = nn.Linear(width, 64)
 
@@ -69,8 +71,10 @@ class Model(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def build_model(width: int = 32, rate: float = 0.2, in_attention: bool = True) -> nn.Module:
-    return Model(width, rate, in_attention=in_attention)
+def build_model(
+    width: int = 32, rate: float = 0.2, in_attention: bool = True, causal: bool = True
+) -> nn.Module:
+    return Model(width, rate, in_attention=in_attention, causal=causal)
 
 
 def example_batch(global_batch: int, seq: int | None = None) -> dict[str, Tensor]:

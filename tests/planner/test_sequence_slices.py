@@ -66,6 +66,17 @@ class Noise(nn.Module):
         return x * torch.rand_like(x)
 
 
+class DroppedAttention(nn.Module):
+    """Causal attention that drops weights, and that is therefore written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(
+            heads, heads * 2, heads.sin(), is_causal=True, dropout_p=0.3
+        )
+        return y.transpose(1, 2).reshape(x.shape)
+
+
 class MergedDropout(nn.Module):
     """Dropout of rows and positions merged into one dimension."""
 
@@ -101,7 +112,9 @@ def test_the_slices_of_a_sequence_add_up_to_its_loss_and_gradients(
     check_slices(captured(loss=loss), slices, loss)
 
 
-def check_slices(program: Program, slices: tuple[int, ...], loss: str = "sum") -> None:
+def check_slices(
+    program: Program, slices: tuple[int, ...], loss: str = "sum", attentions: int = 2
+) -> None:
     """The slices' losses and gradients add up to those of the whole sequences."""
     graph, values = program.graph, leaves_of(program)
     whole = run(graph, values)
@@ -114,7 +127,7 @@ def check_slices(program: Program, slices: tuple[int, ...], loss: str = "sum") -
     for bounds in slice_bounds(slices):
         part = sequence_slice(graph, program.blocks, plan, places, bounds)
         carried = part.carried[0] if part.carried else ()
-        assert len(carried) == 4, "keys and values of two layers"
+        assert len(carried) == 2 * attentions, "keys and values of each"
         given = {each.earlier: state[each.made] for each in carried if bounds[0]}
         keep = (part.graph.loss.name, *(each.made for each in carried))
         made = run_nodes(part.graph, part.graph.nodes, {**values, **given}, keep=keep)
@@ -137,6 +150,15 @@ def test_slices_draw_the_random_numbers_of_the_whole_sequence(slices: tuple[int,
     program = captured(loss="sum", mixer=mixer)
     assert sum(node.op.startswith("autoparallel.counter") for node in program.graph) == 2
     check_slices(program, slices)
+
+
+@pytest.mark.parametrize("slices", [(8,), (4, 4), (3, 1, 2, 2)])
+def test_attention_that_drops_weights_is_sliced_like_other_attention(
+    slices: tuple[int, ...],
+) -> None:
+    program = captured(mixer=DroppedAttention())
+    assert any(node.op.startswith("autoparallel.counter") for node in program.graph)
+    check_slices(program, slices, "mean", attentions=3)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ def test_lengths_that_cannot_be_are_refused(
 
 
 def test_a_model_that_a_shorter_batch_would_train_another_way_is_refused() -> None:
-    program = captured("dropout", "fp32")[1]
+    program = captured("bidirectional", "fp32")[1]
     with pytest.raises(AutoparallelError) as caught:
-        bucket_graphs(program, loads(planned("dropout", "pp=2,microbatches=4")), (4,))
+        bucket_graphs(program, loads(planned("bidirectional", "pp=2,microbatches=4")), (4,))
     assert caught.value.code == "AP560"
 
 

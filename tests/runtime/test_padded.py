@@ -26,12 +26,12 @@ CASES = (
     ("gpt", "dp=2,zero=2,microbatches=2"),
     ("gpt", "tp=2"),
     ("llama", "pp=2,microbatches=4,schedule=zb-h1"),
-    ("dropped", "pp=2,microbatches=4,schedule=1f1b,recompute=full"),
+    ("dropout", "pp=2,microbatches=4,schedule=1f1b,recompute=full"),
 )
 BUCKET_CASES = (
     ("gpt", "pp=2,microbatches=4,schedule=1f1b"),
     ("gpt", "pp=2,microbatches=4,chunks=2,schedule=interleaved-1f1b"),
-    ("dropped", "dp=2,zero=2,microbatches=2"),
+    ("dropout", "dp=2,zero=2,microbatches=2"),
     ("dropped", "pp=2,microbatches=2,schedule=gpipe,recompute=full"),
     ("gpt", "tp=2"),
     ("llama", "pp=2,microbatches=4,schedule=zb-h1"),
@@ -77,6 +77,10 @@ def verified(model: str, text: str, buckets: tuple[int, ...] = ()) -> Verificati
     return verify(trainer, batches(model), reference)
 
 
+def count_deferred(graph: torch.fx.GraphModule) -> int:
+    return sum(node.op == "call_module" for node in graph.graph.nodes)
+
+
 def check_buckets(trainer: Trainer) -> None:
     """A batch runs at the shortest bucket that it fits; what crosses stages is of its length."""
     for batch, wanted in zip(batches("gpt"), (2, 0, 1), strict=True):
@@ -84,6 +88,10 @@ def check_buckets(trainer: Trainer) -> None:
             trainer.program.inputs, ("tokens", "targets"), strict=True)})  # fmt: skip
         assert trainer._bucket == wanted
     for stage in trainer.stages.values():
+        for block in stage.blocks:
+            counts = {count_deferred(graph) for graph in (block.graph, *block.of_slices)}
+            assert len(counts) == 1, "as many gradients of weights are put off at every length"
+            assert counts == {0} or trainer.schedule.name == "zb-h1"
         for program, length in zip(stage.programs, (SEQ, *BUCKETS), strict=True):
             for boundary in (*program.sends, *program.receives):
                 if len(boundary.spec.shape) == 3:
@@ -113,7 +121,7 @@ def test_batches_in_buckets_of_lengths_train_as_on_one_device() -> None:
 def refusals(text: str) -> str:
     """What a rank is told about a shorter batch, before it has begun to do anything."""
     told: list[str] = []
-    deferred, program = captured("dropout", "fp32")
+    deferred, program = captured("bidirectional", "fp32")
     trainer = Trainer(
         program, loads(text, "test"), deferred, device=torch.device("cpu"),
         progress=lambda what, waits_for=(): told.append(what),
@@ -126,7 +134,7 @@ def refusals(text: str) -> str:
 
 
 def test_what_padding_would_change_is_refused_on_every_rank_before_any_message() -> None:
-    found = run_processes(2, refusals, planned("dropout", "pp=2,microbatches=4"))
+    found = run_processes(2, refusals, planned("bidirectional", "pp=2,microbatches=4"))
     for text in found:
         assert text.startswith("error[AP560]: shorter sequences than planned")
         assert "matmul" in text
