@@ -30,7 +30,7 @@ MOST_BASES = 4
 MOST_PRICED = 6
 """Cut pipelines that are priced node by node."""
 
-MOST_WALKED = 8_192
+MOST_WALKED = 3_072
 """Stages and blocks that are gone through to price them, and again with more recomputed."""
 
 

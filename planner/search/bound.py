@@ -114,7 +114,7 @@ class Space:
         """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
         effort = self.costs.effort
         effort.num_steps += 1 + 3 * (self.costs.runs.classes.num_blocks // MANY_BLOCKS) ** 2
-        if effort.work > self.until or effort.left_seconds <= 0:
+        if effort.work > self.until or (self.until < float("inf") and effort.left_seconds <= 0):
             raise _LateError
         own = self.stage(left, place, first)
         if own is None:

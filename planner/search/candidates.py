@@ -179,9 +179,8 @@ def _step(
             Pipeline(schedule, number, edges=needs), costs, latency_seconds=least
         )
 
-    few = (4 if splits(schedule) else 2) * len(costs)
-    more = few + max(len(costs) // 2, 1)
-    if whole or len(costs) * count <= MOST_STEPS or count <= 2 * more:
+    few, more = _simulated_numbers(len(costs))
+    if whole or is_whole(len(costs), count):
         timeline = run(count)
         return timeline.step_seconds, timeline.bubble_fraction
     first = run(few).step_seconds
@@ -189,6 +188,17 @@ def _step(
     seconds = second.step_seconds + (count - more) * (second.step_seconds - first) / (more - few)
     busy = (1 - second.bubble_fraction) * second.step_seconds * count / more
     return seconds, max(0.0, 1 - busy / seconds)
+
+
+def _simulated_numbers(num_stages: int) -> tuple[int, int]:
+    """Two numbers of micro-batches that are simulated in place of very many."""
+    return 4 * num_stages, 5 * num_stages
+
+
+def is_whole(num_stages: int, num_microbatches: int) -> bool:
+    """Whether every micro-batch of a step is simulated."""
+    _, more = _simulated_numbers(num_stages)
+    return num_stages * num_microbatches <= MOST_STEPS or num_microbatches <= 2 * more
 
 
 def completed(job: Job, best: Candidate) -> Candidate:

@@ -19,7 +19,7 @@ from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
 from .beside import Company
 from .bound import step_bound
-from .candidates import WORTH_IT, candidates, completed, freed
+from .candidates import WORTH_IT, candidates, completed, freed, is_whole
 from .exact import exact_candidates, is_few
 from .job import Job
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
@@ -86,6 +86,7 @@ class Ranking:
         self.observe = observe
         self.began = job.effort.work
         self.drafts: list[Draft] = []
+        self._whole: set[int] = set()
         self.loops: list[tuple[float, Draft]] = []
         self.known: list[Candidate] = []
         self.drawn: dict[int, Draft] = {}
@@ -111,6 +112,8 @@ class Ranking:
             self._take_in(found)
         self._add_branches(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
+        if self.best:
+            self._settle()
         self._refine()
         self._share_out(rows)
         self._prove(rows, numbers)
@@ -422,12 +425,30 @@ class Ranking:
     def _offer(self, found: Candidate) -> None:
         """Takes in a candidate."""
         self.known.append(found)
-        ranking = sorted(
-            [*self.best, found], key=lambda c: (float(f"{c.step_seconds:.10g}"), c.peak_bytes)
-        )
-        self.best = ranking[:1]
+        self.best = sorted([*self.best, found], key=_rank)[:1]
+
+    def _settle(self) -> None:
+        """Simulates the whole step of the best, of the next if that is then faster, and so on."""
+        whole = None
+        while whole is not self.best[0]:
+            best = self.best[0]
+            count = best.num_microbatches
+            if id(best) in self._whole or is_whole(len(best.stages), count):
+                return
+            whole = completed(self.job, best)
+            self._whole.add(id(whole))
+            if id(best) in self.drawn:
+                self.drawn[id(whole)] = self.drawn[id(best)]
+            self.known[self.known.index(best)] = whole
+            self.best = sorted(self.known, key=_rank)[:1]
 
     def found(self) -> list[Candidate]:
         """The winner, its whole step simulated, then the others."""
+        self._settle()
         winner = self.best[0]
-        return [completed(self.job, winner), *(c for c in self.known if c is not winner)]
+        return [winner, *(c for c in self.known if c is not winner)]
+
+
+def _rank(found: Candidate) -> tuple[float, float]:
+    """The fastest first; of equally fast ones that which holds least."""
+    return float(f"{found.step_seconds:.10g}"), found.peak_bytes
