@@ -92,19 +92,54 @@ def candidate(
 ) -> Candidate | None:
     """A draft under a schedule, if not given the one that the dynamic program thought of.
 
-    None where it does not fit. ``refine``: with each stage's gap narrowed.
+    None where it does not fit. ``refine``: with the gaps of stages narrowed.
     """
     schedule = schedule or job.in_flight_schedule
     stages, rows = draft.pipeline.stages, draft.rows
     depths = stage_depths(edges(job, rows, stages), len(stages))
+    held = [job.held(schedule, len(stages), rows, depth) for depth in depths]
+    every = refine and job.is_small
     chosen: list[Chosen] = []
-    for choice, depth in zip(stages, depths, strict=True):
-        held = job.held(schedule, len(stages), rows, depth)
-        found = stage(job, rows, choice, held, refine=refine)
+    for choice, own in zip(stages, held, strict=True):
+        found = stage(job, rows, choice, own, refine=every)
         if found is None:
             return None
         chosen.append(found)
+    if refine and not every:
+        _refine(job, rows, stages, held, chosen)
     return simulated(job, rows, schedule, stages, chosen)
+
+
+def _refine(
+    job: Job, rows: int, stages: Sequence[StageChoice], held: Sequence[Halves],
+    chosen: list[Chosen],
+) -> None:  # fmt: skip
+    """Narrows the gaps of stages, the slowest first, as long as that can make the step shorter.
+
+    T = Σ q + max m (``costs``) is within half the gap of its least once the slowest stages
+    are: what the others take counts once.
+    """
+    count, left = job.num_microbatches(rows), set(range(len(stages)))
+    while left:
+        figures = [_once_and_slowest(answer.cost, count) for _, answer in chosen]
+        gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
+        least = [(q * (1 - g), m * (1 - g)) for (q, m), g in zip(figures, gaps, strict=True)]
+        if _turning(least) >= _turning(figures) * (1 - job.request.gap / 2):
+            return
+        at = max(left, key=lambda each: (figures[each][1], -each))
+        left.remove(at)
+        found = stage(job, rows, stages[at], held[at], refine=True)
+        assert found is not None, "what fits is still there"
+        chosen[at] = found
+
+
+def _once_and_slowest(cost: StageCost, num_microbatches: int) -> tuple[float, float]:
+    micro = cost.forward_seconds + cost.backward_seconds
+    return micro + sum(cost.receive_seconds), (num_microbatches - 1) * micro + cost.step_seconds
+
+
+def _turning(figures: Sequence[tuple[float, float]]) -> float:
+    return sum(once for once, _ in figures) + max(slowest for _, slowest in figures)
 
 
 def candidates(
