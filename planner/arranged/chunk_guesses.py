@@ -28,7 +28,7 @@ from ..pricing.step import known_schedule
 from ..schedules.held import splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import find_schedule, parts_of_ranks
-from ..search.ranking import MOST_CHUNKS
+from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import Candidate
 
 MOST_ACTIONS = 16_384

@@ -35,7 +35,7 @@ from ..requests.options import microbatch_rows
 from ..requests.request import Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
 from ..search import search
-from ..search.ranking import MOST_CHUNKS
+from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout

@@ -7,7 +7,6 @@ best is proven or bounded (``search`` says more).
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from .bound import step_bound
 from .candidates import WORTH_IT, candidates, completed, freed, is_whole
 from .exact import exact_candidates, is_few
 from .job import Job
+from .loops import MOST_CHUNKS, loops
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
@@ -30,13 +30,6 @@ from .work_bound import work_bound
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
-
-MOST_CHUNKS = 4
-"""Stages per rank."""
-
-MOST_LOOPED = 4
-MOST_LOOKED = 12
-"""Pipelines that are followed only for being cut again, and that are priced for it."""
 
 NEAR = 1.05
 """Of what another part found, drafts within this factor of the best are taken in."""
@@ -147,29 +140,10 @@ class Ranking:
         )
 
     def _add_loops(self, quests: list[Quest]) -> None:
-        """Follows pipelines of one size that are not the fastest as they are, but may be so with
-        several stages per rank: those that have the least work and waiting then."""
-        if not self.job.request.chunked_schedules or not self.drafts:
-            return
-        heap: list[tuple[float, int, Quest]] = []
-        for number, quest in enumerate(quests):
-            if quest.tiling.most > 1 and quest.numbers and not self._is_late(0.7):
-                quest.look(float("inf"))
-                heapq.heappush(heap, (quest.looped_seconds(MOST_CHUNKS), number, quest))
-        for _ in range(MOST_LOOKED):
-            if not heap or heap[0][0] >= self._step_seconds or self._is_late(0.7):
-                break
-            if len(self.loops) == MOST_LOOPED:
-                break
-            least, number, quest = heapq.heappop(heap)
-            rival = heap[0][0] if heap else float("inf")
-            pipeline = quest.price(float("inf"))
-            seconds = quest.looped_seconds(MOST_CHUNKS)
-            if pipeline is not None and seconds <= max(least, rival) * (1 + TOLERANCE):
-                self._take_loop(seconds, Draft(quest.rows, pipeline))
-                continue
-            quest.look(float("inf"))
-            heapq.heappush(heap, (quest.looped_seconds(MOST_CHUNKS), number, quest))
+        """Follows pipelines of one size that may be the fastest with several stages per rank."""
+        if self.job.request.chunked_schedules and self.drafts:
+            for seconds, draft in loops(quests, lambda: self._step_seconds, self._is_late):
+                self._take_loop(seconds, draft)
 
     def _take_loop(self, seconds: float, draft: Draft) -> None:
         if seconds < self._step_seconds:
@@ -195,7 +169,7 @@ class Ranking:
         for seconds, draft in found.loops:
             self._take_loop(seconds, draft)
 
-    def _is_late(self, share: float) -> bool:
+    def _is_late(self, share: float = 0.7) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
 
     def _is_long(self, began: float) -> bool:

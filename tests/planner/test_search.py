@@ -15,7 +15,9 @@ from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
+from autoparallel.planner.search import candidates
+from autoparallel.planner.search.candidates import completed
+from autoparallel.planner.search.search import plan, ranked
 
 
 def degrees(found: Plan) -> list[dict[str, int]]:
@@ -225,3 +227,18 @@ def test_planning_is_repeatable() -> None:
         return replace(result, solver=replace(result.solver, seconds={}))
 
     assert found() == found()
+
+
+def test_the_winner_is_the_fastest_by_whole_steps_where_they_were_continued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps that are continued from too few micro-batches are wrong; the winner's is not."""
+    graph, blocks = mlp(6, rows=8, width=256, inner=1024)
+    on, request = cluster(4, num_hosts=4, bytes_per_second=2e9), Request(128, top=8)
+    monkeypatch.setattr(candidates, "MOST_STEPS", 16)
+    monkeypatch.setattr(candidates, "_simulated_numbers", lambda stages: (1, 2))
+    job, found = ranked(graph, blocks, on, request)
+    winner, *others = found
+    assert any(each.step_seconds != completed(job, each).step_seconds for each in others)
+    assert winner.step_seconds == completed(job, winner).step_seconds
+    assert all(each.step_seconds >= winner.step_seconds for each in others)
