@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -105,19 +106,17 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
     shelf = job.kept.shelf
     if shelf is not None:
         shelf.news()
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # the other end is closed, or its process gone
+        while True:
             function, args = pipe.recv()
-        except EOFError:
-            return
-        before = _Spent.of(job)
-        try:
-            found = function(job, *args)
-        except AutoparallelError:
-            pipe.send(None)
-        else:
-            kept = shelf.news() if shelf is not None else {}
-            pipe.send((found, _Spent.of(job).since(before), kept))
+            before = _Spent.of(job)
+            try:
+                found = function(job, *args)
+            except AutoparallelError:
+                pipe.send(None)
+            else:
+                kept = shelf.news() if shelf is not None else {}
+                pipe.send((found, _Spent.of(job).since(before), kept))
 
 
 @dataclass(frozen=True)
