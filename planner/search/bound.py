@@ -69,10 +69,14 @@ class _LateError(Exception):
     """There is no time left for a better bound; caught below."""
 
 
+PATIENT = 1e12
+"""Work that is never done."""
+
+
 @dataclass
 class Space:
     """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``, in
-    work of the effort.
+    work of the effort, nor after its time limit where there is an ``until``.
 
     Those with a stage that takes more than ``most_seconds`` are left out.
     """
@@ -243,7 +247,7 @@ def step_bound(
     numbers: tuple[int, ...],
     step: float,
     gap: float,
-    patience: float = float("inf"),
+    patience: float = PATIENT,
 ) -> float:
     """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough.
 
