@@ -67,9 +67,10 @@ def _say_at_errors(worker: Worker) -> None:
             return
         ours = lost_rank(describe(error, worker.rank, worker.world_size), worker)
         if ours.code == "AP820":
-            worker.watchdog.__exit__(kind, error, trace)
+            # first the words: the launcher's SIGTERM may come at any moment
             sys.stderr.write(f"{ours}\n")
             sys.stderr.flush()
+            worker.watchdog.__exit__(kind, error, trace)
             end = threading.Timer(LAST_WORDS_SECONDS, os._exit, (ours.exit_code,))
             end.daemon = True
             end.start()
