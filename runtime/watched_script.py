@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
@@ -42,10 +42,18 @@ def watch_script(environment: Mapping[str, str], timeout_seconds: float | None =
 @cache
 def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
     resting = frozenset((STARTING, BETWEEN_STEPS))
-    worker = current_worker(dict(job), TIMEOUT_SECONDS, resting=resting)
+    stderr = sys.stderr
+
+    def say(error: Exception) -> None:
+        """Where stderr is now: while torch's own hook runs, ``sys.stderr`` is a buffer of it,
+        which is lost when another thread ends the process."""
+        stderr.write(f"{error}\n")
+        stderr.flush()
+
+    worker = current_worker(dict(job), TIMEOUT_SECONDS, resting=resting, report=say)
     _KEPT.enter_context(worker.watchdog)
     _KEPT.enter_context(on_termination(worker.watchdog.terminate))
-    _say_at_errors(worker)
+    _say_at_errors(worker, say)
     return worker
 
 
@@ -53,7 +61,7 @@ _KEPT = ExitStack()
 """Entered until the process ends."""
 
 
-def _say_at_errors(worker: Worker) -> None:
+def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
     """An error that ends the script is told to the other ranks.
 
     Where it only says that another rank is gone, what this one waited for is shown after it.
@@ -68,8 +76,7 @@ def _say_at_errors(worker: Worker) -> None:
         ours = lost_rank(describe(error, worker.rank, worker.world_size), worker)
         if ours.code == "AP820":
             # first the words: the launcher's SIGTERM may come at any moment
-            sys.stderr.write(f"{ours}\n")
-            sys.stderr.flush()
+            say(ours)
             worker.watchdog.__exit__(kind, error, trace)
             end = threading.Timer(LAST_WORDS_SECONDS, os._exit, (ours.exit_code,))
             end.daemon = True

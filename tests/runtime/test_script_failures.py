@@ -34,7 +34,6 @@ def run_until_failure(folder: Path, rank: int, at: str, what: str, *loop: str) -
 
 @pytest.mark.slow
 def test_of_a_killed_rank_every_other_one_says_what_it_waited_for(tmp_path):
-    """Now and then the words of one rank are missing: it ends by SIGTERM as others say theirs."""
     found = messages(run_until_failure(tmp_path / "pids", 2, "2B0: computing", "SIGKILL"))
     check_waits(found, culprit=2)
     assert all("rank 2 failed to come: it does not answer" in text for text in found.values())
