@@ -79,6 +79,13 @@ class StageCost:
         microbatch = sum(self.seconds[:6]) + sum(self.receive_seconds)
         return microbatch + self.step_seconds / num_microbatches
 
+    def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
+        """What a pipeline waits for it once, and what it takes more as the slowest stage of all:
+        messages go beside the compute of other micro-batches."""
+        micro = self.forward_seconds + self.backward_seconds
+        rest = (num_microbatches - 1) * micro + self.step_seconds
+        return micro + sum(self.receive_seconds), rest
+
     @property
     def total_bytes(self) -> float:
         return sum(self.memory_bytes.values())

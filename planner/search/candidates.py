@@ -22,7 +22,7 @@ from ..pricing.stage_cost import StageCost
 from ..pricing.step import Pipeline, latency_seconds, simulate_stages
 from ..schedules.held import Halves, is_split, most_held, splits
 from .job import Job
-from .quests import Draft
+from .quests import Draft, turning_seconds
 from .report_plan import Candidate
 
 Chosen = tuple[IntraOp, StageAnswer]
@@ -121,25 +121,16 @@ def _refine(
     """
     count, left = job.num_microbatches(rows), set(range(len(stages)))
     while left:
-        figures = [_once_and_slowest(answer.cost, count) for _, answer in chosen]
+        figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
         least = [(q * (1 - g), m * (1 - g)) for (q, m), g in zip(figures, gaps, strict=True)]
-        if _turning(least) >= _turning(figures) * (1 - job.request.gap / 2):
+        if turning_seconds(least) >= turning_seconds(figures) * (1 - job.request.gap / 2):
             return
         at = max(left, key=lambda each: (figures[each][1], -each))
         left.remove(at)
         found = stage(job, rows, stages[at], held[at], refine=True)
         assert found is not None, "what fits is still there"
         chosen[at] = found
-
-
-def _once_and_slowest(cost: StageCost, num_microbatches: int) -> tuple[float, float]:
-    micro = cost.forward_seconds + cost.backward_seconds
-    return micro + sum(cost.receive_seconds), (num_microbatches - 1) * micro + cost.step_seconds
-
-
-def _turning(figures: Sequence[tuple[float, float]]) -> float:
-    return sum(once for once, _ in figures) + max(slowest for _, slowest in figures)
 
 
 def candidates(

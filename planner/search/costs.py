@@ -59,11 +59,9 @@ class Known:
             self.objective[number] = self.once[number] = self.slowest[number] = np.inf
             return
         cost = found.cost
-        micro = cost.forward_seconds + cost.backward_seconds
-        receive = sum(cost.receive_seconds)
-        self.once[number] = micro + receive
-        self.slowest[number] = (count - 1) * micro + cost.step_seconds
-        self.objective[number] = micro + receive + cost.step_seconds / count
+        once, slowest = cost.once_and_slowest(count)
+        self.once[number], self.slowest[number] = once, slowest
+        self.objective[number] = once + cost.step_seconds / count
 
     def copy(self, other: Known, numbers: Sequence[int]) -> None:
         """Takes some classes from another."""
@@ -340,8 +338,7 @@ class PlaceCosts:
 def _seconds(answer: StageAnswer, count: int) -> float:
     """A stage's seconds per micro-batch with its share of the step's end."""
     cost = answer.cost
-    micro = cost.forward_seconds + cost.backward_seconds + sum(cost.receive_seconds)
-    return micro + cost.step_seconds / count
+    return cost.once_and_slowest(count)[0] + cost.step_seconds / count
 
 
 @dataclass

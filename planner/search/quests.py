@@ -125,10 +125,13 @@ class Quest:
             )
 
     def _known_seconds(self, stages: tuple[StageChoice, ...]) -> float:
-        own = [
+        return turning_seconds(self._known(stages))
+
+    def _known(self, stages: tuple[StageChoice, ...]) -> list[tuple[float, float]]:
+        """What is known of the q and m of each stage."""
+        return [
             self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
         ]
-        return _step_seconds(own)
 
     def looped_seconds(self, chunks: int) -> float:
         """About what the best pipeline takes with each of its stages cut in so many.
@@ -137,11 +140,7 @@ class Quest:
         """
         if self._best is None:
             return float("inf")
-        stages = self._best.stages
-        own = [
-            self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
-        ]
-        return sum(once for once, _ in own) / chunks + max(slowest for _, slowest in own)
+        return turning_seconds([(q / chunks, m) for q, m in self._known(self._best.stages)])
 
     def price(self, patience: float) -> Pipeline | None:
         """Prices the stages of the best pipeline while it takes no longer than ``patience``.
@@ -153,9 +152,9 @@ class Quest:
         own = [(0.0, 0.0)] * len(stages)
         for at in _halving(len(stages)):
             own[at] = self.costs.price(len(stages) - at, at == 0, stages[at])
-            if _step_seconds(own) > patience:
+            if turning_seconds(own) > patience:
                 return None
-        return Pipeline(stages, _step_seconds(own))
+        return Pipeline(stages, turning_seconds(own))
 
     def finish(self, num_stages: int) -> None:
         """Nothing better of so many stages is left."""
@@ -163,7 +162,7 @@ class Quest:
         self._seen = 0 if self.numbers else self._seen
 
 
-def _step_seconds(stages: Sequence[tuple[float, float]]) -> float:
+def turning_seconds(stages: Sequence[tuple[float, float]]) -> float:
     """T = Σ q + max m."""
     return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
 

@@ -412,8 +412,8 @@ class Ranking:
             whole = completed(self.job, best)
             self._whole.add(id(whole))
             if id(best) in self.drawn:
-                self.drawn[id(whole)] = self.drawn[id(best)]
-            self.known[self.known.index(best)] = whole
+                self.drawn[id(whole)] = self.drawn.pop(id(best))
+            self.known = [whole if each is best else each for each in self.known]
             self.best = sorted(self.known, key=_rank)[:1]
 
     def found(self) -> list[Candidate]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 
 from autoparallel.cost_model.actions import COMPUTE, REDUCE, SENDS
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.prepared_row import prepare
+from autoparallel.runtime.prepared_row import Prepared, prepare
 
 NAMES = {"1f1b": 4, "gpipe": 4, "zb-h1": 4, "zbv": 8, "dualpipev": 8, "chimera": 4, "pipedream": 4}
 
 
+def rows(name: str) -> Iterator[tuple[frozenset[int], Sequence[Prepared]]]:
+    """The stages of each of four ranks and its actions, of a schedule of 8 micro-batches."""
+    schedule = build_schedule(name, NAMES[name], 8, num_chunks=NAMES[name] // 4)
+    for rank in range(4):
+        stages = frozenset(schedule.stages(rank))
+        yield stages, prepare(schedule, stages)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_send_of_a_row_follows_one_action_that_makes_what_it_sends(name: str) -> None:
-    chunks = NAMES[name] // 4
-    schedule = build_schedule(name, NAMES[name], 8, num_chunks=chunks)
-    for rank in range(4):
-        row = prepare(schedule, frozenset(schedule.stages(rank)))
+    for _, row in rows(name):
         made = [p.key for p in row if p.is_sent]
         sent = [p.key for p in row if p.action.kind in SENDS]
         assert sorted(made) == sorted(sent)
@@ -27,11 +34,8 @@ def test_each_send_of_a_row_follows_one_action_that_makes_what_it_sends(name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_the_last_of_a_stage_is_what_gives_its_weights_gradients_last(name: str) -> None:
     """Every REDUCE is preceded, in its stage, by exactly one last backward since the one before."""
-    chunks = NAMES[name] // 4
-    schedule = build_schedule(name, NAMES[name], 8, num_chunks=chunks)
-    for rank in range(4):
-        row = prepare(schedule, frozenset(schedule.stages(rank)))
-        for stage in schedule.stages(rank):
+    for stages, row in rows(name):
+        for stage in stages:
             own = [
                 p for p in row if p.action.stage == stage and p.action.kind in ("B", "W", REDUCE)
             ]

@@ -6,30 +6,19 @@ the user's, which knows nothing of watchdogs.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_failures import ALONE, alive, check_waits, messages
+from test_failures import check_waits, messages
+from test_torchrun_failures import torchrun_words
 
 SCRIPT = Path(__file__).with_name("script_of_torchrun.py")
 
 
 def run_until_failure(folder: Path, rank: int, at: str, what: str, *loop: str) -> str:
-    """What the ranks wrote to stderr; every process has ended."""
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone",
-         str(SCRIPT), str(folder), str(rank), at, what, *loop],
-        env={**ALONE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0, done.stderr
-    pids = [int(path.read_text()) for path in folder.iterdir()]
-    assert len(pids) == 4, done.stderr
-    assert not any(map(alive, pids))
-    return done.stderr.partition("torch.distributed.elastic.multiprocessing.errors")[0]
+    """What the ranks wrote to stderr."""
+    err = torchrun_words(folder, SCRIPT, str(folder), str(rank), at, what, *loop)
+    return err.partition("torch.distributed.elastic.multiprocessing.errors")[0]
 
 
 @pytest.mark.slow

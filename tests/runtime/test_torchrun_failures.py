@@ -27,13 +27,20 @@ from autoparallel.runtime.termination import on_termination
 
 def run_until_failure(plan: Path, folder: Path, *, rank: int, at: str, sign: int) -> str:
     """What the ranks and torchrun wrote to stderr; every process has ended."""
-    folder.mkdir()
     arguments = {"plan_path": str(plan), "pids": str(folder), "rank": rank, "at": at,
                  "sign": int(sign)}  # fmt: skip
+    script = Path(__file__).with_name("rank_of_torchrun.py")
+    return torchrun_words(
+        folder, script, "test_failures:fails", json.dumps(arguments), str(START_SECONDS)
+    )
+
+
+def torchrun_words(folder: Path, script: Path, *arguments: str) -> str:
+    """What four ranks of a script and torchrun wrote to stderr; every process has ended."""
+    folder.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone",
-         str(Path(__file__).with_name("rank_of_torchrun.py")), "test_failures:fails",
-         json.dumps(arguments), str(START_SECONDS)],
+         str(script), *arguments],
         env={**ALONE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
