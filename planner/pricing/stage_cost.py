@@ -212,7 +212,7 @@ class Figures:
         return found
 
     def _ladder(self, run: Run, on: Rungs | None = None) -> Ladder:
-        classes, _ = run.classes
+        classes = run.block_classes
         own = np.array([self._block(each.kind, each.edges) for each in classes])
         again, partly, saved, held, selected = own.T
         kinds = [self.kinds[each.kind] for each in classes]
@@ -298,7 +298,7 @@ class Figures:
     def price(self, run: Run, setting: Setting) -> StageCost:
         """The cost of a run in a setting; the run is of this solution's family."""
         seconds = self._seconds(run, run.weights(setting.rung), setting.zero)
-        ladder = self._ladder(run, only(setting.rung, len(run.classes[0])))
+        ladder = self._ladder(run, only(setting.rung, len(run.block_classes)))
         kept = sum(count * self.kinds[kind].saved_bytes for kind, count in run.counts.items())
         kept += float(ladder.kept_bytes[0])
         memory = dict(zip(STATES, self._states(run)[setting.zero].tolist(), strict=False))
