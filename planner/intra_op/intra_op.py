@@ -119,15 +119,13 @@ class IntraOp:
         """The solutions of a run's family; those of runs that were only bounded are made now."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
-                self.model, self.zeros, self.limits.recompute, self.limits.modes
+                self.model, run, self.zeros, self.limits.recompute, self.limits.modes
             )
         pool = self.pools[run.family]
         for runs, rates in self._bounded.pop(run.family, ()):
-            pool.add_runs(runs)
             solved = self._solve(runs, rates)
             if solved is not None:
                 self._take(pool, solved)
-        pool.add_runs((run,))
         return pool
 
     def _family(self, run: Run) -> Family | None:
