@@ -147,3 +147,28 @@ def test_the_objective_is_reported_with_what_was_tried() -> None:
     assert "a step may take 3.00 s" in text
     assert "2xH100: the model does not fit" in text
     assert "dollar" not in describe(flat_plan())
+
+
+def test_a_search_that_was_ended_early_is_told() -> None:
+    plan = pipeline_plan()
+    solver = replace(plan.solver, gap=0.25, bound_seconds=1.0, stopped="Ctrl-C")
+    for short in (False, True):
+        text = " ".join(describe(replace(plan, solver=solver), short=short).split())
+        assert "plan: Ctrl-C ended the search: the best so far; within 25 % of the best" in text
+        assert "ended the search" not in describe(plan, short=short)
+
+
+def test_the_short_report_has_the_slowest_and_fullest_of_many_stages() -> None:
+    plan = pipeline_plan()
+    seconds = [{"forward": 0.5 if at == 40 else 0.1, "backward": 0.2} for at in range(64)]
+    held = [{"parameters": (9 if at == 50 else 3) * GIB} for at in range(64)]
+    predictions = [
+        replace(plan.stages[0].prediction, seconds=own, memory_bytes=size)
+        for own, size in zip(seconds, held, strict=True)
+    ]
+    many = replace(plan, stages=tuple(replace(plan.stages[0], prediction=p) for p in predictions))
+    rows = describe(many, short=True).split("Stages\n")[1].split("\n\n")[0].splitlines()
+    shown = [int(row.split()[0]) for row in rows if row.split()[0].isdigit()]
+    assert shown == [*range(13), 40, 50, 63]
+    assert "and 48 stages between them" in rows[-1]
+    assert "between them" not in describe(many)
