@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 from handmade import GIB, flat_plan, pipeline_plan
+from rich.console import Console
 
 from autoparallel import describe
 from autoparallel.planner.plan import GoalReport, Plan, Tried
@@ -16,6 +18,7 @@ from autoparallel.report.facts import (
     rank_seconds,
     stages_of_ranks,
 )
+from autoparallel.report.page import shown_stages, stages
 
 
 def test_no_line_is_wider_than_80_columns() -> None:
@@ -158,7 +161,7 @@ def test_a_search_that_was_ended_early_is_told() -> None:
         assert "ended the search" not in describe(plan, short=short)
 
 
-def test_the_short_report_has_the_slowest_and_fullest_of_many_stages() -> None:
+def test_of_many_stages_the_first_the_slowest_the_fullest_and_the_last_are_shown() -> None:
     plan = pipeline_plan()
     seconds = [{"forward": 0.5 if at == 40 else 0.1, "backward": 0.2} for at in range(64)]
     held = [{"parameters": (9 if at == 50 else 3) * GIB} for at in range(64)]
@@ -167,8 +170,9 @@ def test_the_short_report_has_the_slowest_and_fullest_of_many_stages() -> None:
         for own, size in zip(seconds, held, strict=True)
     ]
     many = replace(plan, stages=tuple(replace(plan.stages[0], prediction=p) for p in predictions))
-    rows = describe(many, short=True).split("Stages\n")[1].split("\n\n")[0].splitlines()
-    shown = [int(row.split()[0]) for row in rows if row.split()[0].isdigit()]
-    assert shown == [*range(13), 40, 50, 63]
-    assert "and 48 stages between them" in rows[-1]
-    assert "between them" not in describe(many)
+    assert shown_stages(many, 16) == [*range(13), 40, 50, 63]
+    assert shown_stages(many, 64) == list(range(64))
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as captured:
+        console.print(stages(many, limit=16))
+    assert "and 48 stages between them" in captured.get()
