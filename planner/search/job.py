@@ -8,7 +8,8 @@ stages from them, and where planning time went.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,9 @@ from .space import place_key
 
 if TYPE_CHECKING:
     from .beside import Company
+
+INTERRUPTED = "Ctrl-C"
+"""What ended a search that was interrupted."""
 
 
 @dataclass
@@ -262,6 +266,20 @@ class Job:
         }  # fmt: skip
         seconds["total"] = time.perf_counter() - self.began
         return self.effort.num_problems, seconds
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Ctrl-C ends what is inside, is noted, and goes no further."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.end()
+            self.stopped = INTERRUPTED
+
+    @property
+    def ended_by(self) -> str:
+        """What ended the search before it was done; "" if nothing did."""
+        return self.stopped or ("its time limit" if self.effort.left_seconds <= 0 else "")
 
     def end(self) -> None:
         """Ends the process beside this one."""

@@ -31,7 +31,7 @@ from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
 from ..requests.refusals import check_measured
 from ..requests.request import Request
-from .job import Job
+from .job import INTERRUPTED, Job
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
 from .report_plan import Candidate, make_plan
@@ -62,7 +62,7 @@ class Searched:
         others = [each for each in self.ranking if each is not best]
         order, request = self.order, self.request
         found = make_plan(self.job.structure, order.cluster, request, best, others, self.spent)
-        solver = solver_info(best.step_seconds, self.bound_seconds, self.spent)
+        solver = solver_info(best.step_seconds, self, self.bound_seconds)
         found = in_given_ranks(replace(found, solver=solver), order, self.cluster)
         blocks = pinned_blocks(self.graph, self.blocks, request.pins)
         found = check_kept(found, self.graph, blocks, request.pins)
@@ -113,7 +113,7 @@ def searched(
     def attempt(order: HostOrder, limited: Request) -> tuple[Job, list[Candidate]]:
         nonlocal stopped
         if stopped:
-            raise TimeLimitError("AP701", f"the search was {stopped}", fix="let it run on")
+            raise TimeLimitError("AP701", f"{stopped} ended the search", fix="let it run on")
         try:
             job, found = ranked(
                 graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
@@ -122,7 +122,7 @@ def searched(
         except KeyboardInterrupt:
             if not known:
                 raise
-            stopped = "interrupted"
+            stopped = INTERRUPTED
             raise TimeLimitError(
                 "AP701", "the search was interrupted", fix="let it run on"
             ) from None
@@ -138,12 +138,11 @@ def searched(
     return Searched(graph, given, cluster, request, order, job, ranking, bound, spent)
 
 
-def solver_info(
-    step_seconds: float, bound_seconds: float, spent: tuple[int, Mapping[str, float]]
-) -> SolverInfo:
-    """How good a step is, by a bound of all, and what it took to find."""
+def solver_info(step_seconds: float, found: Searched, bound_seconds: float) -> SolverInfo:
+    """How good a step is, by a bound of all, what it took to find, and what ended it early."""
     bound = min(bound_seconds, step_seconds)
-    return SolverInfo(max(0.0, 1 - bound / step_seconds), spent[0], dict(spent[1]), bound)
+    gap = max(0.0, 1 - bound / step_seconds)
+    return SolverInfo(gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by)
 
 
 def ranked(
@@ -175,7 +174,7 @@ def ranked(
         if not ranking.best:
             raise
         job.end()
-        job.stopped = "interrupted"
+        job.stopped = INTERRUPTED
         job.effort.deadline = time.perf_counter() + GRACE_SECONDS
         ranking.observe = ignore
         ranking.bound_rest()
