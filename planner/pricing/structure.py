@@ -44,6 +44,7 @@ class Structure:
     blocks: Blocks
     _runs: dict[tuple[int, int], Run] = field(default_factory=dict, repr=False)
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
+    _leaf_bytes: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
 
     def at_batch(self, batch_size: int) -> Structure:
@@ -110,6 +111,24 @@ class Structure:
             )
             for block in self.blocks.blocks
         )
+
+    @cached_property
+    def _bytes_of_leaf(self) -> dict[str, int]:
+        names = dict.fromkeys(name for own in self.leaves for name in own)
+        graph = self.graph
+        return {name: sum(spec.num_bytes for spec in graph[name].outputs) for name in names}
+
+    def leaf_bytes(self, run: Run) -> int:
+        """The bytes of a run's inputs, constants and buffers."""
+        if run.key not in self._leaf_bytes:
+            self._leaf_bytes[run.key] = sum(map(self._bytes_of_leaf.__getitem__, run.leaves))
+        return self._leaf_bytes[run.key]
+
+    @cached_property
+    def leaf_bytes_of_blocks(self) -> tuple[int, ...]:
+        """The same of every block."""
+        sizes = self._bytes_of_leaf
+        return tuple(sum(sizes[name] for name in names) for names in self.leaves)
 
     def _outside(self, block: Block) -> tuple[tuple[Ref, tuple[Use, ...]], ...]:
         inside = set(block.nodes)

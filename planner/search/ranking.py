@@ -127,8 +127,6 @@ class Ranking:
                 break
             self.observe(f"micro-batches of {each} rows", index, len(rows))
             quests += self._uniform(each, numbers)
-            if not self.drafts:
-                self._follow(quests, until_first=True)
         self._follow(quests)
         began = self.job.effort.work
         mixed = self._looked(self._mixed(rows, numbers))
