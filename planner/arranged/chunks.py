@@ -98,7 +98,7 @@ def _plan(
 
     def found(asked: Request) -> Plan:
         own = searched(asked)
-        return own.plan(own.ranking[0])
+        return own.judged(own.plan(own.ranking[0]))
 
     evaluator = Evaluator(graph, blocks, rules, basis)
 
@@ -152,7 +152,7 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
         )
     others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
     if other is None:
-        return replace(plain, alternatives=tuple(others))
+        return found.judged(replace(plain, alternatives=tuple(others)))
     step = other.prediction.step_seconds
     if request.allows_one_stage:
         seconds, peak = winner.step_seconds, int(winner.peak_bytes)
