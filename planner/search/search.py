@@ -68,9 +68,12 @@ class Searched:
         least = self.bound_seconds
         return replace(plan, solver=solver_info(plan.prediction.step_seconds, least, self.spent))
 
-    def plan(self, best: Candidate) -> Plan:
-        """The plan of a candidate, its ranks and kinds as they were given, not yet ``judged``."""
-        others = [each for each in self.ranking if each is not best]
+    def plan(self, best: Candidate, *, with_others: bool = True) -> Plan:
+        """The plan of a candidate, its ranks and kinds as they were given, not yet ``judged``.
+
+        ``with_others``: it says why each of them lost.
+        """
+        others = [each for each in self.ranking if each is not best] if with_others else []
         order, request = self.order, self.request
         found = make_plan(self.job.structure, order.cluster, request, best, others, self.spent)
         found = in_given_ranks(found, order, self.cluster)
