@@ -132,6 +132,13 @@ class Figures:
     def _kind(self, kind: str) -> _KindFigures:
         model, start = self.model.kind(kind), self.assembly.start[kind]
         own = self.choices[start : start + len(model.decisions)]
+        if own not in model.priced:
+            model.priced[own] = self._kind_figures(kind, own)
+        found: _KindFigures = model.priced[own]
+        return found
+
+    def _kind_figures(self, kind: str, own: tuple[int, ...]) -> _KindFigures:
+        model = self.model.kind(kind)
         pairs = list(zip(model.decisions, own, strict=True))
         seconds = sum((d.seconds[:, c] for d, c in pairs), np.zeros((len(ZEROS), SECONDS)))
         for zero in ZEROS:
