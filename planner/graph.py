@@ -261,19 +261,21 @@ class Graph:
     def _scaled(self, batch_size: int) -> tuple[Node, ...]:
         """The nodes for another batch; equal outputs are scaled once."""
         known: dict[object, tuple[TensorSpec, ...]] = {}
+        by_id: dict[object, tuple[TensorSpec, ...]] = {}
         found = []
         for node in self.nodes:
             dims = self.batch_dims[node.name]
             if dims.count(None) == len(dims):
                 found.append(node)
                 continue
-            key = (node.outputs, dims)
-            outputs = known.get(key)
+            same = (id(node.outputs), dims)
+            outputs = by_id.get(same) or known.get((node.outputs, dims))
             if outputs is None:
-                outputs = known[key] = tuple(
+                outputs = known[node.outputs, dims] = tuple(
                     _scaled(spec, dim, batch_size, self.batch_size)
                     for spec, dim in zip(node.outputs, dims, strict=True)
                 )
+            by_id[same] = outputs
             found.append(node.with_outputs(outputs))
         return tuple(found)
 

@@ -21,8 +21,10 @@ the memory, of a stage.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -126,7 +128,8 @@ def pipelines(
 class PipelineSearch:
     """The best pipelines of a tiling, by number of stages.
 
-    ``cutoff``: pipelines that take as long or longer are not sought.
+    ``cutoff``: pipelines that take as long or longer are not sought. So no stage is looked at
+    that takes more as the slowest than what the least sum leaves of it (``_limit``).
     """
 
     tiling: Tiling
@@ -149,13 +152,25 @@ class PipelineSearch:
             self._sweeps[key] = Sweep.of(self.tiling, bands, COMBINES[what], most=num_stages)
         return self._sweeps[key]
 
+    @cached_property
+    def _limit(self) -> float:
+        """What the slowest stage takes more, at most, of a pipeline below ``cutoff``."""
+        if not self.tiling.fixed or not np.isfinite(self.cutoff):
+            return self.cutoff
+        number = self.tiling.most
+        every = [
+            self.seconds(number - at, move.place, at == 0)[0]
+            for at, move in enumerate(self.tiling.moves)
+        ]
+        return self.cutoff - least_sum(every, self.cuts)
+
     def bound(self, num_stages: int) -> float:
         """A lower bound of T for so many stages: the least sum and the least bottleneck."""
-        least = self._sweep("sum", self.cutoff).least(num_stages)
+        least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
     def _bottleneck(self, num_stages: int) -> float:
-        return self._sweep("largest", self.cutoff).least(num_stages)
+        return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
         """The least over all pipelines of ``inter_op_sweep.turning``."""
@@ -183,7 +198,7 @@ class PipelineSearch:
         most = min(self.cutoff, below)
         if self.bound(num_stages) >= most:
             return None
-        top = self._within(num_stages, self.cutoff)
+        top = self._within(num_stages, self._limit)
         assert top is not None, "the recurrence has a value"
         best, high, least = top
         low = self._bottleneck(num_stages)
@@ -216,7 +231,7 @@ class PipelineSearch:
 
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
         """The pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""
-        sweep = self._sweep("sum", bound, None if bound == self.cutoff else num_stages)
+        sweep = self._sweep("sum", bound, None if bound == self._limit else num_stages)
         if not np.isfinite(sweep.least(num_stages)):
             return None
         once, slowest, chosen = 0.0, 0.0, []
@@ -227,6 +242,27 @@ class PipelineSearch:
             slowest = max(slowest, float(both[1][number]))
             chosen.append(StageChoice(start, stop, move.first_device, move.num_devices))
         return Pipeline(tuple(chosen), once + slowest), slowest, once
+
+
+def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
+    """A lower bound of Σ q over all ways to cut the blocks into these stages.
+
+    For any price ρ of a block, of which there are L,
+
+        Σ_i q_i  >=  ρ·L + Σ_i min over runs of (q_i − ρ·length)
+
+    (Lagrangian relaxation). Tried are the least that any of the stages takes per block.
+    """
+    lengths, total = cuts.lengths, float(cuts.at[-1])
+    every = {id(once): once for once in stages}
+    counts = Counter(map(id, stages))
+
+    def bound(rate: float) -> float:
+        rest = {mark: float((once - rate * lengths).min()) for mark, once in every.items()}
+        return rate * total + sum(counts[mark] * own for mark, own in rest.items())
+
+    rates = {float(np.min(once / lengths, initial=np.inf)) for once in every.values()}
+    return max((bound(rate) for rate in rates if np.isfinite(rate)), default=0.0)
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:

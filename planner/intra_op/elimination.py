@@ -121,6 +121,7 @@ class Eliminated:
     table: Floats
     steps: tuple[_Step, ...]
     num_columns: int = 0
+    _known: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def in_a_row(self, num_rows: int, num_columns: int) -> Eliminated:
         """The same with the problems of all rows as one row."""
@@ -140,6 +141,15 @@ class Eliminated:
         for step in reversed(self.steps):
             found[:, step.variable] = step.best(*at, found, self.sizes[step.variable])
         return found
+
+    def recalled(self, columns: Ints, values: Ints) -> Ints:
+        """``complete`` of problems of the first row; each assignment is gone back for once."""
+        keys = [tuple(each) for each in np.column_stack([columns, values]).tolist()]
+        new = [number for number, key in enumerate(keys) if key not in self._known]
+        if new:
+            found = self.complete(np.zeros(len(new), dtype=np.int64), columns[new], values[new])
+            self._known.update(zip((keys[number] for number in new), found, strict=True))
+        return np.array([self._known[key] for key in keys])
 
     def every(self, shape: tuple[int, int]) -> Ints:
         """The values of all variables in every problem, row by row; none is kept."""

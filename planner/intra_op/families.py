@@ -228,8 +228,7 @@ class Family:
             start = self.first[kind]
             ends = values[:, start : start + len(own.kept)]
             both, where = np.unique(np.column_stack([problems, ends]), axis=0, return_inverse=True)
-            rows = np.zeros(len(both), dtype=np.int64)
-            inside = own.complete(rows, both[:, 0], both[:, 1:])
+            inside = own.recalled(both[:, 0], both[:, 1:])
             number = len(self.model.kind(kind).decisions)
             listed = [tuple(each) for each in inside[:, :number].tolist()]
             chosen[kind] = [listed[each] for each in where.ravel().tolist()]

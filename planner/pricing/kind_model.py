@@ -34,7 +34,8 @@ class KindModel:
     by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
     autograd keeps, ``selected`` those that selective recomputation keeps; ``working_bytes``
     per decision and choice the most that a member's inputs and outputs take. ``held`` finds
-    the three for one choice of a decision: most meshes never need them for all.
+    the three for one choice of a decision: most meshes never need them for all. ``priced`` keeps
+    what is found of a choice of every decision.
     """
 
     kind: str
@@ -43,6 +44,9 @@ class KindModel:
     edges: tuple[Edge, ...]
     has_parameters: bool
     held: Callable[[int, int], Held] = field(repr=False)
+    priced: dict[tuple[int, ...], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def _every(self, part: int) -> tuple[tuple[Any, ...], ...]:
         return tuple(

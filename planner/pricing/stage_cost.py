@@ -7,9 +7,8 @@ sums of the same few figures, taken once per solution.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -28,67 +27,11 @@ from .ladder_front import MOST_RUNGS, Blocks, front
 from .prices import Seconds
 from .stage_model import StageModel
 from .structure import Edge, Run, Use, Weights
-
-N = TypeVar("N", int, float)
+from .whole_stage import StageCost as StageCost
+from .whole_stage import together as together
 
 STATES = ("parameters", "gradients", "optimizer")
 SECONDS = len(Seconds._fields)
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """A stage's seconds and bytes. ``seconds`` per micro-batch and, the last two, per step.
-
-    ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
-    micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
-    backward are the gradients of weights, where they are put off; None where that is not known.
-    """
-
-    seconds: Seconds
-    receive_seconds: tuple[float, float]
-    memory_bytes: Mapping[str, float]
-    activation_bytes: float
-    late_seconds: float | None = None
-
-    @property
-    def compute_seconds(self) -> tuple[float, float]:
-        """Forward and backward: until the device has computed and the host issued each block."""
-        own = self.seconds
-        forward = max(own.forward_compute, own.forward_issue)
-        return forward, max(own.backward_compute, own.backward_issue)
-
-    @property
-    def forward_seconds(self) -> float:
-        own = self.seconds
-        return self.compute_seconds[0] + own.forward_communication + own.forward_states
-
-    @property
-    def backward_seconds(self) -> float:
-        own = self.seconds
-        return self.compute_seconds[1] + own.backward_communication + own.backward_states
-
-    @property
-    def step_seconds(self) -> float:
-        return self.seconds.gradient_sync + self.seconds.optimizer
-
-    def objective(self, num_microbatches: int) -> float:
-        """Seconds per micro-batch with the step's share: what the solvers minimize.
-
-        The device's alone: that the host may take longer to issue a pass is no sum of ops.
-        """
-        microbatch = sum(self.seconds[:6]) + sum(self.receive_seconds)
-        return microbatch + self.step_seconds / num_microbatches
-
-    def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
-        """What a pipeline waits for it once, and what it takes more as the slowest stage of all:
-        messages go beside the compute of other micro-batches."""
-        micro = self.forward_seconds + self.backward_seconds
-        rest = (num_microbatches - 1) * micro + self.step_seconds
-        return micro + sum(self.receive_seconds), rest
-
-    @property
-    def total_bytes(self) -> float:
-        return sum(self.memory_bytes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +75,13 @@ class Figures:
     def _kind(self, kind: str) -> _KindFigures:
         model, start = self.model.kind(kind), self.assembly.start[kind]
         own = self.choices[start : start + len(model.decisions)]
+        if own not in model.priced:
+            model.priced[own] = self._kind_figures(kind, own)
+        found: _KindFigures = model.priced[own]
+        return found
+
+    def _kind_figures(self, kind: str, own: tuple[int, ...]) -> _KindFigures:
+        model = self.model.kind(kind)
         pairs = list(zip(model.decisions, own, strict=True))
         seconds = sum((d.seconds[:, c] for d, c in pairs), np.zeros((len(ZEROS), SECONDS)))
         for zero in ZEROS:
@@ -392,21 +342,4 @@ def _in_all(seconds: Floats, states: Floats) -> Floats:
     found: Floats = np.stack(
         [seconds[:, :6].sum(axis=1), seconds[:, 6:8].sum(axis=1), states[:, :3].sum(axis=1)]
     )
-    return found
-
-
-def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
-    """The bytes by category of a rank that runs several stages; those of ``once`` count once.
-
-    >>> together(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
-    ...          once=("transient",))
-    {'parameters': 4, 'transient': 4}
-    """
-    found: dict[str, N] = {}
-    for stage in stages:
-        for name, size in stage.items():
-            if name in found:
-                found[name] = max(found[name], size) if name in once else found[name] + size
-            else:
-                found[name] = size
     return found

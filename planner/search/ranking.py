@@ -80,6 +80,7 @@ class Ranking:
         self.began = job.effort.work
         self.drafts: list[Draft] = []
         self._whole: set[int] = set()
+        self._works: dict[int, float] = {}
         self.loops: list[tuple[float, Draft]] = []
         self.known: list[Candidate] = []
         self.drawn: dict[int, Draft] = {}
@@ -154,7 +155,12 @@ class Ranking:
     def _add_loops(self, quests: list[Quest]) -> None:
         """Follows pipelines of one size that may be the fastest with several stages per rank."""
         if self.job.request.chunked_schedules and self.drafts:
-            for seconds, draft in loops(quests, lambda: self._step_seconds, self._is_late):
+            near = [
+                each
+                for each in quests
+                if each.is_looked_at or not self._is_beaten(each.rows, each.tiling.most)
+            ]
+            for seconds, draft in loops(near, lambda: self._step_seconds, self._is_late):
                 self._take_loop(seconds, draft)
 
     def _take_loop(self, seconds: float, draft: Draft) -> None:
@@ -224,15 +230,27 @@ class Ranking:
         and all of them S·W/D: N micro-batches take at least (N + S − 1)·W/D.
         """
         costs, count = self.job.costs(rows), self.job.num_microbatches(rows)
-        work = work_bound(self.job, (rows,)) / count
-        chunks = MOST_CHUNKS if self.job.request.chunked_schedules else 1
+        work = self._work(rows) / count
         for number in numbers:
-            if work * (count + (number - 1) / chunks) >= self._cutoff:
+            if self._is_beaten(rows, number):
                 continue
             tiling = uniform_tiling(self.job.cluster, number, costs.place)
             if tiling is not None:
                 least = work * (count + number - 1) * (1 - TOLERANCE)
                 yield Quest(rows, costs, tiling, (number,), least)
+
+    def _work(self, rows: int) -> float:
+        """``work_bound`` of a micro-batch size."""
+        if rows not in self._works:
+            self._works[rows] = work_bound(self.job, (rows,))
+        return self._works[rows]
+
+    def _is_beaten(self, rows: int, number: int) -> bool:
+        """Whether work and waiting alone take too long, on several stages per rank too."""
+        count = self.job.num_microbatches(rows)
+        work = self._work(rows) / count
+        chunks = MOST_CHUNKS if self.job.request.chunked_schedules else 1
+        return work * (count + (number - 1) / chunks) >= self._cutoff
 
     def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of any sizes, for the micro-batches that are best in one size first."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import combinations
 
 import numpy as np
 import pytest
 from small_graphs import cluster
 
+from autoparallel.planner.inter_op.cuts import Cuts
 from autoparallel.planner.inter_op.inter_op import (
     Floats,
     StageChoice,
     Table,
+    least_sum,
     pipeline_seconds,
     pipelines,
 )
@@ -101,3 +104,23 @@ def test_a_tolerance_costs_at_most_its_share() -> None:
         assert bool(exact) == bool(coarse)
         if exact:
             assert coarse[0].seconds <= exact[0].seconds * 1.05
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_way_to_cut_the_blocks_has_less_than_the_least_sum(seed: int) -> None:
+    rng = random.Random(seed)
+    size, number = rng.randint(3, 7), rng.randint(1, 3)
+    at = np.arange(size + 1)
+    numbers = np.maximum(at[None, :] - at[:, None], 0)
+    cuts = Cuts(at, numbers, np.arange(1, size + 2))  # a class for each length, from 1 on
+    stages = [
+        np.array([rng.uniform(0, 1) + length * rng.uniform(0.9, 1.1) for length in cuts.lengths])
+        for _ in range(number)
+    ]
+    least = min(
+        sum(stage[b - a - 1] for stage, a, b in zip(stages, ends, ends[1:], strict=False))
+        for inner in combinations(range(1, size), number - 1)
+        for ends in ((0, *inner, size),)
+    )
+    found = least_sum(stages, cuts)
+    assert least * 0.5 < found <= least + 1e-9
