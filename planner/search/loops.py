@@ -4,9 +4,10 @@ In: quests of stages of one size. Out: their drafts that take least then, about.
 is not the fastest as it is may be so with shorter stages: it waits less for its first
 micro-batch. So the order is that of
 
-    Σ q / chunks + max m      (``costs``)
+    max(Σ q / chunks + max m, Σ q + max m / chunks)      (``costs``)
 
-under what is known of the stages, which are priced in that order (best-first, as in ``quests``).
+under what is known of the stages, which are priced in that order (best-first, as in ``quests``):
+a rank has all of its work to do, and a micro-batch goes through all stages one after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def loops(
             return
         least, number, quest = heapq.heappop(heap)
         rival = heap[0][0] if heap else float("inf")
-        pipeline = quest.price(float("inf"))
+        pipeline = quest.price_looped(MOST_CHUNKS, step_seconds())
         seconds = quest.looped_seconds(MOST_CHUNKS)
         if pipeline is not None and seconds <= max(least, rival) * (1 + TOLERANCE):
             taken += 1
