@@ -37,33 +37,25 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count as counting
 
 import numpy as np
 
 from ..inter_op.branches import block_edges
 from ..inter_op.cuts import Bands
-from ..inter_op.sweep import Move, Sweep, Tiling, larger, turning
+from ..inter_op.sweep import Sweep, Tiling, larger, turning
 from ..schedules.held import splits
-from .costs import Costs
+from .costs import Costs, MeshCosts
 from .job import Job
 from .memory_bounds import Priced, rounded
 from .runs import Floats
 from .space import tilings
-from .stage_bounds import FORMS, Form, StageBounds
+from .stage_bounds import FORMS, Form, HeldBounds, StageBounds
 from .work_bound import work_bound
 
 MANY_BLOCKS = 256
 """With more, a step of a sweep takes longer, by the square of how many times more."""
-
-ROUNDING = 1e-6
-"""Of bytes and rows that are no whole numbers of each device."""
-
-MOST_RAISED = 32
-"""Bounds of stages that are found again with the memory limit."""
-
-Stages = Sequence[tuple[int, int, Move]]
 
 
 class _LateError(Exception):
@@ -86,63 +78,54 @@ class Space:
     tiling: Tiling
     is_chain: bool
     splits: bool
-    _bounds: dict[tuple[int, bool, bool, int], StageBounds] = field(default_factory=dict)
+    priced: Priced
     until: float = float("inf")
     most_seconds: float = float("inf")
-    has_memory: bool = False
-    priced: Priced | None = None
-    is_priced: bool = False
+    _plain: dict[tuple[int, bool, bool], StageBounds] = field(default_factory=dict)
+    _bounds: dict[tuple[int, bool, bool, int], HeldBounds] = field(default_factory=dict)
     _sweeps: dict[tuple[int, Form], Sweep] = field(default_factory=dict)
     _figures: dict[tuple[int, Form], tuple[Floats, Floats]] = field(default_factory=dict)
 
-    def stage(
-        self, left: int, place: int, first: bool, *, is_raised: bool = False
-    ) -> StageBounds | None:
-        """The bounds of a stage; None on a place without meshes.
-
-        They are the same for any micro-batches in flight until some are raised by memory.
-        """
+    def stage(self, left: int, place: int, first: bool) -> HeldBounds | None:
+        """The bounds of a stage, the same for about as many micro-batches in flight; None on a
+        place without meshes."""
         held = self._held(left, first)
         key = (place, first, left == 1, held)
-        if key not in self._bounds and not is_raised and not self.is_priced:
-            key = (place, first, left == 1, 0)
-        own = self.costs.places[place]
-        if key not in self._bounds and own.meshes:
-            plain = self._bounds.get((*key[:3], 0)) or self._plain(place, first, left == 1)
-            self._bounds[(*key[:3], 0)] = plain
-            if key[3]:
-                self._bounds[key] = plain.in_flight(held, self._computed(place, held))
+        if key not in self._bounds and self.costs.places[place].meshes:
+            plain = self.plain(place, first, left == 1)
+            self._bounds[key] = HeldBounds(plain, partial(self._fitting, plain.meshes, held))
         return self._bounds.get(key)
 
+    def plain(self, place: int, first: bool, last: bool) -> StageBounds:
+        """The bounds of a stage on a place with meshes, whatever is in flight."""
+        key = place, first, last
+        if key not in self._plain:
+            runs = self.costs.runs
+            numbers = runs.role(first, last)
+            series = {runs.series_of[number][0] for number in numbers.tolist()}
+            ordered = tuple(sorted(series, key=lambda each: each.classes))
+            meshes = self.costs.places[place].meshes
+            self._plain[key] = StageBounds(meshes, ordered, numbers, runs.count, first, self.splits)
+        return self._plain[key]
+
     def _held(self, left: int, first: bool) -> int:
-        held = self.costs.in_flight(left, first) if self.is_chain else 1
-        return rounded(held) if self.is_priced else held
+        if not self.is_chain or (first and left == 1):
+            return 1
+        return self._by_left[left]
 
-    def _plain(self, place: int, first: bool, last: bool) -> StageBounds:
-        """The bounds of a stage without memory."""
-        runs = self.costs.runs
-        numbers = runs.role(first, last)
-        series = {runs.series_of[number][0] for number in numbers.tolist()}
-        ordered = tuple(sorted(series, key=lambda each: each.classes))
-        meshes = self.costs.places[place].meshes
-        return StageBounds(meshes, ordered, numbers, runs.count, first, 0, self.splits)
+    @cached_property
+    def _by_left(self) -> list[int]:
+        """About how many micro-batches a stage has in flight, by the stages to come with it."""
+        lefts = range(1, self.tiling.most + 1)
+        return [0, *(rounded(self.costs.in_flight(left, False)) for left in lefts)]
 
-    def _computed(self, place: int, held: int) -> list[Floats]:
-        """By mesh what fits with so many micro-batches in flight, if it is priced."""
-        if not self.is_priced or self.priced is None:
-            return []
-        others = {self._held(left, False) for left in range(1, self.tiling.most + 1)}
-        meshes = self.costs.places[place].meshes
-        return [self.priced.least(mesh, held, sorted(others)) for mesh in meshes]
+    def _fitting(self, meshes: Sequence[MeshCosts], held: int, count: int) -> list[Floats | None]:
+        """By mesh what fits with so many micro-batches in flight."""
+        return [self.priced.least(mesh, count, held, self._every_held) for mesh in meshes]
 
-    def price(self) -> bool:
-        """Has all bounds made again with memory; whether they were without."""
-        if self.is_priced or self.priced is None:
-            return False
-        self.is_priced = self.has_memory = True
-        self._sweeps.clear()
-        self._figures.clear()
-        return True
+    @cached_property
+    def _every_held(self) -> list[int]:
+        return sorted({self._held(left, False) for left in range(1, self.tiling.most + 1)})
 
     def seconds(self, left: int, place: int, first: bool, *, form: Form) -> tuple[Floats, Floats]:
         """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
@@ -158,23 +141,12 @@ class Space:
             self._figures[id(own), form] = FORMS[form](own)
         return self._figures[id(own), form]
 
-    def passes(self, left: int, place: int, first: bool, *, both: bool) -> Floats:
-        """As ``seconds``: what a forward, or both passes, of a stage compute at least."""
-        own = self.stage(left, place, first)
-        if own is None:
-            return np.full(len(self.costs.runs.classes.firsts), np.inf)
-        return own.passes(both=both)
-
     def least(self, num_stages: int, form: Form) -> float:
         """The bound of so many stages, of one form."""
         return self._sweep(num_stages, form).least(num_stages)
 
-    def stages(self, num_stages: int, form: Form) -> Stages:
-        """Who has that bound."""
-        return self._sweep(num_stages, form).stages(num_stages)
-
     def _sweep(self, num_stages: int, form: Form) -> Sweep:
-        """One sweep is for all numbers of stages, until a stage's bound is raised."""
+        """One sweep is for all numbers of stages."""
         number = num_stages if self.tiling.fixed else self.tiling.most
         if (number, form) not in self._sweeps:
             seconds = partial(self.seconds, form=form)
@@ -189,26 +161,12 @@ class Space:
             return ("largest",)
         return ("largest", "filling", "turning") if self.splits else ("largest", "turning")
 
-    def raise_by_memory(self, stages: Stages, form: Form) -> int:
-        """Bounds the stages of a pipeline with their memory; how many bounds that were."""
-        raised = 0
-        for at, (start, stop, move) in enumerate(stages):
-            own = self.stage(len(stages) - at, move.place, at == 0, is_raised=True)
-            number = int(self.costs.runs.classes.numbers[start, stop])
-            if own is not None:
-                raised += own.raise_by_memory(number, form)
-        if raised:
-            self.has_memory = True
-            self._sweeps.clear()
-            self._figures.clear()
-        return raised
-
 
 @dataclass(order=True)
 class _Part:
     """The pipelines of one number of stages, and what none of them is faster than.
 
-    Of the forms that were ``tried``, ``best`` has the bound.
+    ``tried`` are the forms that it has the bound of.
     """
 
     least: float
@@ -216,65 +174,14 @@ class _Part:
     space: Space = field(compare=False)
     number: int = field(compare=False)
     tried: list[Form] = field(default_factory=list, compare=False)
-    best: Form = field(default="largest", compare=False)
-    is_priced: bool = field(default=False, compare=False)
 
-    def narrow(self, left: int) -> int | None:
-        """Finds a better bound; how many stages that bounded by memory, None if there is none."""
+    def narrow(self) -> bool:
+        """Finds a better bound; whether there was one to look for."""
         untried = [each for each in self.space.forms(self.number) if each not in self.tried]
-        if self.tried and self.space.priced is not None and not self.is_priced:
-            self.space.price()
-            self.is_priced = True
-            self._take()
-            return 0
         if untried:
             self.tried.append(untried[0])
-            self._take()
-            return 0
-        raised = 0
-        if left > 0 and self.least < float("inf"):
-            stages = self.space.stages(self.number, self.best)
-            raised = self.space.raise_by_memory(stages, self.best)
-        if not raised:
-            return None
-        self._take()
-        return raised
-
-    def _take(self) -> None:
-        found = {form: self.space.least(self.number, form) for form in self.tried}
-        self.best = max(found, key=found.__getitem__)
-        self.least = max(self.least, found[self.best])
-
-    @property
-    def count(self) -> int:
-        return self.space.costs.runs.count
-
-    @property
-    def key(self) -> tuple[bool, int]:
-        """Equal for the same tiling at any micro-batch size."""
-        return self.space.tiling.fixed, self.number
-
-
-@dataclass
-class _Fewer:
-    """What pipelines take at least with fewer, larger micro-batches: so do they with more.
-
-    Under specifications twice the rows take at most twice as long, whatever the layout, the ends
-    of a step are the same, and a mesh that is allowed for few rows is so for many. That holds of
-    work alone, so of the form "largest" where memory is left out.
-    """
-
-    holds: bool
-    known: dict[tuple[bool, int], dict[int, float]] = field(default_factory=dict)
-
-    def take(self, part: _Part) -> None:
-        if self.holds and not part.space.has_memory and "largest" in part.tried:
-            found = part.space.least(part.number, "largest")
-            self.known.setdefault(part.key, {}).setdefault(part.count, found * (1 - ROUNDING))
-
-    def least(self, part: _Part) -> float:
-        own = self.known.get(part.key, {})
-        return max((own[count] for count in own if part.count % count == 0), default=0.0)
+            self.least = max(self.least, self.space.least(self.number, untried[0]))
+        return bool(untried)
 
 
 def step_bound(
@@ -292,43 +199,28 @@ def step_bound(
     began = time.perf_counter()
     until = job.effort.work + patience
     order, least = counting(), work_bound(job, rows)
-    largest_first = tuple(sorted(rows, reverse=True))
-    every = list(spaces(job, largest_first, numbers))
-    priced = {each: Priced(job.costs(each).runs, step) for each in rows}
+    every = list(spaces(job, tuple(sorted(rows, reverse=True)), numbers, most_seconds=step))
     for space, _ in every:
-        space.until, space.most_seconds = until, step
-        space.priced = priced[job.request.global_batch // space.costs.runs.count]
+        space.until = until
     heap = [_Part(least, next(order), *each) for each in every]
-    fewer = _Fewer(job.basis.used is None and job.basis.only is None)
     with suppress(_LateError):
-        _narrow(heap, fewer, step * (1 - gap))
+        _narrow(heap, step * (1 - gap))
     job.took("bound", time.perf_counter() - began)
     return min(heap[0].least, step)
 
 
-def _narrow(heap: list[_Part], fewer: _Fewer, enough: float) -> None:
+def _narrow(heap: list[_Part], enough: float) -> None:
     """Narrows the parts, the least first, until that is enough or cannot be narrowed."""
-    left = MOST_RAISED
-    while heap[0].least < enough:
-        part, inherited = heap[0], fewer.least(heap[0])
-        if inherited > part.least:
-            part.least = inherited
-        else:
-            raised = part.narrow(left)
-            if raised is None:
-                return
-            left -= raised
-            fewer.take(part)
-        heapq.heapreplace(heap, part)
-
-
-def space_of(costs: Costs, tiling: Tiling) -> Space:
-    """The stages of a tiling in any order of actions."""
-    return Space(costs, tiling, is_chain=False, splits=False)
+    while heap[0].least < enough and heap[0].narrow():
+        heapq.heapreplace(heap, heap[0])
 
 
 def spaces(
-    job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]
+    job: Job,
+    rows: tuple[int, ...],
+    numbers: tuple[int, ...],
+    *,
+    most_seconds: float = float("inf"),
 ) -> Iterator[tuple[Space, int]]:
     """Every tiling that the search goes through, by number of stages."""
     edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
@@ -337,7 +229,8 @@ def spaces(
     mixed = job.request.features.allows("mixed-stages")
     for each in rows:
         costs = job.costs(each)
+        priced = Priced(costs.runs, most_seconds)
         known: dict[int, Space] = {}
         for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            own = known.setdefault(id(tiling), Space(costs, tiling, is_chain, has_split))
-            yield own, number
+            space = Space(costs, tiling, is_chain, has_split, priced, most_seconds=most_seconds)
+            yield known.setdefault(id(tiling), space), number

@@ -81,7 +81,7 @@ class MemoryBounds:
 
     mesh: MeshCosts
     blocks: BlockCounts
-    prices: BlockPrices | None
+    prices: BlockPrices
     most_seconds: float
     _found: dict[int, Floats] = field(default_factory=dict)
 
@@ -97,13 +97,14 @@ class MemoryBounds:
         found = np.zeros((len(held), len(self.mesh.runs.classes.firsts)))
         fits = self.mesh.excess_bytes <= 0
         found[:, ~fits] = np.inf
-        if self.prices is not None and fits.any():
+        if fits.any():
             which = np.flatnonzero(fits)
-            found[:, which] = np.maximum(self._of(self.prices, which, held), 0.0)
+            found[:, which] = np.maximum(self._of(which, held), 0.0)
         return found
 
-    def _of(self, prices: BlockPrices, which: Ints, held: Floats) -> Floats:
+    def _of(self, which: Ints, held: Floats) -> Floats:
         """``[h, class]`` of some classes."""
+        prices = self.prices
         solver, main = self.mesh.solver, self.blocks.main
         states = prices.states(held)
         rest = np.zeros((len(held), len(which), states.shape[1]))
@@ -120,13 +121,12 @@ class MemoryBounds:
                 rest += (own - linked)[:, None] * alone[:, None]
         free = min(solver.limits.memory_bytes, UNLIMITED) - reserve(solver.model) - working
         rest -= states[:, None] * free[:, None]
-        return self._with_main(prices, which, held, rest)
+        return self._with_main(which, held, rest)
 
-    def _with_main(
-        self, prices: BlockPrices, which: Ints, held: Floats, rest: Floats
-    ) -> Floats:  # fmt: skip
+    def _with_main(self, which: Ints, held: Floats, rest: Floats) -> Floats:
         """The same with the commonest kind's blocks: ``rest[h, class, price]`` without."""
-        main, states = self.blocks.main, prices.states(held)
+        main, prices = self.blocks.main, self.prices
+        states = prices.states(held)
         modes = tuple(prices.linked[main])
         after = np.stack([prices.at(prices.linked[main][mode], held) for mode in modes])
         alone = np.stack([prices.at(prices.alone[main][mode], held) for mode in modes])
@@ -177,32 +177,37 @@ class Priced:
     """The bounds of all meshes at one micro-batch size, made as they are asked for."""
 
     runs: Runs
-    most_seconds: float
+    most_seconds: float = float("inf")
     _blocks: BlockCounts = field(init=False)
-    _found: dict[int, MemoryBounds] = field(default_factory=dict)
+    _found: dict[tuple[int, int], MemoryBounds | None] = field(default_factory=dict)
     _alike: dict[object, MemoryBounds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._blocks = BlockCounts(self.runs)
 
-    def least(self, mesh: MeshCosts, held: int, others: Sequence[int]) -> Floats:
-        """By class what a stage takes per micro-batch without its messages, at least; no less
-        for no more micro-batches in flight."""
-        if id(mesh) not in self._found:
-            self._found[id(mesh)] = self._of(mesh)
-        return self._found[id(mesh)].least(rounded(held), sorted(set(map(rounded, others))))
+    def least(
+        self, mesh: MeshCosts, count: int, held: int, others: Sequence[int] = ()
+    ) -> Floats | None:
+        """By class what a stage takes per micro-batch without messages, at least, with a share
+        of the step's end among ``count``; None where tables would be too wide.
 
-    def _of(self, mesh: MeshCosts) -> MemoryBounds:
-        solver = mesh.solver
+        ``others`` are numbers in flight that will be asked for too.
+        """
+        key = id(mesh), count
+        if key not in self._found:
+            self._found[key] = self._of(mesh, count)
+        found = self._found[key]
+        return None if found is None else found.least(rounded(held), others)
+
+    def _of(self, mesh: MeshCosts, count: int) -> MemoryBounds | None:
+        solver, neighbours = mesh.solver, self._blocks.neighbours
         try:
-            prices = block_prices(
-                solver.model, solver.zeros, solver.modes, self.runs.count, self._blocks.neighbours
-            )
+            prices = block_prices(solver.model, solver.zeros, solver.modes, count, neighbours)
         except TooWideError:
-            return MemoryBounds(mesh, self._blocks, None, self.most_seconds)
-        solver.effort.num_problems += len(solver.modes)
+            return None
         key = id(prices), solver.limits, reserve(solver.model)
         if key not in self._alike:
+            solver.effort.num_problems += len(solver.modes)
             self._alike[key] = MemoryBounds(mesh, self._blocks, prices, self.most_seconds)
         return self._alike[key]
 

@@ -8,7 +8,7 @@ bound what a stage adds to it, the least over the place's meshes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 from ..pricing.seconds import Seconds
 from ..pricing.stage_model import StageModel
 from .costs import MANY, MeshCosts
-from .runs import Floats, Ints, Series, at_least
+from .runs import Floats, Ints, Series
 
 FORWARD_COMPUTE = Seconds._fields.index("forward_compute")
 BACKWARD_COMPUTE = Seconds._fields.index("backward_compute")
@@ -28,11 +28,10 @@ Form = Literal["largest", "filling", "turning"]
 
 @dataclass
 class StageBounds:
-    """Bounds of every class of runs on one place in one role, ``held`` micro-batches in flight.
+    """Bounds of every class of runs on one place in one role, whatever is in flight.
 
     By mesh: ``micro`` are Q, ``share`` W, ``alone`` E, ``received`` R; ``splits``: gradients of
-    weights may be put off. ``computed``, if known, are bounds of W without messages (of
-    ``memory_bounds``); ``plain`` has the bounds that are the same without memory.
+    weights may be put off.
     """
 
     meshes: Sequence[MeshCosts]
@@ -40,11 +39,7 @@ class StageBounds:
     numbers: Ints
     count: int
     first: bool
-    held: int
     splits: bool = False
-    computed: Sequence[Floats] = ()
-    plain: StageBounds | None = None
-    _raised: set[tuple[str, int, int]] = field(default_factory=set)
 
     @cached_property
     def share(self) -> list[Floats]:
@@ -59,8 +54,6 @@ class StageBounds:
         """Q without gradients of weights: by the most seconds and the largest share they have."""
         if not self.splits or self.first:
             return self.micro
-        if self.plain is not None and not self._raised:
-            return self.plain.sooner
         found = []
         for mesh, micro in zip(self.meshes, self.micro, strict=True):
             least = micro.copy()
@@ -77,15 +70,11 @@ class StageBounds:
     @cached_property
     def forward(self) -> list[Floats]:
         """By mesh the least that a forward computes."""
-        if self.plain is not None:
-            return self.plain.forward
         return [self._computed(mesh, FORWARD_COMPUTE) for mesh in self.meshes]
 
     @cached_property
     def backward(self) -> list[Floats]:
         """By mesh the least that a whole backward computes."""
-        if self.plain is not None:
-            return self.plain.backward
         return [self._computed(mesh, BACKWARD_COMPUTE) for mesh in self.meshes]
 
     def _computed(self, mesh: MeshCosts, which: int) -> Floats:
@@ -101,22 +90,6 @@ class StageBounds:
         found[self.numbers] = (total[stops] - total[starts])[self.numbers]
         return found
 
-    def in_flight(self, held: int, computed: Sequence[Floats] = ()) -> StageBounds:
-        """These with so many micro-batches in flight, and maybe bounds of what fits then."""
-        return replace(self, held=held, computed=computed, plain=self, _raised=set())
-
-    def passes(self, *, both: bool) -> Floats:
-        """By class the least that a forward computes, or both passes one by one."""
-        forward = self._least(self.forward)
-        return forward + self._least(self.backward) if both else forward
-
-    def filling(self) -> tuple[Floats, Floats]:
-        """By class the forward of the first micro-batch, and more for all that a stage does."""
-        once = self._least(self.forward)
-        _, every = self.largest()
-        rest = every - np.where(np.isfinite(once), once, 0.0)
-        return once, np.maximum(rest, 0.0)
-
     @cached_property
     def alone(self) -> list[Floats]:
         if not self.first:
@@ -125,76 +98,64 @@ class StageBounds:
 
     @cached_property
     def received(self) -> list[Floats]:
-        if self.plain is not None:
-            return self.plain.received
         return [mesh.most_received(self.series) for mesh in self.meshes]
 
-    def turning(self) -> tuple[Floats, Floats]:
-        """By class what a stage takes once, and more for all other micro-batches."""
-        more = self.count - 1
-        micro = self.sooner
-        alone = self.alone if self.first else micro
-        once = [np.maximum(a, q) for a, q in zip(alone, micro, strict=True)]
-        rest = [more * np.maximum(q - r, 0.0) for q, r in zip(micro, self.received, strict=True)]
-        if self.first:
-            share = self.share
-            if self.computed:
-                share = [np.maximum(c, w) for c, w in zip(self.computed, share, strict=True)]
-            whole = [self.count * each for each in share]
-            rest = [
-                np.maximum(np.where(np.isfinite(w), w, 0.0) - np.where(np.isfinite(o), o, 0.0), r)
-                for w, o, r in zip(whole, once, rest, strict=True)
-            ]
-        return self._least(once), self._least(rest)
-
-    def largest(self) -> tuple[Floats, Floats]:
-        """By class nothing, and all that a stage takes."""
-        own = [w - r for w, r in zip(self.share, self.received, strict=True)]
-        if self.computed:
-            own = [np.maximum(c, w) for c, w in zip(self.computed, own, strict=True)]
-        every = self._least([self.count * np.maximum(each, 0.0) for each in own])
-        return np.where(np.isfinite(every), 0.0, np.inf), every
-
-    def _least(self, every: list[Floats]) -> Floats:
+    def least(self, every: Sequence[Floats]) -> Floats:
+        """By class of this role the least of the meshes'."""
         found = np.full(len(self.meshes[0].runs.classes.firsts), np.inf)
         found[self.numbers] = np.minimum.reduce(every)[self.numbers]
         return found
 
-    def raise_by_memory(self, number: int, form: Form) -> int:
-        """Bounds a class with its memory on the meshes that may be its best; on how many.
 
-        Only what counts: W but where Q does, which is for a later stage of a pipeline that turns.
-        """
-        forms = [("share", self.count)] if self.first or form != "turning" else []
-        forms += [("micro", MANY)] if form == "turning" else []
-        raised = 0
-        for name, count in forms:
-            every: list[Floats] = getattr(self, name)
-            while True:
-                known = [float(each[number]) for each in every]
-                if name == "share" and self.computed:
-                    own = zip(known, self.computed, strict=True)
-                    known = [max(w, float(c[number])) for w, c in own]
-                at = known.index(min(known))
-                if (name, at, number) in self._raised:
-                    break
-                self._raised.add((name, at, number))
-                self._raise(every, at, number, count)
-                raised += 1
-        return raised
+@dataclass(frozen=True)
+class HeldBounds:
+    """What a stage adds to each form of a bound, so many micro-batches in flight.
 
-    def _raise(self, every: list[Floats], at: int, number: int, count: int) -> None:
-        """A run takes at least what a shorter one of its series does."""
-        mesh = self.meshes[at]
-        found = mesh.solver.memory_bound_seconds(mesh.runs.run(number), count, self.held)
-        if found <= every[at][number]:
-            return
-        every[at] = every[at].copy()
-        every[at][number] = found
-        for series in self.series:
-            own = list(series.classes)
-            if number in own:
-                every[at][own] = at_least(series.lengths, every[at][own], 0.0)
+    By mesh, of what fits in memory: ``fitting(count)`` are the seconds of a micro-batch without
+    messages, with a share of the step's end among so many (``memory_bounds``); None where that is
+    not known.
+    """
+
+    plain: StageBounds
+    fitting: Callable[[int], Sequence[Floats | None]]
+
+    def computed(self, count: int) -> list[Floats]:
+        """By mesh what a micro-batch takes without messages."""
+        plain, found = self.plain, []
+        for at, own in enumerate(self.fitting(count)):
+            if own is None:
+                every = plain.share if count == plain.count else plain.micro
+                own = np.maximum(every[at] - plain.received[at], 0.0)
+            found.append(own)
+        return found
+
+    def largest(self) -> tuple[Floats, Floats]:
+        """By class nothing, and all that a stage does."""
+        every = self.plain.count * self.plain.least(self.computed(self.plain.count))
+        return np.where(np.isfinite(every), 0.0, np.inf), every
+
+    def filling(self) -> tuple[Floats, Floats]:
+        """By class the forward of the first micro-batch, and more for all that a stage does."""
+        once = self.plain.least(self.plain.forward)
+        _, every = self.largest()
+        rest = every - np.where(np.isfinite(once), once, 0.0)
+        return once, np.maximum(rest, 0.0)
+
+    def turning(self) -> tuple[Floats, Floats]:
+        """By class what a stage takes once, and more for all other micro-batches."""
+        plain, more = self.plain, self.plain.count - 1
+        micro = plain.sooner
+        alone = plain.alone if plain.first else micro
+        once = [np.maximum(a, q) for a, q in zip(alone, micro, strict=True)]
+        own = zip(self.computed(MANY), plain.micro, plain.received, strict=True)
+        rest = [more * np.maximum(np.maximum(c, q - r), 0.0) for c, q, r in own]
+        if plain.first:
+            whole = [plain.count * each for each in self.computed(plain.count)]
+            rest = [
+                np.maximum(w - np.where(np.isfinite(o), o, 0.0), r)
+                for w, o, r in zip(whole, once, rest, strict=True)
+            ]
+        return plain.least(once), plain.least(rest)
 
 
 def least_compute(model: StageModel, kind: str, which: int) -> float:
@@ -203,8 +164,8 @@ def least_compute(model: StageModel, kind: str, which: int) -> float:
     return sum(float(each.seconds[:, :, which].min()) for each in decisions)
 
 
-FORMS: Mapping[Form, Callable[[StageBounds], tuple[Floats, Floats]]] = {
-    "largest": StageBounds.largest,
-    "filling": StageBounds.filling,
-    "turning": StageBounds.turning,
+FORMS: Mapping[Form, Callable[[HeldBounds], tuple[Floats, Floats]]] = {
+    "largest": HeldBounds.largest,
+    "filling": HeldBounds.filling,
+    "turning": HeldBounds.turning,
 }

@@ -116,25 +116,24 @@ def test_without_slow_stages_a_bound_is_the_same_up_to_theirs(seed: int) -> None
             assert found == least or (found >= least and found >= most)
 
 
-def test_stages_with_more_in_flight_share_bounds_until_memory_raises_them() -> None:
+def test_stages_with_more_in_flight_share_what_memory_does_not_change() -> None:
     graph, blocks = mlp(6)
     job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
     (space,) = (own for own, _ in spaces(job, (1,), (4,)) if own.tiling.fixed)
     place = space.tiling.moves[1].place
     three, two = (space.stage(left, place, False) for left in (3, 2))
-    assert three is two is not None
-    raised = space.stage(3, place, False, is_raised=True)
-    assert raised is not two
-    assert space.stage(3, place, False) is raised
-    assert space.stage(2, place, False) is two
+    assert three is not None
+    assert two is not None
+    assert three is not two
+    assert three.plain is two.plain
+    assert space.stage(3, place, False) is three
 
 
 def test_what_a_run_computes_at_least_is_the_sum_of_its_blocks() -> None:
     graph, blocks = mlp(6)
     job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
     (space,) = (own for own, _ in spaces(job, (1,), (4,)) if own.tiling.fixed)
-    own = space.stage(3, space.tiling.moves[1].place, False)
-    assert own is not None
+    own = space.plain(space.tiling.moves[1].place, False, False)
     for mesh, found in zip(own.meshes, own.forward, strict=True):
         for number in own.numbers.tolist():
             counts = mesh.runs.run(number).counts
