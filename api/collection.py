@@ -32,4 +32,6 @@ def rare_collections() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()  # or the next new object has all of these looked at
         gc.set_threshold(*before)
+        gc.unfreeze()  # they are old ones now
