@@ -256,6 +256,10 @@ class Structure:
         first = received.setdefault(ref, uses[0])
         return Edge("received", template, ref.index, uses, first)
 
+    def inner_edge(self, ref: Ref, uses: tuple[Use, ...]) -> Edge:
+        """The edge of a value that a block of the same run makes."""
+        return self._edge(ref, uses, 0, {})
+
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
         sent: Counter[tuple[str, int]] = Counter()
         made, last = self._crossed
