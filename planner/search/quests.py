@@ -24,10 +24,14 @@ TOLERANCE = 1e-3
 """T may be worse than the least by this part."""
 
 MOST_CUTS = 256
-"""With more blocks, stages of any sizes are first cut between groups of blocks."""
+FEW_CUTS = 128
+"""With more blocks, stages of any sizes are first cut between so many groups of blocks."""
 
 COARSE = 0.05
 """What cutting between groups may cost, at most, before it is made good."""
+
+ROUGH = 0.01
+"""Of those cuts T may be worse than the least by this part."""
 
 NEAR = 4
 """Then so many cuts before and after each are tried, as many times closer to each other."""
@@ -82,12 +86,12 @@ class Quest:
             return
         known = [self._known_seconds(stages) for stages in self._tries()]
         cutoff = min([cutoff, *(seconds * (1 + TOLERANCE) for seconds in known)])
-        step = -(-self.num_blocks // MOST_CUTS)
-        if self.tiling.fixed or step == 1:
+        if self.tiling.fixed or self.num_blocks <= MOST_CUTS:
             best = self._best_of(range(self.num_blocks + 1), cutoff, self.numbers)
         else:
+            step = -(-self.num_blocks // FEW_CUTS)
             few = (*range(0, self.num_blocks, step), self.num_blocks)
-            best = self._best_of(few, cutoff * (1 + COARSE), self.numbers)
+            best = self._best_of(few, cutoff * (1 + COARSE), self.numbers, ROUGH)
             while best is not None and step > 1:
                 step = -(-step // NEAR)
                 nearer = self._best_of(self._near(best, step), best.seconds, (len(best.stages),))
@@ -102,10 +106,13 @@ class Quest:
         found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
         return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
 
-    def _best_of(self, at: Sequence[int], cutoff: float, numbers: Iterable[int]) -> Pipeline | None:
+    def _best_of(
+        self, at: Sequence[int], cutoff: float, numbers: Iterable[int],
+        tolerance: float = TOLERANCE,
+    ) -> Pipeline | None:  # fmt: skip
         """The best pipeline with stages cut at some places."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
-        search = PipelineSearch(self.tiling, cuts, self.costs.seconds, TOLERANCE, cutoff)
+        search = PipelineSearch(self.tiling, cuts, self.costs.seconds, tolerance, cutoff)
         best = search.best_of(numbers)
         if best is None:
             return None

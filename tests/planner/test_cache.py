@@ -216,7 +216,7 @@ def test_the_keys_know_every_field_that_a_solver_has() -> None:
         "own",
     }  # fmt: skip
     public = [name for name in names[StageModel] if not name.startswith("_")]
-    assert set(public) == {"structure", "prices", "restriction", "link", "merge", "constants"}
+    assert set(public) == {"structure", "prices", "restriction", "link", "merge"}
     public = [name for name in names[CachedIntraOp] if not name.startswith("_")]
     assert set(public) == {"model", "limits", "effort", "pools", "answers", "cache"}
     assert {f.name for f in fields(Request)} >= {"precision", "optimizer"}
