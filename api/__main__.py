@@ -93,6 +93,7 @@ def run_command(arguments: list[str]) -> int:
         _explain(str(error), show_traceback)
         return error.exit_code
     except KeyboardInterrupt:
+        print("autoparallel: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the edge of the program
         name = type(error).__name__

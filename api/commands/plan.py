@@ -58,8 +58,12 @@ def plan(
     from autoparallel.progress import progress
 
     with plan_cache(not no_cache) as cache:
-        with progress() as observe:
-            found = make_plan(loaded, cluster, options, observe, cache.values)
+        try:
+            with progress() as observe:
+                found = make_plan(loaded, cluster, options, observe, cache.values)
+        except KeyboardInterrupt:
+            typer.echo("autoparallel: no plan had been found yet", err=True)
+            raise
         if said := cache.report():
             typer.echo(f"autoparallel: cache: {said}", err=True)
     show(found, output=output, json=json)

@@ -46,11 +46,12 @@ def chunk_bound(
     there is none. ``schedules``: that are allowed; any if none is named."""
     every = microbatch_rows(job.structure.graph, job.request, job.cluster)
     work = work_bound(job, every)
-    if job.stopped:
-        return work
-    company = job.company or Company(job, (every,))
-    found = company.over(chunk_bound_of, numbers, most_chunks, schedules)
-    return max(min(found), work)
+    if not job.stopped:
+        with job.stoppable():
+            company = job.company or Company(job, (every,))
+            found = company.over(chunk_bound_of, numbers, most_chunks, schedules)
+            return max(min(found), work)
+    return work
 
 
 def chunk_bound_of(

@@ -52,32 +52,35 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
         bar = float("inf")
     limit, mode = found.job.limits.memory_bytes, found.request.most_recomputed
     num_blocks, walked = len(found.blocks.blocks), 0
-    flops = block_flops(found.graph, found.blocks, found.job.rules)
-    every = fastest(bases(found), found.request.chunked_schedules, flops, most=MOST_PRICED, bar=bar)
-    for guess in every:
-        way = guess.way
-        if guess.seconds >= bar or walked >= MOST_WALKED or time.perf_counter() > deadline:
-            break
+    with found.job.stoppable():
+        flops = block_flops(found.graph, found.blocks, found.job.rules)
+        every = fastest(
+            bases(found), found.request.chunked_schedules, flops, most=MOST_PRICED, bar=bar
+        )
+        for guess in every:
+            way = guess.way
+            if guess.seconds >= bar or walked >= MOST_WALKED or time.perf_counter() > deadline:
+                break
 
-        wanted = Wanted(limit, bar)
+            wanted = Wanted(limit, bar)
 
-        def own(base: Plan, way: Way = way, wanted: Wanted = wanted) -> Plan:
-            nonlocal walked
-            walked += len(base.stages) * way.chunks + num_blocks
-            return cut(base, way.schedule, way.chunks, wanted)
+            def own(base: Plan, way: Way = way, wanted: Wanted = wanted) -> Plan:
+                nonlocal walked
+                walked += len(base.stages) * way.chunks + num_blocks
+                return cut(base, way.schedule, way.chunks, wanted)
 
-        try:
-            base = found.plan(way.base.candidate, with_others=False)
-            plan = fitting(own, base, limit, mode, bar=bar)
-        except UsageError:
-            continue
-        step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
-        if peak <= limit and step < bar:
-            best, bar = plan, step
-        else:
-            reason = "more messages, uneven chunks, or more recomputed"
-            reason = "does not fit" if peak > limit else reason
-            lost.append(Alternative(way.summary, max(step, guess.seconds), peak, reason))
+            try:
+                base = found.plan(way.base.candidate, with_others=False)
+                plan = fitting(own, base, limit, mode, bar=bar)
+            except UsageError:
+                continue
+            step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
+            if peak <= limit and step < bar:
+                best, bar = plan, step
+            else:
+                reason = "more messages, uneven chunks, or more recomputed"
+                reason = "does not fit" if peak > limit else reason
+                lost.append(Alternative(way.summary, max(step, guess.seconds), peak, reason))
     return best, lost
 
 

@@ -39,7 +39,7 @@ from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from .balanced import balanced, block_flops
-from .chunk_bound import chunk_bound
+from .chunk_bound import chunk_bound, chunk_bound_of
 from .chunk_memory import fitting
 from .chunk_search import Cut, cut_again
 from .priced import Wanted, priced
@@ -140,20 +140,27 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     Pipelines across unlike hosts, and with stages or layouts that are asked for, are left alone.
     """
     request, winner = found.request, found.ranking[0]
-    plain, lost = found.plan(winner), list[Alternative]()
     other: Plan | None = None
+    lost: list[Alternative] = []
     hosts = found.cluster.hosts
     is_uniform = all(host == hosts[0] for host in hosts)
-    if is_uniform and not request.pins and not request.stage_at:
+    is_done = found.job.stopped and request.allows_one_stage
+    if is_uniform and request.chunked_schedules:
+        _begin_bounds(found)
+    if is_uniform and not request.pins and not request.stage_at and not is_done:
         other, lost = _under_others(found, cut, arranging, deadline)
     if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
         raise _refused(
             "no pipeline that was found can be run by the schedules that are allowed",
             "one of the schedules of one stage per rank",
         )
+    plain = found.plan(winner)
     others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
     if other is None:
-        return found.judged(replace(plain, alternatives=tuple(others)))
+        plain = replace(plain, alternatives=tuple(others))
+        if is_uniform and request.chunked_schedules and max(found.job.stage_numbers) > 1:
+            return _gauged(plain, found)
+        return found.judged(plain)
     step = other.prediction.step_seconds
     if request.allows_one_stage:
         seconds, peak = winner.step_seconds, int(winner.peak_bytes)
@@ -190,23 +197,32 @@ def _under_others(
     return best or looped, [*lost, *slower]
 
 
+def _begin_bounds(found: search.Searched) -> None:
+    """Has several stages per rank bounded beside this process, where there are others."""
+    company, numbers = found.job.company, found.job.stage_numbers
+    if company is not None and company.beside is not None:
+        for at in range(len(company.parts)):
+            company.later(at, chunk_bound_of, numbers, MOST_CHUNKS, found.request.chunked_schedules)
+
+
 def _gauged(other: Plan, found: search.Searched) -> Plan:
-    """The plan with a bound of what was searched.
+    """The plan with a bound of what was searched: of several stages per rank too, where they are
+    allowed, as not all of them were tried.
 
     Of replicas it is the work alone. Slices skip masked pairs of attention, which the bounds
     count: there is none for them.
     """
     step, job = other.prediction.step_seconds, found.job
-    if other.num_chunks > 1:
-        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
-    elif other.slices:
+    if other.slices:
         least = 0.0
+    elif found.request.chunked_schedules:
+        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
     else:
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         least = work_bound(job, rows)
     if found.request.allows_one_stage:
         least = min(least, found.bound_seconds)
-    return replace(other, solver=search.solver_info(step, least, found.spent))
+    return replace(other, solver=search.solver_info(step, found, least))
 
 
 def _bounded(
@@ -216,7 +232,7 @@ def _bounded(
     names = found.request.chunked_schedules or (looped.schedule,)
     least = chunk_bound(found.job, numbers, most_chunks, names)
     step = looped.prediction.step_seconds
-    return replace(looped, solver=search.solver_info(step, least, found.spent))
+    return replace(looped, solver=search.solver_info(step, found, least))
 
 
 def num_chunks(forced: Forced) -> int:

@@ -8,7 +8,8 @@ stages from them, and where planning time went.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,9 @@ from .space import place_key
 
 if TYPE_CHECKING:
     from .beside import Company
+
+INTERRUPTED = "Ctrl-C"
+"""What ended a search that was interrupted."""
 
 GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
@@ -268,6 +272,19 @@ class Job:
         seconds["total"] = time.perf_counter() - self.began
         return self.effort.num_problems, seconds
 
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Ctrl-C ends what is inside, is noted, and goes no further."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupt()
+
+    @property
+    def ended_by(self) -> str:
+        """What ended the search before it was done; "" if nothing did."""
+        return self.stopped or ("its time limit" if self.effort.left_seconds <= 0 else "")
+
     def end(self) -> None:
         """Ends the processes beside this one."""
         if self.company is not None:
@@ -276,7 +293,7 @@ class Job:
     def interrupt(self) -> None:
         """After Ctrl-C: ends them, and leaves little time for all that is still to be done."""
         self.end()
-        self.stopped = "interrupted"
+        self.stopped = INTERRUPTED
         self.effort.deadline = time.perf_counter() + GRACE_SECONDS
 
     @property

@@ -30,7 +30,7 @@ from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
 from ..requests.refusals import check_measured
 from ..requests.request import Request
-from .job import Job
+from .job import INTERRUPTED, Job
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
 from .report_plan import Candidate, make_plan
@@ -66,7 +66,7 @@ class Searched:
     def judged(self, plan: Plan) -> Plan:
         """A plan with how good it is."""
         least = self.bound_seconds
-        return replace(plan, solver=solver_info(plan.prediction.step_seconds, least, self.spent))
+        return replace(plan, solver=solver_info(plan.prediction.step_seconds, self, least))
 
     def plan(self, best: Candidate, *, with_others: bool = True) -> Plan:
         """The plan of a candidate, its ranks and kinds as they were given, not yet ``judged``.
@@ -126,7 +126,7 @@ def searched(
     def attempt(order: HostOrder, limited: Request) -> tuple[Job, list[Candidate]]:
         nonlocal stopped
         if stopped:
-            raise TimeLimitError("AP701", f"the search was {stopped}", fix="let it run on")
+            raise TimeLimitError("AP701", f"{stopped} ended the search", fix="let it run on")
         try:
             job, found = ranked(
                 graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
@@ -135,7 +135,7 @@ def searched(
         except KeyboardInterrupt:
             if not known:
                 raise
-            stopped = "interrupted"
+            stopped = INTERRUPTED
             raise TimeLimitError(
                 "AP701", "the search was interrupted", fix="let it run on"
             ) from None
@@ -150,12 +150,11 @@ def searched(
     return Searched(graph, given, cluster, request, order, job, ranking, jobs)
 
 
-def solver_info(
-    step_seconds: float, bound_seconds: float, spent: tuple[int, Mapping[str, float]]
-) -> SolverInfo:
-    """How good a step is, by a bound of all, and what it took to find."""
+def solver_info(step_seconds: float, found: Searched, bound_seconds: float) -> SolverInfo:
+    """How good a step is, by a bound of all, what it took to find, and what ended it early."""
     bound = min(bound_seconds, step_seconds)
-    return SolverInfo(max(0.0, 1 - bound / step_seconds), spent[0], dict(spent[1]), bound)
+    gap = max(0.0, 1 - bound / step_seconds)
+    return SolverInfo(gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by)
 
 
 def ranked(
