@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 from ..errors import AutoparallelError
@@ -104,9 +105,13 @@ class Beside:
 
 
 def _serve(job: Job, pipe: Connection, other: Connection) -> None:
-    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on."""
+    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on.
+
+    What a cache keeps is more than a pipe holds: an answer is sent while the next call is done.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
+    answer: Thread | None = None
     shelf = job.kept.shelf
     if shelf is not None:
         shelf.news()
@@ -114,13 +119,20 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
         while True:
             function, args = pipe.recv()
             before = _Spent.of(job)
-            try:
+            own = None
+            with suppress(AutoparallelError):
                 found = function(job, *args)
-            except AutoparallelError:
-                pipe.send(None)
-            else:
                 kept = shelf.news() if shelf is not None else {}
-                pipe.send((found, _Spent.of(job).since(before), kept))
+                own = found, _Spent.of(job).since(before), kept
+            if answer is not None:
+                answer.join()
+            answer = Thread(target=_send, args=(pipe, own), daemon=True)
+            answer.start()
+
+
+def _send(pipe: Connection, answer: object) -> None:
+    with suppress(OSError):  # the other end is closed
+        pipe.send(answer)
 
 
 @dataclass(frozen=True)
