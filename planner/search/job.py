@@ -124,8 +124,7 @@ class Job:
     def at(self, rows: int) -> Structure:
         """The graph for micro-batches of so many rows."""
         if rows not in self.graphs:
-            graph = self.structure.graph.with_batch_size(rows)
-            self.graphs[rows] = replace(self.structure, graph=graph)
+            self.graphs[rows] = self.structure.at_batch(rows)
         return self.graphs[rows]
 
     @cached_property

@@ -130,9 +130,9 @@ class Ranking:
             if self.drafts and self._is_late(0.5):
                 break
             self.observe(f"micro-batches of {each} rows", index, len(rows))
-            quests += self._uniform(each, numbers)
-            if not self.drafts:
-                self._follow(quests, until_first=True)
+            own = list(self._uniform(each, numbers))
+            self._begin(own)
+            quests += own
         self._follow(quests)
         began = self.job.effort.work
         mixed = self._looked(self._mixed(rows, numbers))
@@ -142,6 +142,14 @@ class Ranking:
         self.is_open = any(each.estimate < float("inf") for each in every) or (
             any(each.num_blocks > MOST_CUTS for each in every)  # not every cut was tried
         )
+
+    def _begin(self, quests: list[Quest]) -> None:
+        """Makes a first plan where there is none, of as few stages as fit, soon and simple: what
+        Ctrl-C then leaves."""
+        for quest in quests:
+            if self.drafts:
+                return
+            self._follow([quest], until_first=True)
 
     def _add_loops(self, quests: list[Quest]) -> None:
         """Follows pipelines of one size that may be the fastest with several stages per rank."""
