@@ -52,8 +52,8 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
         bar = float("inf")
     limit, mode = found.job.limits.memory_bytes, found.request.most_recomputed
     num_blocks, walked = len(found.blocks.blocks), 0
-    flops = block_flops(found.graph, found.blocks, found.job.rules)
     with found.job.stoppable():
+        flops = block_flops(found.graph, found.blocks, found.job.rules)
         every = fastest(
             bases(found), found.request.chunked_schedules, flops, most=MOST_PRICED, bar=bar
         )

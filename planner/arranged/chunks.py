@@ -39,7 +39,7 @@ from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from .balanced import balanced, block_flops
-from .chunk_bound import chunk_bound
+from .chunk_bound import chunk_bound, chunk_bound_of
 from .chunk_memory import fitting
 from .chunk_search import Cut, cut_again
 from .priced import Wanted, priced
@@ -145,6 +145,8 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     hosts = found.cluster.hosts
     is_uniform = all(host == hosts[0] for host in hosts)
     is_done = found.job.stopped and request.allows_one_stage
+    if is_uniform and request.chunked_schedules:
+        _begin_bounds(found)
     if is_uniform and not request.pins and not request.stage_at and not is_done:
         other, lost = _under_others(found, cut, arranging, deadline)
     if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
@@ -155,10 +157,10 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     plain = found.plan(winner)
     others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
     if other is None:
-        own = replace(plain, alternatives=tuple(others))
+        plain = replace(plain, alternatives=tuple(others))
         if is_uniform and request.chunked_schedules and max(found.job.stage_numbers) > 1:
-            return _gauged(own, found)
-        return found.judged(own)
+            return _gauged(plain, found)
+        return found.judged(plain)
     step = other.prediction.step_seconds
     if request.allows_one_stage:
         seconds, peak = winner.step_seconds, int(winner.peak_bytes)
@@ -193,6 +195,14 @@ def _under_others(
         more = own.step_seconds / best.prediction.step_seconds - 1
         slower.append(Alternative(summary, own.step_seconds, own.peak_memory_bytes, f"+{more:.1%}"))
     return best or looped, [*lost, *slower]
+
+
+def _begin_bounds(found: search.Searched) -> None:
+    """Has several stages per rank bounded beside this process, where there are others."""
+    company, numbers = found.job.company, found.job.stage_numbers
+    if company is not None and company.beside is not None:
+        for at in range(len(company.parts)):
+            company.later(at, chunk_bound_of, numbers, MOST_CHUNKS, found.request.chunked_schedules)
 
 
 def _gauged(other: Plan, found: search.Searched) -> Plan:

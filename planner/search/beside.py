@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 from ..errors import AutoparallelError
@@ -104,9 +105,13 @@ class Beside:
 
 
 def _serve(job: Job, pipe: Connection, other: Connection) -> None:
-    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on."""
+    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on.
+
+    What a cache keeps is more than a pipe holds: an answer is sent while the next call is done.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
+    answer: Thread | None = None
     shelf = job.kept.shelf
     if shelf is not None:
         shelf.news()
@@ -114,13 +119,20 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
         while True:
             function, args = pipe.recv()
             before = _Spent.of(job)
-            try:
+            own = None
+            with suppress(AutoparallelError):
                 found = function(job, *args)
-            except AutoparallelError:
-                pipe.send(None)
-            else:
                 kept = shelf.news() if shelf is not None else {}
-                pipe.send((found, _Spent.of(job).since(before), kept))
+                own = found, _Spent.of(job).since(before), kept
+            if answer is not None:
+                answer.join()
+            answer = Thread(target=_send, args=(pipe, own), daemon=True)
+            answer.start()
+
+
+def _send(pipe: Connection, answer: object) -> None:
+    with suppress(OSError):  # the other end is closed
+        pipe.send(answer)
 
 
 @dataclass(frozen=True)
@@ -157,45 +169,42 @@ class _Spent:
 class Later(Generic[Found]):
     """What ``here()`` returns: from a process that was asked for it, if there is one.
 
-    ``is_fork``: the process is for nothing else.
+    The process answers in order: first ``before``.
     """
 
     job: Job
+    key: object
     here: Callable[[], Found]
     beside: Beside | None = None
-    is_fork: bool = False
+    before: Later[Any] | None = None
     _found: list[Found] = field(default_factory=list)
 
     def __call__(self) -> Found:
         """Waits for the process; where that is lost or was ended it is done here."""
+        if self.before is not None:
+            self.before()
         if not self._found:
             try:
                 own = self.here() if self.beside is None else self.beside.answer(self.job)
             except LostError:
-                self._end()
+                self.beside = None
                 own = self.here()
             self._found.append(own)
-            if self.is_fork:
-                self._end()
         return self._found[0]
-
-    def _end(self) -> None:
-        if self.beside is not None:
-            self.beside.end()
-            self.beside = None
 
 
 @dataclass
 class Company:
     """The parts of the micro-batch sizes, and the process that has the last of them, if any.
 
-    ``begun`` is what was asked for to have it later.
+    ``begun`` is what was asked for to have it later, ``forks`` have the other parts for that.
     """
 
     job: Job
     parts: tuple[Rows, ...]
     beside: Beside | None = None
     begun: list[Later[Any]] = field(default_factory=list)
+    forks: dict[int, Beside | None] = field(default_factory=dict)
 
     @staticmethod
     def of(job: Job, rows: Rows, *, is_large: bool) -> Company:
@@ -211,9 +220,18 @@ class Company:
         *args: object,
         first: Callable[[Rows], Found] | None = None,
     ) -> list[Found]:
-        """``function(job, rows, *args)`` of each part; of the first ``first(rows)``."""
+        """``function(job, rows, *args)`` of each part; of the first ``first(rows)``.
+
+        What was begun is not done again.
+        """
         *own, last = self.parts
-        self._settle()
+        known = {each.key: each for each in self.begun}
+        keys = [(at, function, args) for at in range(len(self.parts))]
+        if all(key in known for key in keys):
+            return [known[key]() for key in keys]
+        for each in self.begun:
+            if self.beside is not None and each.beside is self.beside:
+                each()
         try:
             if self.beside is not None:
                 self.beside.ask(function, last, *args)
@@ -234,31 +252,27 @@ class Company:
     def later(self, at: int, function: Callable[..., Found], *args: object) -> Later[Found]:
         """``function(job, rows, *args)`` of the part ``at``, begun where there are processes."""
         rows, process = self.parts[at], self.beside
-        found = Later(self.job, partial(function, self.job, rows, *args))
-        self.begun.append(found)
-        found.is_fork = process is not None and at < len(self.parts) - 1
-        if found.is_fork:
-            process = Beside.start(self.job)
-        elif process is not None:
-            self._settle()
+        here = partial(function, self.job, rows, *args)
+        found: Later[Found] = Later(self.job, (at, function, args), here)
+        if process is not None and at < len(self.parts) - 1:
+            if at not in self.forks:
+                self.forks[at] = Beside.start(self.job)
+            process = self.forks[at]
         if process is not None:
             with suppress(LostError):
                 process.ask(function, rows, *args)
                 found.beside = process
+                asked = [each for each in self.begun if each.beside is process]
+                found.before = asked[-1] if asked else None
+        self.begun.append(found)
         return found
-
-    def _settle(self) -> None:
-        """Waits for what was asked of the process that has the last part."""
-        for each in self.begun:
-            if self.beside is not None and each.beside is self.beside:
-                each()
 
     def end(self) -> None:
         """Ends all processes; what they have not answered is done here when it is asked for."""
-        every = {id(each.beside): each.beside for each in self.begun}
-        for process in {**every, id(self.beside): self.beside}.values():
+        for process in (*self.forks.values(), self.beside):
             if process is not None:
                 process.end()
         for each in self.begun:
             each.beside = None
+        self.forks.clear()
         self.beside = None

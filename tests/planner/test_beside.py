@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,26 @@ def test_what_is_wanted_later_comes_from_a_fork_or_from_the_other_process() -> N
     assert own() == own()
     company.end()
     assert not multiprocessing.active_children()
+
+
+def _large(job: Job, rows: tuple[int, ...], path: str) -> bytes:
+    Path(path).touch()
+    return bytes(2**22)
+
+
+def test_a_process_goes_on_while_its_answer_is_not_taken(tmp_path: Path) -> None:
+    """Answers may be larger than what a pipe holds."""
+    job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32, processes=2), rules=rules, basis=DEFAULT)
+    company = Company.of(job, (1, 2), is_large=True)
+    names = [str(tmp_path / name) for name in ("first", "second")]
+    asked = [company.later(1, _large, name) for name in names]
+    for _ in range(200):
+        if all(Path(name).exists() for name in names):
+            break
+        time.sleep(0.05)
+    assert all(Path(name).exists() for name in names)
+    assert [len(each()) for each in asked] == [2**22] * 2
+    company.end()
 
 
 def test_what_was_not_answered_before_the_end_is_done_here() -> None:
