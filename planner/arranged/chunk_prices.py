@@ -147,14 +147,16 @@ class Ranks:
         least = alone[:, :, 0].min(axis=0)[self.at]
         return self.count * float(least.sum()) / self.number
 
-    def step_seconds(self, schedule: str, chunks: int) -> float:
-        """The bound under one schedule; infinite where it cannot have so many."""
+    def step_seconds(self, schedule: str, chunks: int, enough: float = float("inf")) -> float:
+        """The bound under one schedule, or one that is ``enough``; infinite where it cannot have
+        so many stages."""
         held = rank_held(schedule, self.number, chunks, self.count)
         if held is None:
             return float("inf")
         waited = self.computed[0 if splits(schedule) else 1]
         parts = parts_of_ranks(schedule, self.number, chunks)
-        return max(self._mean(held, waited), self._busiest(held, parts, waited))
+        busiest = self._busiest(held, parts, waited)
+        return busiest if busiest >= enough else max(busiest, self._mean(held, waited))
 
     def _mean(self, held: Sequence[int], waited: Floats) -> float:
         """The first bound, under both forms of waiting of ``chunk_bound``."""
@@ -212,16 +214,17 @@ class Ranks:
     def _loads(
         self, held: Sequence[int], parts: Sequence[Sequence[int]], main: str, other: str | None
     ) -> Floats:
-        """``[rank, n]`` what a rank takes for n blocks of a kind, and one of another."""
+        """``[rank, n]`` what a rank takes for n blocks of a kind, and one of another: all on the
+        stage that holds the fewest micro-batches."""
         order = list(self.counts)
         numbers = np.arange(self.counts[main] + 1)[:, None]
         free = np.array([mesh.free_bytes for mesh in self.distinct])[:, None, None] * self.grid
-        known: dict[tuple[int, ...], Floats] = {}
+        known: dict[int, Floats] = {}
         rows = []
         for stages in parts:
-            key = tuple(sorted({held[stage] for stage in stages}))
+            key = min(held[stage] for stage in stages)
             if key not in known:
-                alone = np.minimum.reduce([self.least(own)[1] for own in key])
+                _, alone = self.least(key)
                 total = numbers * alone[:, None, order.index(main)] - free
                 if other is not None:
                     total = total + alone[:, None, order.index(other)]

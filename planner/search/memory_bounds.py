@@ -94,12 +94,21 @@ class MemoryBounds:
 
     def _least(self, held: Floats) -> Floats:
         """``[h, class]``."""
-        found = np.zeros((len(held), len(self.mesh.runs.classes.firsts)))
+        found = np.tile(self._unpriced, (len(held), 1))
         fits = self.mesh.excess_bytes <= 0
         found[:, ~fits] = np.inf
-        if fits.any():
-            which = np.flatnonzero(fits)
-            found[:, which] = np.maximum(self._of(which, held), 0.0)
+        is_fast = self._unpriced * self.mesh.runs.count <= self.most_seconds
+        which = np.flatnonzero(fits & is_fast)
+        if len(which):
+            found[:, which] = np.maximum(self._of(which, held), found[:, which])
+        return found
+
+    @cached_property
+    def _unpriced(self) -> Floats:
+        """By class without memory."""
+        found = np.zeros(len(self.mesh.runs.classes.firsts))
+        for kind, counts in self.blocks.counts.items():
+            found += counts * min(float(least[0]) for least in self.prices.alone[kind].values())
         return found
 
     def _of(self, which: Ints, held: Floats) -> Floats:
@@ -136,9 +145,7 @@ class MemoryBounds:
         rest = rest - first * (after - alone).max(axis=0)[:, None]
         found = np.empty(rest.shape[:2])
         again = states * prices.kept_bytes[main]
-        most = self.most_seconds / self.mesh.runs.count
-        is_slow = counts * float(after[:, 0, 0].min()) > most
-        few = (counts <= FEW_BLOCKS) & ~is_slow & (len(modes) > 1)
+        few = (counts <= FEW_BLOCKS) & (len(modes) > 1)
         whole = rest[:, ~few] + counts[~few][:, None] * after.min(axis=0)[:, None]
         found[:, ~few] = whole.max(axis=2)
         for count in np.unique(counts[few]).tolist():
