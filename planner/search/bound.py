@@ -4,17 +4,20 @@ In: a job whose search is done, the best step, the gap asked for. Out: a lower b
 step over all micro-batch sizes, cuts, tilings, meshes, layouts, ZeRO stages, rungs and
 schedules of the request.
 
-A stage of forward and backward c, messages r and end of step e takes, whatever its layouts,
-at least Q <= c + r, W <= c + r + e/N and, the first one, E <= c + e: all three are bounds that
-the stage solver proves (for N, infinitely many and 1 micro-batches). With R the most that its
-messages can take, a pipeline takes at least (``pipeline_bound``)
+A stage of forward and backward c, messages r and end of step e takes, whatever its layouts, at
+least Q <= c + r and, the first one, E <= c + e: the stage solver proves them (for infinitely many
+micro-batches and for 1). And it computes and communicates at least C <= c + e/N, and C' <= c, of
+what fits in memory with as many micro-batches in flight as its place in the pipeline has at
+least: bounds of its blocks, one by one (``memory_bounds``). A pipeline takes at least
+(``pipeline_bound``)
 
-    max_i  Σ_{0<j<=i} Q_j + (N - 1)·(Q_i - R_i) + E     and     max_i  N·(W_i - R_i),
+    max_i  Σ_{0<j<=i} Q_j + (N - 1)·C'_i + E     and     max_i  N·C_i,
 
-each the least over all pipelines by one sweep of ``inter_op_sweep``. Where memory binds the
-stages of the pipeline that has the least are bounded again with it (Lagrangian, see
-``intra_op``), and the sweep is repeated, until the least is near enough to the best step or
-its stages have no better bound. The best-first order makes that the bound of the whole space.
+each the least over all pipelines by one sweep of ``inter_op_sweep``. Where the tables of blocks
+would be too wide, C is what the integer programs prove, W <= c + r + e/N, without the most R that
+messages can take, and memory is left out. The part of the space that has the least bound is
+given its next form, until the least is near enough to the best step or has no form left: the
+best-first order makes that the bound of the whole space.
 
 Where blocks that follow each other do not need each other, stages may be a graph and not a
 chain: then only the second form holds.
@@ -25,7 +28,7 @@ Q but the first stage's count without the most that these can take. Then there i
 of a stage that does all of its work after the first micro-batch has come: with F the least that
 a forward takes
 
-    max_i  Σ_{j<i} F_j + N·(W_i - R_i).
+    max_i  Σ_{j<i} F_j + N·C_i.
 
 Before any of this each part of the space has the bound of ``work_bound``, which takes no time.
 """

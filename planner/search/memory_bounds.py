@@ -31,6 +31,9 @@ from .runs import Floats, Ints
 FEW_BLOCKS = 12
 """Of longer runs, mixes of the ways to recompute are not tried one by one."""
 
+MOST_CELLS = 1_000_000
+"""Of an array of rungs that are tried at once."""
+
 UNLIMITED = 1e18
 """Bytes that are as good as no limit."""
 
@@ -158,9 +161,9 @@ class MemoryBounds:
 
 def _least_rung(own: Floats, rest: Floats) -> Floats:
     """``min over rungs of max over prices``: ``own[rung, h, price]``, ``rest[h, class, price]``."""
-    found = np.full(rest.shape[:2], np.inf)
-    for rung in own:
-        np.minimum(found, (rest + rung[:, None]).max(axis=2), out=found)
+    at_once = max(1, MOST_CELLS // rest.size)
+    parts = (own[first : first + at_once, :, None] for first in range(0, len(own), at_once))
+    found: Floats = np.minimum.reduce([(part + rest).max(axis=3).min(axis=0) for part in parts])
     return found
 
 
