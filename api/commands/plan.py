@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoparallel.collection import rare_collections
 from autoparallel.commands.options import (
     ClusterOption,
     JsonOption,
@@ -31,6 +32,7 @@ NoCacheOption = Annotated[
 
 
 @planning()
+@rare_collections()
 def plan(
     target: TargetArgument,
     *,

@@ -76,7 +76,8 @@ def arranged(
         for guess in sorted(guesses(found, bar), key=lambda each: each.seconds)[:MOST_PRICED]:
             if guess.seconds >= bar or time.perf_counter() > deadline:
                 break
-            plan = replace(found.plan(guess.base), schedule=guess.schedule, slices=guess.slices)
+            base = found.plan(guess.base, with_others=False)
+            plan = replace(base, schedule=guess.schedule, slices=guess.slices)
             plan = how.priced(plan)
             if plan.slices and plan.prediction.step_seconds < NEAR * bar:
                 plan = how.priced(replace(plan, slices=how.lengths(plan)))

@@ -13,7 +13,6 @@ The time limit, or Ctrl-C, ends the search early with the best plan so far.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -36,15 +35,13 @@ from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
 from .report_plan import Candidate, make_plan
 
-GRACE_SECONDS = 2.0
-"""After Ctrl-C: to find out how good the best so far is."""
-
 
 @dataclass(frozen=True)
 class Searched:
     """What a search found: the candidates, the winner first, on the hosts in an order.
 
-    ``blocks`` are those that pins tell apart; no plan of ``request`` takes less than the bound.
+    ``blocks`` are those that pins tell apart; ``job`` is the best order's, ``jobs`` are all of
+    which that can be bounded.
     """
 
     graph: Graph
@@ -54,16 +51,32 @@ class Searched:
     order: HostOrder
     job: Job
     ranking: list[Candidate]
-    bound_seconds: float
-    spent: tuple[int, Mapping[str, float]]
+    jobs: tuple[Job, ...]
 
-    def plan(self, best: Candidate) -> Plan:
-        """The plan of a candidate, its ranks and kinds as they were given."""
-        others = [each for each in self.ranking if each is not best]
+    @property
+    def bound_seconds(self) -> float:
+        """No plan of ``request`` takes less; 0 where that is not known. Waits for it."""
+        return min((each.bounded() for each in self.jobs), default=0.0)
+
+    @property
+    def spent(self) -> tuple[int, Mapping[str, float]]:
+        """How many problems were solved so far, and seconds by phase."""
+        return self.job.spent()
+
+    def judged(self, plan: Plan) -> Plan:
+        """A plan with how good it is."""
+        least = self.bound_seconds
+        return replace(plan, solver=solver_info(plan.prediction.step_seconds, self, least))
+
+    def plan(self, best: Candidate, *, with_others: bool = True) -> Plan:
+        """The plan of a candidate, its ranks and kinds as they were given, not yet ``judged``.
+
+        ``with_others``: it says why each of them lost.
+        """
+        others = [each for each in self.ranking if each is not best] if with_others else []
         order, request = self.order, self.request
         found = make_plan(self.job.structure, order.cluster, request, best, others, self.spent)
-        solver = solver_info(best.step_seconds, self, self.bound_seconds)
-        found = in_given_ranks(replace(found, solver=solver), order, self.cluster)
+        found = in_given_ranks(found, order, self.cluster)
         blocks = pinned_blocks(self.graph, self.blocks, request.pins)
         found = check_kept(found, self.graph, blocks, request.pins)
         return in_given_kinds(found, blocks, self.blocks)
@@ -86,8 +99,8 @@ def plan(
     (AP701) if nothing was found in time.
     """
     found = searched(graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis)
+    best = found.judged(found.plan(found.ranking[0]))
     found.job.end()
-    best = found.plan(found.ranking[0])
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
 
@@ -133,9 +146,8 @@ def searched(
     order, job, ranking = over_orders(cluster, request, attempt)
     if basis.mode == "measured":
         check_measured(basis, request)
-    bound = min(each.bound_seconds for each in known) if not stopped or len(known) == 1 else 0.0
-    spent = known[0].spent()
-    return Searched(graph, given, cluster, request, order, job, ranking, bound, spent)
+    jobs = tuple(known) if not stopped or len(known) == 1 else ()
+    return Searched(graph, given, cluster, request, order, job, ranking, jobs)
 
 
 def solver_info(step_seconds: float, found: Searched, bound_seconds: float) -> SolverInfo:
@@ -173,13 +185,11 @@ def ranked(
     except KeyboardInterrupt:
         if not ranking.best:
             raise
-        job.end()
-        job.stopped = INTERRUPTED
-        job.effort.deadline = time.perf_counter() + GRACE_SECONDS
+        job.interrupt()
         ranking.observe = ignore
         ranking.bound_rest()
     if not ranking.best:
         job.end()
         raise job.failure(is_proven=not ranking.is_open)
-    job.bound_seconds = ranking.bound
+    job.bounded = ranking.bounded
     return job, ranking.found()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -23,6 +24,7 @@ from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.cached_search import CachedIntraOp, cache_for
+from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.search import plan
 
 
@@ -96,13 +98,41 @@ def big() -> Case:
     return Case(0, graph, blocks, on, Request(32, time_limit_seconds=600.0), None)
 
 
-def test_the_same_again_solves_nothing() -> None:
+def solved_again(case: Case) -> Counter[str]:
+    """What a second search of the same does not find on the shelf that the first one filled."""
     shelf = Memory()
     first, second = Cache(shelf, "here"), Cache(shelf, "here")
-    assert planned(big(), first) == planned(big(), second)
+    assert planned(case, first) == planned(case, second)
     assert sum(first.made.values()) > 0
-    assert not +second.made
-    assert set(second.reused) == set(first.made)
+    for what in ("solutions", "programs"):
+        assert second.reused[what] == first.made[what] + first.reused[what]
+    return +second.made
+
+
+@pytest.mark.parametrize("seed", [None, *range(401, 406)])
+def test_the_same_again_solves_nothing(seed: int | None) -> None:
+    case = big() if seed is None else random_case(seed)
+    assert not solved_again(asked(case, time_limit_seconds=600.0))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_the_same_again_solves_nothing_where_memory_binds(share: float) -> None:
+    """Programs and prices of bytes are then sought too."""
+    case = asked(random_case(402), time_limit_seconds=600.0)
+    found = plan(case.graph, case.blocks, case.cluster, case.request)
+    assert not solved_again(case.limited(int(share * found.prediction.peak_memory_bytes)))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_same_again_solves_nothing_in_any_process(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a space that is searched as large ones are: what another process solved is kept too."""
+    monkeypatch.setattr(Job, "is_small", False)
+    graph, blocks = mlp(5, rows=8, width=512, inner=2048)
+    on = cluster(6, num_hosts=2)
+    request = Request(16, processes=processes, time_limit_seconds=600.0)
+    assert not solved_again(Case(0, graph, blocks, on, request, None))
 
 
 def test_what_a_flag_does_not_change_is_reused() -> None:
