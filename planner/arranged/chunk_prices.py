@@ -78,6 +78,7 @@ class Ranks:
     meshes: Sequence[MeshCosts]
     neighbours: Neighbours
     _least: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+    _loaded: dict[tuple[int, str | None], Floats] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -216,21 +217,21 @@ class Ranks:
     ) -> Floats:
         """``[rank, n]`` what a rank takes for n blocks of a kind, and one of another: all on the
         stage that holds the fewest micro-batches."""
+        fewest = [min(held[stage] for stage in stages) for stages in parts]
+        for own in {*fewest} - {held for held, kind in self._loaded if kind == other}:
+            self._loaded[own, other] = self._load(own, main, other)
+        return np.array([self._loaded[own, other] for own in fewest])
+
+    def _load(self, held: int, main: str, other: str | None) -> Floats:
         order = list(self.counts)
         numbers = np.arange(self.counts[main] + 1)[:, None]
         free = np.array([mesh.free_bytes for mesh in self.distinct])[:, None, None] * self.grid
-        known: dict[int, Floats] = {}
-        rows = []
-        for stages in parts:
-            key = min(held[stage] for stage in stages)
-            if key not in known:
-                _, alone = self.least(key)
-                total = numbers * alone[:, None, order.index(main)] - free
-                if other is not None:
-                    total = total + alone[:, None, order.index(other)]
-                known[key] = self.count * total.max(axis=2).min(axis=0)
-            rows.append(known[key])
-        return np.array(rows)
+        _, alone = self.least(held)
+        total = numbers * alone[:, None, order.index(main)] - free
+        if other is not None:
+            total = total + alone[:, None, order.index(other)]
+        found: Floats = self.count * total.max(axis=2).min(axis=0)
+        return found
 
 
 def _next(before: Floats | None, first: Floats, later: Floats) -> Floats:

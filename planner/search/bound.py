@@ -30,7 +30,9 @@ a forward takes
 
     max_i  Σ_{j<i} F_j + N·C_i.
 
-Before any of this each part of the space has the bound of ``work_bound``, which takes no time.
+Before any of this each part of the space has the bound of ``work_bound``, which takes no time,
+and then that of the mean device: of D devices, D times the step is at least N times the sum over
+blocks of the least devices·seconds that one takes on any mesh.
 """
 
 from __future__ import annotations
@@ -134,8 +136,7 @@ class Space:
         """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
         effort = self.costs.effort
         effort.num_steps += 1 + 3 * (self.costs.runs.classes.num_blocks // MANY_BLOCKS) ** 2
-        if effort.work > self.until or (self.until < float("inf") and effort.left_seconds <= 0):
-            raise _LateError
+        self._check_time()
         own = self.stage(left, place, first)
         if own is None:
             nothing = np.full(len(self.costs.runs.classes.firsts), np.inf)
@@ -158,6 +159,24 @@ class Space:
             self._sweeps[number, form] = Sweep.of(self.tiling, bands, combine, most=number)
         return self._sweeps[number, form]
 
+    @cached_property
+    def mean_seconds(self) -> float:
+        """What a device works at least, the mean of all. Raises ``_LateError``."""
+        self._check_time()
+        places = dict.fromkeys(move.place for move in self.tiling.moves)
+        meshes = [mesh for place in places for mesh in self.costs.places[place].meshes]
+        ranks = {
+            rank
+            for move in self.tiling.moves
+            for rank in range(move.first_device, move.first_device + move.num_devices)
+        }
+        return self.costs.runs.count * self.priced.device_seconds(meshes) / len(ranks)
+
+    def _check_time(self) -> None:
+        effort = self.costs.effort
+        if effort.work > self.until or (self.until < float("inf") and effort.left_seconds <= 0):
+            raise _LateError
+
     def forms(self, number: int) -> tuple[Form, ...]:
         """The forms that hold of so many stages."""
         if number == 1 or not self.is_chain:
@@ -169,7 +188,7 @@ class Space:
 class _Part:
     """The pipelines of one number of stages, and what none of them is faster than.
 
-    ``tried`` are the forms that it has the bound of.
+    ``has_mean``: it has the bound of the mean device's work; ``tried`` are the forms that it has.
     """
 
     least: float
@@ -177,9 +196,14 @@ class _Part:
     space: Space = field(compare=False)
     number: int = field(compare=False)
     tried: list[Form] = field(default_factory=list, compare=False)
+    has_mean: bool = field(default=False, compare=False)
 
     def narrow(self) -> bool:
         """Finds a better bound; whether there was one to look for."""
+        if not self.has_mean:
+            self.has_mean = True
+            self.least = max(self.least, self.space.mean_seconds)
+            return True
         untried = [each for each in self.space.forms(self.number) if each not in self.tried]
         if untried:
             self.tried.append(untried[0])

@@ -111,7 +111,7 @@ class MemoryBounds:
         """By class without memory."""
         found = np.zeros(len(self.mesh.runs.classes.firsts))
         for kind, counts in self.blocks.counts.items():
-            found += counts * min(float(least[0]) for least in self.prices.alone[kind].values())
+            found += counts * self.prices.least_seconds(kind)
         return found
 
     def _of(self, which: Ints, held: Floats) -> Floats:
@@ -203,11 +203,29 @@ class Priced:
 
         ``others`` are numbers in flight that will be asked for too.
         """
+        found = self.of_mesh(mesh, count)
+        return None if found is None else found.least(rounded(held), others)
+
+    def device_seconds(self, meshes: Sequence[MeshCosts]) -> float:
+        """What all blocks take per micro-batch, each on the mesh on which it takes the least of
+        its devices' time; the sum over devices, without memory. 0 where that is not known."""
+        every = [self.of_mesh(mesh, self.runs.count) for mesh in meshes]
+        total = 0.0
+        for kind, counts in self._blocks.counts.items():
+            of_meshes = [
+                own.prices.least_seconds(kind) * own.mesh.solver.model.prices.mesh.size
+                for own in every
+                if own is not None
+            ]
+            total += int(counts.max()) * min(of_meshes, default=0.0)
+        return 0.0 if None in every else total
+
+    def of_mesh(self, mesh: MeshCosts, count: int) -> MemoryBounds | None:
+        """The bounds of a mesh, made once; None where tables would be too wide."""
         key = id(mesh), count
         if key not in self._found:
             self._found[key] = self._of(mesh, count)
-        found = self._found[key]
-        return None if found is None else found.least(rounded(held), others)
+        return self._found[key]
 
     def _of(self, mesh: MeshCosts, count: int) -> MemoryBounds | None:
         solver, neighbours = mesh.solver, self._blocks.neighbours
