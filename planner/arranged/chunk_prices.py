@@ -42,6 +42,9 @@ from ..search.stage_bounds import BACKWARD_COMPUTE, FORWARD_COMPUTE, least_compu
 NUM_PRICES = 24
 """λ that are tried."""
 
+MANY_TIMES = 4
+"""More blocks than so many times the mean are not tried on one rank."""
+
 HALVINGS = 40
 """Of the seconds between which the busiest rank's are sought."""
 
@@ -207,9 +210,11 @@ class Ranks:
         """Whether the ranks can do so many blocks, one of them with another one besides."""
         most = (plain <= seconds).sum(axis=1)
         besides = [most - (own <= seconds).sum(axis=1) for own in more]
-        if any((own > seconds)[:, 0].all() for own in more):
+        if any((own[:, 0] > seconds).all() for own in more):
             return False
         lost = max((int(own.min()) for own in besides), default=0)
+        if (most == plain.shape[1]).any():  # that rank may do more blocks than were tried
+            return True
         return int((most - 1).sum()) - lost >= blocks
 
     def _loads(
@@ -224,7 +229,9 @@ class Ranks:
 
     def _load(self, held: int, main: str, other: str | None) -> Floats:
         order = list(self.counts)
-        numbers = np.arange(self.counts[main] + 1)[:, None]
+        blocks = self.counts[main]
+        most = min(blocks, MANY_TIMES * -(-blocks // self.number))
+        numbers = np.arange(most + 1)[:, None]
         free = np.array([mesh.free_bytes for mesh in self.distinct])[:, None, None] * self.grid
         _, alone = self.least(held)
         total = numbers * alone[:, None, order.index(main)] - free
