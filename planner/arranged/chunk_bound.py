@@ -65,7 +65,7 @@ def chunk_bound_of(
     first; the least are bounded until the least of all is so.
     """
     work = {each: work_bound(job, (each,)) for each in rows}
-    parts = [(work[each], each, own) for each in rows for own in numbers if own > 1]
+    parts = [(work[each], each, number) for each in rows for number in numbers if number > 1]
     heapq.heapify(parts)
     least = float("inf")
     ranks: dict[tuple[int, int], Ranks] = {}
@@ -73,15 +73,17 @@ def chunk_bound_of(
         seconds, each, number = parts[0]
         if (each, number) in ranks:
             heapq.heappop(parts)
-            least = min(least, _of_ranks(ranks[each, number], most_chunks, schedules, seconds))
+            own = ranks[each, number]
+            for chunks in range(2, min(most_chunks, len(own.kinds) // number) + 1):
+                least = min(least, max(seconds, _of_chunks(own, chunks, schedules, least)))
             continue
-        own = _ranks(job, each, number)
-        if own is None:
+        some = _ranks(job, each, number)
+        if some is None:
             heapq.heappop(parts)
             continue
-        ranks[each, number] = own
+        ranks[each, number] = some
         try:
-            seconds = max(seconds, own.work_seconds())
+            seconds = max(seconds, some.work_seconds())
         except TooWideError:
             return 0.0
         heapq.heapreplace(parts, (seconds, each, number))
@@ -99,16 +101,9 @@ def _ranks(job: Job, rows: int, number: int) -> Ranks | None:
     return Ranks(number, meshes, Neighbours.of(costs.runs.structure)) if meshes else None
 
 
-def _of_chunks(ranks: Ranks, chunks: int, schedules: Sequence[str]) -> float:
-    """Of so many stages per rank, under any of the schedules."""
-    every = [ranks.step_seconds(name, chunks) for name in schedules]
-    return min(every, default=float("inf"))
-
-
-def _of_ranks(
-    ranks: Ranks, most_chunks: int, schedules: Sequence[str], work_seconds: float
+def _of_chunks(
+    ranks: Ranks, chunks: int, schedules: Sequence[str], enough: float = float("inf")
 ) -> float:
-    """Of any number of stages per rank."""
-    most = min(most_chunks, len(ranks.kinds) // ranks.number)
-    every = [_of_chunks(ranks, chunks, schedules) for chunks in range(2, most + 1)]
-    return max(min(every, default=float("inf")), work_seconds)
+    """Of so many stages per rank, under any of the schedules; what is ``enough`` is not raised."""
+    every = [ranks.step_seconds(name, chunks, enough) for name in schedules]
+    return min(every, default=float("inf"))

@@ -42,6 +42,9 @@ from ..search.stage_bounds import BACKWARD_COMPUTE, FORWARD_COMPUTE, least_compu
 NUM_PRICES = 24
 """λ that are tried."""
 
+MANY_TIMES = 4
+"""More blocks than so many times the mean are not tried on one rank."""
+
 HALVINGS = 40
 """Of the seconds between which the busiest rank's are sought."""
 
@@ -78,6 +81,7 @@ class Ranks:
     meshes: Sequence[MeshCosts]
     neighbours: Neighbours
     _least: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+    _loaded: dict[tuple[int, str | None], Floats] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -147,14 +151,16 @@ class Ranks:
         least = alone[:, :, 0].min(axis=0)[self.at]
         return self.count * float(least.sum()) / self.number
 
-    def step_seconds(self, schedule: str, chunks: int) -> float:
-        """The bound under one schedule; infinite where it cannot have so many."""
+    def step_seconds(self, schedule: str, chunks: int, enough: float = float("inf")) -> float:
+        """The bound under one schedule, or one that is ``enough``; infinite where it cannot have
+        so many stages."""
         held = rank_held(schedule, self.number, chunks, self.count)
         if held is None:
             return float("inf")
         waited = self.computed[0 if splits(schedule) else 1]
         parts = parts_of_ranks(schedule, self.number, chunks)
-        return max(self._mean(held, waited), self._busiest(held, parts, waited))
+        busiest = self._busiest(held, parts, waited)
+        return busiest if busiest >= enough else max(busiest, self._mean(held, waited))
 
     def _mean(self, held: Sequence[int], waited: Floats) -> float:
         """The first bound, under both forms of waiting of ``chunk_bound``."""
@@ -204,30 +210,35 @@ class Ranks:
         """Whether the ranks can do so many blocks, one of them with another one besides."""
         most = (plain <= seconds).sum(axis=1)
         besides = [most - (own <= seconds).sum(axis=1) for own in more]
-        if any((own > seconds)[:, 0].all() for own in more):
+        if any((own[:, 0] > seconds).all() for own in more):
             return False
         lost = max((int(own.min()) for own in besides), default=0)
+        if (most == plain.shape[1]).any():  # that rank may do more blocks than were tried
+            return True
         return int((most - 1).sum()) - lost >= blocks
 
     def _loads(
         self, held: Sequence[int], parts: Sequence[Sequence[int]], main: str, other: str | None
     ) -> Floats:
-        """``[rank, n]`` what a rank takes for n blocks of a kind, and one of another."""
+        """``[rank, n]`` what a rank takes for n blocks of a kind, and one of another: all on the
+        stage that holds the fewest micro-batches."""
+        fewest = [min(held[stage] for stage in stages) for stages in parts]
+        for own in {*fewest} - {held for held, kind in self._loaded if kind == other}:
+            self._loaded[own, other] = self._load(own, main, other)
+        return np.array([self._loaded[own, other] for own in fewest])
+
+    def _load(self, held: int, main: str, other: str | None) -> Floats:
         order = list(self.counts)
-        numbers = np.arange(self.counts[main] + 1)[:, None]
+        blocks = self.counts[main]
+        most = min(blocks, MANY_TIMES * -(-blocks // self.number))
+        numbers = np.arange(most + 1)[:, None]
         free = np.array([mesh.free_bytes for mesh in self.distinct])[:, None, None] * self.grid
-        known: dict[tuple[int, ...], Floats] = {}
-        rows = []
-        for stages in parts:
-            key = tuple(sorted({held[stage] for stage in stages}))
-            if key not in known:
-                alone = np.minimum.reduce([self.least(own)[1] for own in key])
-                total = numbers * alone[:, None, order.index(main)] - free
-                if other is not None:
-                    total = total + alone[:, None, order.index(other)]
-                known[key] = self.count * total.max(axis=2).min(axis=0)
-            rows.append(known[key])
-        return np.array(rows)
+        _, alone = self.least(held)
+        total = numbers * alone[:, None, order.index(main)] - free
+        if other is not None:
+            total = total + alone[:, None, order.index(other)]
+        found: Floats = self.count * total.max(axis=2).min(axis=0)
+        return found
 
 
 def _next(before: Floats | None, first: Floats, later: Floats) -> Floats:

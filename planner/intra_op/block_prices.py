@@ -90,6 +90,10 @@ class BlockPrices:
     kept_bytes: Mapping[str, float]
     working_bytes: Mapping[str, float]
 
+    def least_seconds(self, kind: str) -> float:
+        """Of a block, where bytes have no price."""
+        return min(float(least[0]) for least in self.alone[kind].values())
+
     def states(self, held: Floats) -> Floats:
         """``[h, price]``: λ where so many micro-batches are in flight: no more than μ / h, as
         fewer in flight hold less."""

@@ -4,17 +4,20 @@ In: a job whose search is done, the best step, the gap asked for. Out: a lower b
 step over all micro-batch sizes, cuts, tilings, meshes, layouts, ZeRO stages, rungs and
 schedules of the request.
 
-A stage of forward and backward c, messages r and end of step e takes, whatever its layouts,
-at least Q <= c + r, W <= c + r + e/N and, the first one, E <= c + e: all three are bounds that
-the stage solver proves (for N, infinitely many and 1 micro-batches). With R the most that its
-messages can take, a pipeline takes at least (``pipeline_bound``)
+A stage of forward and backward c, messages r and end of step e takes, whatever its layouts, at
+least Q <= c + r and, the first one, E <= c + e: the stage solver proves them (for infinitely many
+micro-batches and for 1). And it computes and communicates at least C <= c + e/N, and C' <= c, of
+what fits in memory with as many micro-batches in flight as its place in the pipeline has at
+least: bounds of its blocks, one by one (``memory_bounds``). A pipeline takes at least
+(``pipeline_bound``)
 
-    max_i  Σ_{0<j<=i} Q_j + (N - 1)·(Q_i - R_i) + E     and     max_i  N·(W_i - R_i),
+    max_i  Σ_{0<j<=i} Q_j + (N - 1)·C'_i + E     and     max_i  N·C_i,
 
-each the least over all pipelines by one sweep of ``inter_op_sweep``. Where memory binds the
-stages of the pipeline that has the least are bounded again with it (Lagrangian, see
-``intra_op``), and the sweep is repeated, until the least is near enough to the best step or
-its stages have no better bound. The best-first order makes that the bound of the whole space.
+each the least over all pipelines by one sweep of ``inter_op_sweep``. Where the tables of blocks
+would be too wide, C is what the integer programs prove, W <= c + r + e/N, without the most R that
+messages can take, and memory is left out. The part of the space that has the least bound is
+given its next form, until the least is near enough to the best step or has no form left: the
+best-first order makes that the bound of the whole space.
 
 Where blocks that follow each other do not need each other, stages may be a graph and not a
 chain: then only the second form holds.
@@ -25,9 +28,11 @@ Q but the first stage's count without the most that these can take. Then there i
 of a stage that does all of its work after the first micro-batch has come: with F the least that
 a forward takes
 
-    max_i  Σ_{j<i} F_j + N·(W_i - R_i).
+    max_i  Σ_{j<i} F_j + N·C_i.
 
-Before any of this each part of the space has the bound of ``work_bound``, which takes no time.
+Before any of this each part of the space has the bound of ``work_bound``, which takes no time,
+and then that of the mean device: of D devices, D times the step is at least N times the sum over
+blocks of the least devices·seconds that one takes on any mesh.
 """
 
 from __future__ import annotations
@@ -131,8 +136,7 @@ class Space:
         """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
         effort = self.costs.effort
         effort.num_steps += 1 + 3 * (self.costs.runs.classes.num_blocks // MANY_BLOCKS) ** 2
-        if effort.work > self.until or (self.until < float("inf") and effort.left_seconds <= 0):
-            raise _LateError
+        self._check_time()
         own = self.stage(left, place, first)
         if own is None:
             nothing = np.full(len(self.costs.runs.classes.firsts), np.inf)
@@ -155,6 +159,24 @@ class Space:
             self._sweeps[number, form] = Sweep.of(self.tiling, bands, combine, most=number)
         return self._sweeps[number, form]
 
+    @cached_property
+    def mean_seconds(self) -> float:
+        """What a device works at least, the mean of all. Raises ``_LateError``."""
+        self._check_time()
+        places = dict.fromkeys(move.place for move in self.tiling.moves)
+        meshes = [mesh for place in places for mesh in self.costs.places[place].meshes]
+        ranks = {
+            rank
+            for move in self.tiling.moves
+            for rank in range(move.first_device, move.first_device + move.num_devices)
+        }
+        return self.costs.runs.count * self.priced.device_seconds(meshes) / len(ranks)
+
+    def _check_time(self) -> None:
+        effort = self.costs.effort
+        if effort.work > self.until or (self.until < float("inf") and effort.left_seconds <= 0):
+            raise _LateError
+
     def forms(self, number: int) -> tuple[Form, ...]:
         """The forms that hold of so many stages."""
         if number == 1 or not self.is_chain:
@@ -166,7 +188,7 @@ class Space:
 class _Part:
     """The pipelines of one number of stages, and what none of them is faster than.
 
-    ``tried`` are the forms that it has the bound of.
+    ``has_mean``: it has the bound of the mean device's work; ``tried`` are the forms that it has.
     """
 
     least: float
@@ -174,9 +196,14 @@ class _Part:
     space: Space = field(compare=False)
     number: int = field(compare=False)
     tried: list[Form] = field(default_factory=list, compare=False)
+    has_mean: bool = field(default=False, compare=False)
 
     def narrow(self) -> bool:
         """Finds a better bound; whether there was one to look for."""
+        if not self.has_mean:
+            self.has_mean = True
+            self.least = max(self.least, self.space.mean_seconds)
+            return True
         untried = [each for each in self.space.forms(self.number) if each not in self.tried]
         if untried:
             self.tried.append(untried[0])

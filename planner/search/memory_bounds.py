@@ -31,6 +31,9 @@ from .runs import Floats, Ints
 FEW_BLOCKS = 12
 """Of longer runs, mixes of the ways to recompute are not tried one by one."""
 
+MOST_CELLS = 1_000_000
+"""Of an array of rungs that are tried at once."""
+
 UNLIMITED = 1e18
 """Bytes that are as good as no limit."""
 
@@ -94,12 +97,21 @@ class MemoryBounds:
 
     def _least(self, held: Floats) -> Floats:
         """``[h, class]``."""
-        found = np.zeros((len(held), len(self.mesh.runs.classes.firsts)))
+        found = np.tile(self._unpriced, (len(held), 1))
         fits = self.mesh.excess_bytes <= 0
         found[:, ~fits] = np.inf
-        if fits.any():
-            which = np.flatnonzero(fits)
-            found[:, which] = np.maximum(self._of(which, held), 0.0)
+        is_fast = self._unpriced * self.mesh.runs.count <= self.most_seconds
+        which = np.flatnonzero(fits & is_fast)
+        if len(which):
+            found[:, which] = np.maximum(self._of(which, held), found[:, which])
+        return found
+
+    @cached_property
+    def _unpriced(self) -> Floats:
+        """By class without memory."""
+        found = np.zeros(len(self.mesh.runs.classes.firsts))
+        for kind, counts in self.blocks.counts.items():
+            found += counts * self.prices.least_seconds(kind)
         return found
 
     def _of(self, which: Ints, held: Floats) -> Floats:
@@ -136,9 +148,7 @@ class MemoryBounds:
         rest = rest - first * (after - alone).max(axis=0)[:, None]
         found = np.empty(rest.shape[:2])
         again = states * prices.kept_bytes[main]
-        most = self.most_seconds / self.mesh.runs.count
-        is_slow = counts * float(after[:, 0, 0].min()) > most
-        few = (counts <= FEW_BLOCKS) & ~is_slow & (len(modes) > 1)
+        few = (counts <= FEW_BLOCKS) & (len(modes) > 1)
         whole = rest[:, ~few] + counts[~few][:, None] * after.min(axis=0)[:, None]
         found[:, ~few] = whole.max(axis=2)
         for count in np.unique(counts[few]).tolist():
@@ -151,9 +161,9 @@ class MemoryBounds:
 
 def _least_rung(own: Floats, rest: Floats) -> Floats:
     """``min over rungs of max over prices``: ``own[rung, h, price]``, ``rest[h, class, price]``."""
-    found = np.full(rest.shape[:2], np.inf)
-    for rung in own:
-        np.minimum(found, (rest + rung[:, None]).max(axis=2), out=found)
+    at_once = max(1, MOST_CELLS // rest.size)
+    parts = (own[first : first + at_once, :, None] for first in range(0, len(own), at_once))
+    found: Floats = np.minimum.reduce([(part + rest).max(axis=3).min(axis=0) for part in parts])
     return found
 
 
@@ -193,11 +203,29 @@ class Priced:
 
         ``others`` are numbers in flight that will be asked for too.
         """
+        found = self.of_mesh(mesh, count)
+        return None if found is None else found.least(rounded(held), others)
+
+    def device_seconds(self, meshes: Sequence[MeshCosts]) -> float:
+        """What all blocks take per micro-batch, each on the mesh on which it takes the least of
+        its devices' time; the sum over devices, without memory. 0 where that is not known."""
+        every = [self.of_mesh(mesh, self.runs.count) for mesh in meshes]
+        total = 0.0
+        for kind, counts in self._blocks.counts.items():
+            of_meshes = [
+                own.prices.least_seconds(kind) * own.mesh.solver.model.prices.mesh.size
+                for own in every
+                if own is not None
+            ]
+            total += int(counts.max()) * min(of_meshes, default=0.0)
+        return 0.0 if None in every else total
+
+    def of_mesh(self, mesh: MeshCosts, count: int) -> MemoryBounds | None:
+        """The bounds of a mesh, made once; None where tables would be too wide."""
         key = id(mesh), count
         if key not in self._found:
             self._found[key] = self._of(mesh, count)
-        found = self._found[key]
-        return None if found is None else found.least(rounded(held), others)
+        return self._found[key]
 
     def _of(self, mesh: MeshCosts, count: int) -> MemoryBounds | None:
         solver, neighbours = mesh.solver, self._blocks.neighbours

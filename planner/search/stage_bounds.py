@@ -1,7 +1,7 @@
 """What the stages of a large space take at least: by class of runs, place and role.
 
 In: the meshes of a place, the series of runs, micro-batches per step and in flight. Out: for each
-class of runs the figures Q, W, E, R and F of ``search_bound``, and of each form of a pipeline's
+class of runs the figures Q, W, E, R, F and C of ``bound``, and of each form of a pipeline's
 bound what a stage adds to it, the least over the place's meshes.
 """
 
