@@ -23,6 +23,7 @@ The result goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from typing import Annotated
@@ -75,7 +76,9 @@ def _common(
 
 def main() -> None:
     """Runs the command line of this process and exits with its code."""
-    sys.exit(run_command(sys.argv[1:]))
+    code = run_command(sys.argv[1:])
+    gc.freeze()  # or the collector takes apart at the exit what a search has made
+    sys.exit(code)
 
 
 def run_command(arguments: list[str]) -> int:
@@ -90,6 +93,7 @@ def run_command(arguments: list[str]) -> int:
         _explain(str(error), show_traceback)
         return error.exit_code
     except KeyboardInterrupt:
+        print("autoparallel: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the edge of the program
         name = type(error).__name__

@@ -1,4 +1,4 @@
-"""Fewer garbage collections while a plan is made.
+"""Fewer garbage collections while a target is loaded and a plan is made.
 
 A search makes millions of small objects that stay (tables, layouts, figures) and hardly any
 cycles. The collector looks at all of them again whenever some more were made: a third of the time
@@ -11,8 +11,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (100_000, 20, 100)
-"""New objects between collections of the youngest; of these between the older ones'."""
+THRESHOLDS = (5_000_000, 20, 100)
+"""New objects between collections of the youngest; of these between the older ones'.
+
+So many take some hundreds of megabytes. Of GPT-39B on 64 GPUs all collections together took 1.3 s
+of 29 s with a fiftieth of it, and the search holds 2 % more without any.
+"""
 
 
 @contextmanager

@@ -87,6 +87,7 @@ class PlanOptions:
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
 
 
+@rare_collections()
 def make_plan(
     target: Target,
     cluster_text: str,

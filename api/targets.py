@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.collection import rare_collections
 from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import AutoparallelError, UsageError
 
@@ -56,6 +57,7 @@ class Target:
     takes_seq: bool = True
 
 
+@rare_collections()
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
     """The target that ``text`` names, its contract checked but its model not yet built.
 

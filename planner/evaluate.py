@@ -20,7 +20,7 @@ from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
 from .pricing.basis import DEFAULT, Basis
 from .pricing.prices import Prices, Rules
-from .pricing.slice_costs import slice_shares
+from .pricing.slice_costs import SliceShares, slice_shares
 from .pricing.stage_cost import StageCost
 from .pricing.step import Pipeline, latency_seconds, send_seconds, simulate_stages
 from .replicas import with_replica_sums
@@ -69,6 +69,58 @@ def at_microbatch(graph: Graph, plan: Plan) -> Graph:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """A plan with what its stages cost."""
+
+    plan: Plan
+    costs: Sequence[StageCost]
+    edges: WeightedEdges | None
+    slices: SliceShares | None
+
+    @property
+    def least_seconds(self) -> float:
+        """What the step is not below: the busiest rank does all of its own stages.
+
+        Not of schedules with replicas of stages.
+        """
+        totals: dict[frozenset[int], float] = {}
+        for stage, cost in zip(self.plan.stages, self.costs, strict=True):
+            work = self.plan.num_microbatches * (cost.forward_seconds + cost.backward_seconds)
+            rank = frozenset(stage.devices)
+            totals[rank] = totals.get(rank, 0.0) + work + cost.step_seconds
+        return max(totals.values())
+
+    def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
+        """The most that a device holds; ``activation_bytes`` of ranks with replicas of stages."""
+        return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
+
+    def evaluation(self) -> Evaluation:
+        """All figures, the step simulated."""
+        plan = self.plan
+        timeline = simulate_stages(
+            Pipeline(
+                plan.schedule, plan.num_microbatches,
+                num_chunks=plan.num_chunks, edges=self.edges, slices=self.slices,
+            ),
+            self.costs,
+            latency_seconds=latency_seconds(plan.cluster),
+        )  # fmt: skip
+        peak = self.peak_bytes(timeline.peak_activation_bytes)
+        return self.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
+
+    def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
+        """All figures, with a step and a peak of memory."""
+        sends = send_seconds(self.costs, self.edges)
+        return Evaluation(
+            step_seconds,
+            bubble_fraction,
+            peak_bytes,
+            tuple(prediction_of(cost, send) for cost, send in zip(self.costs, sends, strict=True)),
+            tuple(cost.objective(self.plan.num_microbatches) for cost in self.costs),
+        )
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Prices plans of one graph, which may be at any batch size.
 
@@ -83,6 +135,10 @@ class Evaluator:
 
     def evaluation(self, plan: Plan, cluster: Cluster) -> Evaluation:
         """The figures of a plan on a cluster."""
+        return self.staged(plan, cluster).evaluation()
+
+    def staged(self, plan: Plan, cluster: Cluster) -> Staged:
+        """A plan on a cluster with its stages' figures, its step yet to be simulated."""
         plan, walked = replace(plan, cluster=cluster), self._at(plan)
         edges = _edges(walked, plan)
         costs = _stages(walked, plan, edges, rules=self.rules, basis=self.basis)
@@ -93,22 +149,7 @@ class Evaluator:
             ),
         )  # fmt: skip
         costs = list(with_replica_sums(costs, plan.schedule, cluster, len(plan.stages)))
-        timeline = simulate_stages(
-            Pipeline(
-                plan.schedule, plan.num_microbatches,
-                num_chunks=plan.num_chunks, edges=edges, slices=slices,
-            ),
-            costs,
-            latency_seconds=latency_seconds(cluster),
-        )  # fmt: skip
-        sends = send_seconds(costs, edges)
-        return Evaluation(
-            timeline.step_seconds,
-            timeline.bubble_fraction,
-            round(max(_rank_bytes(plan, costs, timeline.peak_activation_bytes))),
-            tuple(prediction_of(cost, send) for cost, send in zip(costs, sends, strict=True)),
-            tuple(cost.objective(plan.num_microbatches) for cost in costs),
-        )
+        return Staged(plan, costs, edges, slices)
 
     def _at(self, plan: Plan) -> Walked:
         """What is known at the plan's precision and micro-batch."""

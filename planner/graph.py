@@ -252,6 +252,7 @@ class Graph:
             raise ValueError("this graph's batch dimension is not known: it cannot be rescaled")
         if batch_size not in self._at_batch:
             made = replace(self, nodes=self._scaled(batch_size), batch_size=batch_size)
+            object.__setattr__(made, "users", self.users)
             self._at_batch.setdefault(self.batch_size, self)
             self._at_batch[batch_size] = made
             object.__setattr__(made, "_at_batch", self._at_batch)

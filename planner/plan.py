@@ -133,13 +133,14 @@ class SolverInfo:
 
     No plan of the space that was searched takes less than ``bound_seconds`` (0 where none is
     known), so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. ``seconds``
-    splits planning time by phase.
+    splits planning time by phase. ``stopped`` says what ended the search early, if anything did.
     """
 
     gap: float
     num_problems: int
     seconds: Mapping[str, float]
     bound_seconds: float = 0.0
+    stopped: str = ""
 
 
 @dataclass(frozen=True, slots=True)

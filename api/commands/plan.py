@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoparallel.collection import rare_collections
 from autoparallel.commands.options import (
     ClusterOption,
     JsonOption,
@@ -31,6 +32,7 @@ NoCacheOption = Annotated[
 
 
 @planning()
+@rare_collections()
 def plan(
     target: TargetArgument,
     *,
@@ -56,8 +58,12 @@ def plan(
     from autoparallel.progress import progress
 
     with plan_cache(not no_cache) as cache:
-        with progress() as observe:
-            found = make_plan(loaded, cluster, options, observe, cache.values)
+        try:
+            with progress() as observe:
+                found = make_plan(loaded, cluster, options, observe, cache.values)
+        except KeyboardInterrupt:
+            typer.echo("autoparallel: no plan had been found yet", err=True)
+            raise
         if said := cache.report():
             typer.echo(f"autoparallel: cache: {said}", err=True)
     show(found, output=output, json=json)

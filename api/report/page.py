@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.report.certainty import certainty, gap_text, source_lines
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
     MEMORY_ORDER,
@@ -24,9 +25,7 @@ from autoparallel.report.facts import (
     busiest_rank,
     folded_names,
     fullest_rank,
-    memory_source,
     merged_splits,
-    planning_seconds,
     rank_seconds,
     uniform,
     usable_bytes,
@@ -40,13 +39,14 @@ from autoparallel.report.words import (
     percent_text,
     ranks_text,
     seconds_text,
-    shares_text,
 )
 
 WIDTH = 80
 BAR_WIDTH = 28
 INDENT = 2
 DRAWING_MARGIN = 12
+MOST_STAGES = 16
+"""That the short report shows one by one."""
 
 
 def describe(plan: Plan, *, short: bool = False) -> str:
@@ -59,11 +59,12 @@ def describe(plan: Plan, *, short: bool = False) -> str:
 
 
 def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
-    """Prints the report; ``short`` leaves out the splits of each parameter and the sources."""
+    """Prints the report; ``short`` leaves out the splits of each parameter, the sources, and
+    most of very many stages."""
     parts: list[RenderableType] = [header(plan), headline(plan)]
     if plan.goal is not None:
         parts.append(section(goal_title(plan.goal), goal_lines(plan)))
-    parts.append(section("Stages", stages(plan)))
+    parts.append(section("Stages", stages(plan, limit=MOST_STAGES if short else len(plan.stages))))
     if not short:
         parts.append(section("What is split, and how", splits(plan)))
     parts.append(section(*memory(plan)))
@@ -72,7 +73,8 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
     if drawn is not None:
         parts.append(section("The step, F forward and B backward", Text(drawn)))
     if short:
-        parts.append(Padding(Group(*source_lines(plan)[:1]), (0, 0, 0, INDENT)))
+        sure = [*source_lines(plan)[:1], Text(f"plan: {gap_text(plan)}")]
+        parts.append(Padding(Group(*sure), (1, 0, 0, INDENT)))
     if plan.alternatives:
         parts.append(section("Considered, and lost", alternatives(plan, limit=3 if short else 10)))
     if not short:
@@ -175,13 +177,18 @@ def plain_table(*columns: tuple[str, str]) -> Table:
     return table
 
 
-def stages(plan: Plan) -> RenderableType:
-    """One row per stage: its blocks, where they run, and how long a micro-batch takes."""
+def stages(plan: Plan, *, limit: int) -> RenderableType:
+    """One row per stage: its blocks, where they run, and how long a micro-batch takes.
+
+    Of more than ``limit`` the first ones, the slowest, the fullest and the last.
+    """
     table = plain_table(
         ("", "left"), ("blocks", "left"), ("ranks", "left"), ("mesh", "left"), ("ZeRO", "right"),
         ("forward", "right"), ("backward", "right"), ("memory", "right"),
     )  # fmt: skip
-    for index, stage in enumerate(plan.stages):
+    shown = shown_stages(plan, limit)
+    for index in shown:
+        stage = plan.stages[index]
         seconds = stage.prediction.seconds
         table.add_row(
             str(index),
@@ -193,7 +200,22 @@ def stages(plan: Plan) -> RenderableType:
             seconds_text(seconds.get("backward", 0.0)),
             bytes_text(sum(stage.prediction.memory_bytes.values())),
         )
-    return table
+    left = len(plan.stages) - len(shown)
+    if not left:
+        return table
+    return Group(table, Text(f"and {left} stages between them (inspect shows all)", style="dim"))
+
+
+def shown_stages(plan: Plan, limit: int) -> list[int]:
+    """The numbers of the stages to show."""
+    every = range(len(plan.stages))
+    if len(every) <= limit:
+        return list(every)
+    parts = [stage.prediction for stage in plan.stages]
+    passes = [own.seconds.get("forward", 0.0) + own.seconds.get("backward", 0.0) for own in parts]
+    held = [sum(own.memory_bytes.values()) for own in parts]
+    slowest, fullest = passes.index(max(passes)), held.index(max(held))
+    return sorted({*every[: limit - 3], slowest, fullest, every[-1]})
 
 
 def splits(plan: Plan) -> RenderableType:
@@ -343,66 +365,3 @@ def alternatives(plan: Plan, *, limit: int) -> RenderableType:
     if left > 0 and limit > 3:
         table.add_row(Text(f"and {left} more (--json has all)", style="dim"), "", "", "", "")
     return table
-
-
-def source_lines(plan: Plan) -> list[Text]:
-    """What part of the predicted time is measured; how that splits; what was measured on."""
-    prediction, profile = plan.prediction, plan.prediction.profile
-    if not prediction.sources:
-        return []
-    error = profile.interpolation_error if profile is not None else 0.0
-    lines = [Text(f"times: {shares_text(prediction.sources, error)}")]
-    lines += [
-        Text(f"  {part}: {shares_text(shares)}", style="dim")
-        for part, shares in prediction.sources_of.items()
-        if shares and len(prediction.sources) > 1
-    ]
-    if profile is not None:
-        where = f"driver {profile.driver}" if profile.driver else f"{profile.threads} thread(s)"
-        lines.append(Text(f"measured on {profile.device}, {where}, torch {profile.torch}"))
-        if profile.mismatch:
-            lines.append(Text(profile.mismatch, style="yellow"))
-    return lines
-
-
-def gap_text(plan: Plan) -> str:
-    """How far from the best the plan can be, by the bound that was found."""
-    solver = plan.solver
-    if "learning" in solver.seconds:
-        return "the best that placers that learn found (--search rl)"
-    if solver.bound_seconds <= 0:
-        return "the best of those tried; how far from the best there is, is not known"
-    if solver.gap <= 1e-9:
-        return "the best of the space searched, under this cost model"
-    return (
-        f"within {percent_text(solver.gap)} of the best possible in the space searched, "
-        "under this cost model"
-    )
-
-
-def certainty(plan: Plan) -> RenderableType:
-    """Where the figures come from, the solver's gap, and where planning time went."""
-    lines: list[Text] = []
-    lines += source_lines(plan)
-    lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
-    solver = plan.solver
-    lines.append(Text(f"memory: {memory_source(plan)}"))
-    lines.append(Text(f"plan: {gap_text(plan)} ({solver.num_problems} problems solved)"))
-    if plan.replicated_ops:
-        costs = [
-            f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"
-            for op in plan.replicated_ops
-        ]
-        lines.append(
-            Text(
-                f"ops without a rule, whole on every rank, per step: {', '.join(costs)}",
-                style="yellow",
-            )
-        )
-    lines += [Text(line, style="yellow") for line in plan.undivided]
-    total, phases = planning_seconds(plan)
-    spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())
-    lines.append(
-        Text(f"planned in {seconds_text(total)}" + (f": {spent}" if spent else ""), style="dim")
-    )
-    return Group(*lines)

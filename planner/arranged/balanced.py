@@ -1,8 +1,8 @@
 """Where to cut blocks into runs, so that the heaviest is as light as can be.
 
-In: the weights of blocks in order, a number of runs. Out: where the runs begin. By dynamic
-programming over ends and runs; runs that are heavier than those of some cut are left out, which
-leaves few to look at.
+In: the weights of blocks in order, as their FLOPs; a number of runs. Out: where the runs begin.
+By dynamic programming over ends and runs; runs that are heavier than those of some cut are left
+out, which leaves few to look at.
 """
 
 from __future__ import annotations
@@ -13,11 +13,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..graph import Blocks, Graph
+from ..pricing.choices import input_specs
+from ..pricing.prices import Rules
+
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[Any]
 
 NUM_HALVINGS = 40
 """Of the range that the heaviest run's weight is looked for in."""
+
+
+def block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
+    """Forward and backward FLOPs of each block: of a kind's first one."""
+    flops: dict[str, float] = {}
+    for kind, block in blocks.kinds.items():
+        flops[kind] = 0.0
+        for name in block.nodes:
+            node = graph[name]
+            work = rules.work(node, input_specs(node, graph), node.outputs)
+            flops[kind] += work.flops_forward + work.flops_backward
+    return [flops[block.kind] for block in blocks.blocks]
 
 
 def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """About what pipelines would take if their ranks had several stages (chunks) each.
 
-In: pipelines of one stage per rank, the schedules that are allowed. Out: the ways to cut them
-that take least. A rank's seconds are shared out over its chunks and the schedule is simulated.
-What cannot be among the fastest is not simulated: a way takes no less than its busiest rank,
+In: pipelines of one stage per rank, the blocks' FLOPs, the schedules that are allowed. Out: the
+ways to cut them that take least. A stage's seconds are shared out over its blocks by their FLOPs,
+a chunk takes what its blocks do, and the schedule is simulated. What cannot be among the fastest
+is not simulated: a way takes no less than its busiest rank,
 
     T >= F before it + N (F + B) of its chunks + B behind it + the end of the step,
 
@@ -19,7 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from operator import itemgetter
+from operator import add, itemgetter
+
+import numpy as np
 
 from ...cost_model.simulator import step_seconds
 from ...cost_model.stage_costs import StageCosts
@@ -30,6 +33,7 @@ from ..schedules.orders import round_size
 from ..schedules.schedules import find_schedule, parts_of_ranks
 from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import Candidate
+from .balanced import Floats, balanced
 
 MOST_ACTIONS = 16_384
 """Stages times micro-batches that are simulated here."""
@@ -40,62 +44,60 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Seconds of a rank, or of one of its chunks; ``late`` of its backward are gradients of
-    weights."""
+    """Seconds of a chunk; ``late`` of its backward are gradients of weights."""
 
     forward: float
     backward: float
     late: float
     step: float
 
-    def of(self, count: int) -> Share:
-        """One of ``count`` equal parts."""
-        late, step = self.late / count, self.step / count
-        return Share(self.forward / count, self.backward / count, late, step)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Base:
-    """A candidate to cut, what its ranks take, and its slowest message, forward and backward."""
+    """A candidate to cut, what the blocks up to each take of the figures of ``Share``, and its
+    slowest message, forward and backward."""
 
     candidate: Candidate
-    ranks: tuple[Share, ...]
+    sums: Floats
     sent: tuple[float, float]
 
     @staticmethod
-    def of(candidate: Candidate) -> Base:
+    def of(candidate: Candidate, flops: Floats) -> Base:
+        """By stage a block takes as much as its share of the stage's FLOPs."""
         costs = [(answer.cost, answer) for _, answer in candidate.answers]
-        ranks = tuple(
-            Share(
-                cost.forward_seconds, cost.backward_seconds,
-                answer.figures.late(answer.run)[0], cost.step_seconds,
-            )
-            for cost, answer in costs
-        )  # fmt: skip
+        own = [np.zeros((1, 4))]
+        for (cost, answer), stage in zip(costs, candidate.stages, strict=True):
+            weights = flops[stage.start : stage.stop]
+            weights = weights if weights.any() else np.ones_like(weights)
+            late = answer.figures.late(answer.run)[0]
+            figures = (cost.forward_seconds, cost.backward_seconds, late, cost.step_seconds)
+            own.append(np.outer(weights / weights.sum(), figures))
         sent = [cost.receive_seconds for cost, _ in costs]
-        return Base(candidate, ranks, (max(there for there, _ in sent), max(b for _, b in sent)))
+        slowest = max(there for there, _ in sent), max(back for _, back in sent)
+        return Base(candidate, np.concatenate(own).cumsum(axis=0), slowest)
+
+    def shares(self, starts: Sequence[int]) -> tuple[Share, ...]:
+        """What the chunks that begin at these blocks take."""
+        ends = self.sums[[*starts, len(self.sums) - 1]]
+        return tuple(Share(*own) for own in np.diff(ends, axis=0).tolist())
 
 
 @dataclass(frozen=True)
 class Way:
-    """A candidate cut into so many stages per rank, under a schedule."""
+    """A candidate cut into so many stages per rank, under a schedule, and what these take."""
 
     base: Base
     schedule: str
     chunks: int
+    costs: tuple[Share, ...]
 
     @property
     def num_ranks(self) -> int:
-        return len(self.base.ranks)
+        return len(self.base.candidate.stages)
 
     @property
     def num_microbatches(self) -> int:
         return self.base.candidate.num_microbatches
-
-    @property
-    def costs(self) -> list[Share]:
-        """What one chunk of each rank takes."""
-        return [rank.of(self.chunks) for rank in self.base.ranks]
 
     @property
     def summary(self) -> str:
@@ -113,13 +115,17 @@ class Guess:
 
 
 def fastest(
-    bases: Iterable[Candidate], schedules: Sequence[str], num_blocks: int, *, most: int, bar: float
-) -> list[Guess]:
-    """The ``most`` guesses that take least, all less than ``bar`` seconds, the best first."""
+    bases: Iterable[Candidate], schedules: Sequence[str], flops: Sequence[float], *,
+    most: int, bar: float,
+) -> list[Guess]:  # fmt: skip
+    """The ``most`` guesses that take least, all less than ``bar`` seconds, the best first.
+
+    ``flops`` are those of the blocks.
+    """
     found: list[Guess] = []
     every = [
         (least_seconds(way), number, way)
-        for number, way in enumerate(ways(bases, schedules, num_blocks))
+        for number, way in enumerate(ways(bases, schedules, flops))
     ]
     for least, number, way in sorted(every, key=itemgetter(0)):
         limit = found[most - 1].seconds if len(found) >= most else bar
@@ -134,21 +140,29 @@ def fastest(
     return found[:most]
 
 
-def ways(bases: Iterable[Candidate], schedules: Sequence[str], num_blocks: int) -> Iterator[Way]:
+def ways(
+    bases: Iterable[Candidate], schedules: Sequence[str], flops: Sequence[float]
+) -> Iterator[Way]:
     """Every way to cut the candidates that is not too large."""
-    for base in map(Base.of, bases):
+    weights = np.array(flops)
+    starts: dict[int, tuple[int, ...]] = {}
+    for base in (Base.of(each, weights) for each in bases):
+        ranks, count = len(base.candidate.stages), base.candidate.num_microbatches
         for name in schedules:
             low, high = find_schedule(name).chunks
             for chunks in range(max(low, 2), min(high, MOST_CHUNKS) + 1):
-                number, count = len(base.ranks) * chunks, base.candidate.num_microbatches
-                if number <= num_blocks and number * count <= MOST_ACTIONS:
-                    yield Way(base, name, chunks)
+                number = ranks * chunks
+                if number <= len(flops) and number * count <= MOST_ACTIONS:
+                    if number not in starts:
+                        starts[number] = balanced(flops, number)
+                    yield Way(base, name, chunks, base.shares(starts[number]))
 
 
 def about(way: Way) -> float:
     """What the step takes, about. Raises UsageError where the schedule cannot be."""
-    step = partial(_simulated, way, way.costs)
-    return extrapolated(step, way.num_ranks, way.chunks, way.num_microbatches)
+    step = partial(_simulated, way)
+    seconds = extrapolated(step, way.num_ranks, way.chunks, way.num_microbatches)
+    return max(seconds, least_seconds(way))
 
 
 def extrapolated(
@@ -171,19 +185,18 @@ def _simulated_numbers(num_ranks: int, chunks: int, num_microbatches: int) -> tu
     return 2 * size, 3 * size
 
 
-def _simulated(way: Way, costs: Sequence[Share], num_microbatches: int) -> float:
-    """The step where each chunk takes its share of its rank's seconds. Raises UsageError."""
-    number = way.num_ranks * way.chunks
-    schedule = known_schedule(way.schedule, number, num_microbatches, way.chunks)
-    own = [costs[rank] for rank in schedule.stage_rank]
+def _simulated(way: Way, num_microbatches: int) -> float:
+    """The step of so many micro-batches. Raises UsageError."""
+    own = way.costs
+    schedule = known_schedule(way.schedule, len(own), num_microbatches, way.chunks)
     return float(
         step_seconds(
             schedule,
             StageCosts(
                 [each.forward for each in own],
                 [each.backward for each in own],
-                send_seconds=[way.base.sent[0]] * (number - 1),
-                send_backward_seconds=[way.base.sent[1]] * (number - 1),
+                send_seconds=[way.base.sent[0]] * (len(own) - 1),
+                send_backward_seconds=[way.base.sent[1]] * (len(own) - 1),
                 step_seconds=[each.step for each in own],
                 weight_backward_seconds=[each.late for each in own],
             ),
@@ -192,30 +205,28 @@ def _simulated(way: Way, costs: Sequence[Share], num_microbatches: int) -> float
 
 
 def least_seconds(way: Way) -> float:
-    """What ``about`` cannot be below; 0 where that is extrapolated."""
-    count, chunks = way.num_microbatches, way.chunks
-    if count > sum(_simulated_numbers(way.num_ranks, chunks, count)):
-        return 0.0
-    costs, sent = way.costs, way.base.sent
-    parts = parts_of_ranks(way.schedule, way.num_ranks, chunks)
+    """What ``about`` is not below."""
+    count, costs, sent = way.num_microbatches, way.costs, way.base.sent
+    parts = parts_of_ranks(way.schedule, way.num_ranks, way.chunks)
     rank_of = {stage: rank for rank, stages in enumerate(parts) for stage in stages}
     order = [rank_of[stage] for stage in range(len(rank_of))]
     is_split = splits(way.schedule)
     back = [each.backward - each.late if is_split else each.backward for each in costs]
     before = _waits(order, [each.forward for each in costs], sent[0])
     behind = _waits(order, back, sent[1])
-    last = costs[order[0]]
+    steps = [sum(costs[stage].step for stage in stages) for stages in parts]
     ends = []
-    for own, stages in zip(costs, parts, strict=True):
-        first, work = min(stages), count * chunks * (own.forward + own.backward)
-        ends.append(before[first] + work + chunks * own.step)
+    for step, stages in zip(steps, parts, strict=True):
+        own, first = [costs[stage] for stage in stages], min(stages)
+        work = count * sum(each.forward + each.backward for each in own)
+        ends.append(before[first] + work + step)
         if is_split:
-            work -= count * chunks * own.late
-        ends.append(before[first] + work + behind[first] + chunks * last.step)
+            work -= count * sum(each.late for each in own)
+        ends.append(before[first] + work + behind[first] + steps[order[0]])
     return max(ends) * (1 - ROUNDING)
 
 
 def _waits(order: Sequence[int], seconds: Sequence[float], sent: float) -> list[float]:
     """For each stage what the stages before it take, one after the other, and their messages."""
-    steps = [seconds[rank] + (sent if rank != other else 0.0) for rank, other in pairwise(order)]
-    return list(accumulate(steps, initial=0.0))
+    moves = [sent if rank != other else 0.0 for rank, other in pairwise(order)]
+    return list(accumulate(map(add, seconds, moves), initial=0.0))

@@ -51,6 +51,8 @@ def _between(
         room, takes = limit_bytes - few[rank], many[rank] - few[rank]
         share = min(1.0, room / takes) if takes > 0 else 1.0
         high_names |= {name for at, name in enumerate(names) if _is_chosen(at, share)}
+    if not high_names:
+        return low
     changed = high_names if mode == "none" else _names(base) - high_names
     some = cut(recomputed(base, changed, mode))
     return min((plan for plan in (some, low) if _peak(plan) <= limit_bytes), key=_step)

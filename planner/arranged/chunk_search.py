@@ -1,11 +1,12 @@
 """Pipelines cut again into several stages per rank, where that makes them faster.
 
 In: what ``search`` found. Out: plans under schedules of several stages (chunks) per rank
-(interleaved, breadth-first, ZB-V, DualPipeV), as ``evaluate`` prices them, and what was tried.
+(interleaved, breadth-first, ZB-V, DualPipeV), as ``evaluate`` prices them, and what was tried:
+of what does not fit, or cannot be fast enough, with about what it takes.
 
 The candidates whose ranks are alike in mesh and devices are considered, the first ``MOST_BASES``
 by what their ranks' work takes at least. For each, every schedule that is allowed and number of
-chunks is simulated with a rank's figures shared out over its chunks (``chunk_guesses``); those
+chunks is simulated with a stage's figures shared out over its blocks (``chunk_guesses``); those
 that come out faster than the best are cut for real (``chunks.chunked``) and priced, the most
 promising first, with more blocks recomputed where they would not fit (``chunk_memory``). So
 this is a search near good pipelines, not over all of several chunks.
@@ -21,8 +22,10 @@ from ..plan import Alternative, Plan
 from ..search.candidates import edges
 from ..search.report_plan import Candidate
 from ..search.search import Searched
+from .balanced import block_flops
 from .chunk_guesses import Way, fastest
 from .chunk_memory import fitting
+from .priced import Wanted
 
 MOST_BASES = 4
 """Pipelines that are cut again."""
@@ -35,9 +38,9 @@ MOST_WALKED = 3_072
 
 
 class Cut(Protocol):
-    """A plan of one stage per rank → the plan cut and priced."""
+    """A plan of one stage per rank → the plan cut, and priced if it is wanted."""
 
-    def __call__(self, base: Plan, schedule: str, count: int) -> Plan: ...
+    def __call__(self, base: Plan, schedule: str, count: int, wanted: Wanted | None) -> Plan: ...
 
 
 def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, list[Alternative]]:
@@ -49,30 +52,35 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
         bar = float("inf")
     limit, mode = found.job.limits.memory_bytes, found.request.most_recomputed
     num_blocks, walked = len(found.blocks.blocks), 0
-    every = fastest(
-        bases(found), found.request.chunked_schedules, num_blocks, most=MOST_PRICED, bar=bar
-    )
-    for guess in every:
-        way = guess.way
-        if guess.seconds >= bar or walked >= MOST_WALKED or time.perf_counter() > deadline:
-            break
+    flops = block_flops(found.graph, found.blocks, found.job.rules)
+    with found.job.stoppable():
+        every = fastest(
+            bases(found), found.request.chunked_schedules, flops, most=MOST_PRICED, bar=bar
+        )
+        for guess in every:
+            way = guess.way
+            if guess.seconds >= bar or walked >= MOST_WALKED or time.perf_counter() > deadline:
+                break
 
-        def own(base: Plan, way: Way = way) -> Plan:
-            nonlocal walked
-            walked += len(base.stages) * way.chunks + num_blocks
-            return cut(base, way.schedule, way.chunks)
+            wanted = Wanted(limit, bar)
 
-        try:
-            plan = fitting(own, found.plan(way.base.candidate), limit, mode, bar=bar)
-        except UsageError:
-            continue
-        step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
-        if peak <= limit and step < bar:
-            best, bar = plan, step
-        else:
-            reason = "more messages, uneven chunks, or more recomputed"
-            reason = "does not fit" if peak > limit else reason
-            lost.append(Alternative(way.summary, step, peak, reason))
+            def own(base: Plan, way: Way = way, wanted: Wanted = wanted) -> Plan:
+                nonlocal walked
+                walked += len(base.stages) * way.chunks + num_blocks
+                return cut(base, way.schedule, way.chunks, wanted)
+
+            try:
+                base = found.plan(way.base.candidate, with_others=False)
+                plan = fitting(own, base, limit, mode, bar=bar)
+            except UsageError:
+                continue
+            step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
+            if peak <= limit and step < bar:
+                best, bar = plan, step
+            else:
+                reason = "more messages, uneven chunks, or more recomputed"
+                reason = "does not fit" if peak > limit else reason
+                lost.append(Alternative(way.summary, max(step, guess.seconds), peak, reason))
     return best, lost
 
 

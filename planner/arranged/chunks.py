@@ -25,7 +25,6 @@ from ..graph import Blocks, Graph
 from ..layout import Layout
 from ..plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
 from ..pricing.basis import DEFAULT, Basis
-from ..pricing.choices import input_specs
 from ..pricing.prices import Rules, boundary_layout
 from ..pricing.slice_costs import best_lengths
 from ..pricing.sources import with_sources
@@ -39,10 +38,11 @@ from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
-from .balanced import balanced
+from .balanced import balanced, block_flops
 from .chunk_bound import chunk_bound
 from .chunk_memory import fitting
 from .chunk_search import Cut, cut_again
+from .priced import Wanted, priced
 from .search import Arranging, arranged
 
 OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
@@ -98,12 +98,13 @@ def _plan(
 
     def found(asked: Request) -> Plan:
         own = searched(asked)
-        return own.plan(own.ranking[0])
+        return own.judged(own.plan(own.ranking[0]))
 
     evaluator = Evaluator(graph, blocks, rules, basis)
 
-    def cut(base: Plan, schedule: str, count: int) -> Plan:
-        return priced(chunked(base, graph, blocks, schedule, count, rules=rules), evaluator)
+    def cut(base: Plan, schedule: str, count: int, wanted: Wanted | None = None) -> Plan:
+        looped = chunked(base, graph, blocks, schedule, count, rules=rules)
+        return priced(looped, evaluator, wanted)
 
     def price_stages(part: Graph, cut: Blocks, own: Plan) -> list[StageCost]:
         return priced_stages(part, cut, own, rules=rules, basis=basis)
@@ -139,20 +140,25 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     Pipelines across unlike hosts, and with stages or layouts that are asked for, are left alone.
     """
     request, winner = found.request, found.ranking[0]
-    plain, lost = found.plan(winner), list[Alternative]()
     other: Plan | None = None
+    lost: list[Alternative] = []
     hosts = found.cluster.hosts
     is_uniform = all(host == hosts[0] for host in hosts)
-    if is_uniform and not request.pins and not request.stage_at:
+    is_done = found.job.stopped and request.allows_one_stage
+    if is_uniform and not request.pins and not request.stage_at and not is_done:
         other, lost = _under_others(found, cut, arranging, deadline)
     if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
         raise _refused(
             "no pipeline that was found can be run by the schedules that are allowed",
             "one of the schedules of one stage per rank",
         )
+    plain = found.plan(winner)
     others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
     if other is None:
-        return replace(plain, alternatives=tuple(others))
+        own = replace(plain, alternatives=tuple(others))
+        if is_uniform and request.chunked_schedules and max(found.job.stage_numbers) > 1:
+            return _gauged(own, found)
+        return found.judged(own)
     step = other.prediction.step_seconds
     if request.allows_one_stage:
         seconds, peak = winner.step_seconds, int(winner.peak_bytes)
@@ -190,22 +196,23 @@ def _under_others(
 
 
 def _gauged(other: Plan, found: search.Searched) -> Plan:
-    """The plan with a bound of what was searched.
+    """The plan with a bound of what was searched: of several stages per rank too, where they are
+    allowed, as not all of them were tried.
 
     Of replicas it is the work alone. Slices skip masked pairs of attention, which the bounds
     count: there is none for them.
     """
     step, job = other.prediction.step_seconds, found.job
-    if other.num_chunks > 1:
-        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
-    elif other.slices:
+    if other.slices:
         least = 0.0
+    elif found.request.chunked_schedules:
+        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
     else:
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         least = work_bound(job, rows)
     if found.request.allows_one_stage:
         least = min(least, found.bound_seconds)
-    return replace(other, solver=search.solver_info(step, least, found.spent))
+    return replace(other, solver=search.solver_info(step, found, least))
 
 
 def _bounded(
@@ -215,7 +222,7 @@ def _bounded(
     names = found.request.chunked_schedules or (looped.schedule,)
     least = chunk_bound(found.job, numbers, most_chunks, names)
     step = looped.prediction.step_seconds
-    return replace(looped, solver=search.solver_info(step, least, found.spent))
+    return replace(looped, solver=search.solver_info(step, found, least))
 
 
 def num_chunks(forced: Forced) -> int:
@@ -289,7 +296,7 @@ def chunked(
     """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it."""
     schedule, number = find_schedule(schedule).name, len(base.stages) * count
     ranks = known_schedule(schedule, number, base.num_microbatches, count).stage_rank
-    starts = balanced(_block_flops(graph, blocks, rules), number)
+    starts = balanced(block_flops(graph, blocks, rules), number)
     recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
     stages = []
     for (start, stop), rank in zip(pairwise((*starts, len(blocks.blocks))), ranks, strict=True):
@@ -334,40 +341,6 @@ def _needed(
         held_so = leaf_layout(tuple(wanted), kind == "buffer", whole)
         found[name] = NodeLayout((), (held_so,) * len(graph[name].outputs))
     return dict(sorted(found.items()))
-
-
-def _block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
-    """Forward and backward FLOPs of each block: of a kind's first one."""
-    flops: dict[str, float] = {}
-    for kind, block in blocks.kinds.items():
-        flops[kind] = 0.0
-        for name in block.nodes:
-            node = graph[name]
-            work = rules.work(node, input_specs(node, graph), node.outputs)
-            flops[kind] += work.flops_forward + work.flops_backward
-    return [flops[block.kind] for block in blocks.blocks]
-
-
-def priced(looped: Plan, evaluator: Evaluator) -> Plan:
-    """The plan with its predictions under the schedule."""
-    found = evaluator.evaluation(looped, looped.cluster)
-    before = looped.prediction
-    ratio = before.step_seconds / found.step_seconds
-    return replace(
-        looped,
-        stages=tuple(
-            replace(stage, prediction=prediction)
-            for stage, prediction in zip(looped.stages, found.stages, strict=True)
-        ),
-        prediction=replace(
-            before,
-            step_seconds=found.step_seconds,
-            bubble_fraction=found.bubble_fraction,
-            tokens_per_second=before.tokens_per_second * ratio,
-            model_flops_utilization=before.model_flops_utilization * ratio,
-            peak_memory_bytes=found.peak_memory_bytes,
-        ),
-    )
 
 
 def usable_bytes(found: Plan, request: Request) -> int:

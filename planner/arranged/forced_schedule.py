@@ -24,6 +24,7 @@ from .asynchronous import (
     is_asynchronous,
     plan_asynchronous,
 )
+from .priced import priced
 
 
 def plan(
@@ -55,7 +56,7 @@ def plan(
         own = plan_asynchronous(
             request,
             found,
-            lambda each: chunks.priced(each, evaluator),
+            lambda each: priced(each, evaluator),
         )
         check_asynchronous(own, graph, blocks)
         check_memory(own, request)

@@ -72,19 +72,21 @@ def arranged(
     best: Plan | None = None
     lost: list[Alternative] = []
     limit = found.job.limits.memory_bytes
-    for guess in sorted(guesses(found, bar), key=lambda each: each.seconds)[:MOST_PRICED]:
-        if guess.seconds >= bar or time.perf_counter() > deadline:
-            break
-        plan = replace(found.plan(guess.base), schedule=guess.schedule, slices=guess.slices)
-        plan = how.priced(plan)
-        if plan.slices and plan.prediction.step_seconds < NEAR * bar:
-            plan = how.priced(replace(plan, slices=how.lengths(plan)))
-        step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
-        if peak <= limit and step < bar:
-            best, bar = plan, step
-        else:
-            reason = "does not fit" if peak > limit else "slices or replicas cost more"
-            lost.append(Alternative(guess.summary, step, peak, reason))
+    with found.job.stoppable():
+        for guess in sorted(guesses(found, bar), key=lambda each: each.seconds)[:MOST_PRICED]:
+            if guess.seconds >= bar or time.perf_counter() > deadline:
+                break
+            base = found.plan(guess.base, with_others=False)
+            plan = replace(base, schedule=guess.schedule, slices=guess.slices)
+            plan = how.priced(plan)
+            if plan.slices and plan.prediction.step_seconds < NEAR * bar:
+                plan = how.priced(replace(plan, slices=how.lengths(plan)))
+            step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
+            if peak <= limit and step < bar:
+                best, bar = plan, step
+            else:
+                reason = "does not fit" if peak > limit else "slices or replicas cost more"
+                lost.append(Alternative(guess.summary, step, peak, reason))
     return best, lost
 
 

@@ -285,12 +285,7 @@ def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 def constant_bytes(model: StageModel, run: Run) -> int:
     """Bytes that no choice changes: constants, buffers and the batch's inputs of a run."""
-    found = model.constants.get(run.key)
-    if found is None:
-        graph = model.structure.graph
-        found = sum(spec.num_bytes for name in run.leaves for spec in graph[name].outputs)
-        model.constants[run.key] = found
-    return found
+    return model.structure.leaf_bytes(run)
 
 
 def reserve(model: StageModel) -> int:

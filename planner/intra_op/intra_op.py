@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -65,6 +66,7 @@ class IntraOp:
     _kinds: dict[str, KindTables] = field(default_factory=dict, repr=False)
     _families: dict[int, Family | None] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+    _blocks: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
     _refined: set[object] = field(default_factory=set, repr=False)
     _proven: dict[object, dict[int, float]] = field(default_factory=dict, repr=False)
@@ -119,15 +121,13 @@ class IntraOp:
         """The solutions of a run's family; those of runs that were only bounded are made now."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
-                self.model, self.zeros, self.limits.recompute, self.limits.modes
+                self.model, run, self.zeros, self.limits.recompute, self.limits.modes
             )
         pool = self.pools[run.family]
         for runs, rates in self._bounded.pop(run.family, ()):
-            pool.add_runs(runs)
             solved = self._solve(runs, rates)
             if solved is not None:
                 self._take(pool, solved)
-        pool.add_runs((run,))
         return pool
 
     def _family(self, run: Run) -> Family | None:
@@ -181,6 +181,17 @@ class IntraOp:
         """
         self.prepare((run,), num_microbatches)
         return self._bounds.get((run.key, num_microbatches), 0.0)
+
+    def block_seconds(self, kind: str, num_microbatches: int) -> float:
+        """What a block of a kind adds to the objective at least; 0 where tables are too wide."""
+        key = (kind, num_microbatches)
+        if key not in self._blocks:
+            self._blocks[key] = 0.0
+            if kind in self._kinds:
+                with suppress(TooWideError):
+                    table = self._kinds[kind].solve(self._plain(num_microbatches)).table
+                    self._blocks[key] = float(table.min())
+        return self._blocks[key]
 
     def best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
         """The cheapest way that fits, or None if nothing does."""

@@ -13,9 +13,10 @@ keeps it. That is at most what the block really holds, so the least cost is a lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,7 @@ class Rates:
 
     ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one
     micro-batch keeps (λ times the micro-batches in flight). All blocks run as ``mode`` says.
+    ``any_zero``: each decision is in the ZeRO stage that is its best, and problems are one row.
     """
 
     num_microbatches: int
@@ -59,6 +61,7 @@ class Rates:
     mode: Recompute = "none"
     state_prices: tuple[float, ...] = ()
     saved_prices: tuple[float, ...] = ()
+    any_zero: bool = False
 
     @property
     def again(self) -> float:
@@ -294,7 +297,8 @@ class KindTables:
             links = [self._memo.note(link.factor(rates.again)) for link in self.links]
             factors = [*self.fixed, *links, *self._own(rates)]
             found = eliminate(self.sizes, factors, order, self.kept, self._memo)
-            found = found.in_a_row(*rates.grid)
+            rows, columns = rates.grid
+            found = found.in_a_row(1 if rates.any_zero else rows, columns)
             while len(self._solved) >= MOST_SOLVED:
                 del self._solved[next(iter(self._solved))]
             self._solved[rates] = found
@@ -316,6 +320,11 @@ class KindTables:
         modes: tuple[Recompute, ...] = ("none", "selective")
         return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
+    def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
+        """The bytes that a block keeps, of each decision's choices the ``of``, summed."""
+        ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
+        return sum(float(of(own)) for own in np.split(self._kept_bytes["none"], ends))
+
     def _own(self, rates: Rates) -> list[Factor]:
         """What each choice costs by itself."""
         seconds, kept_seconds, states = self._stacked
@@ -333,6 +342,8 @@ class KindTables:
         if rates.saved_prices and rates.mode != "full":
             prices = rates.prices(saved=True).reshape(shape)
             cost = cost + prices[:, :, None] * self._kept_bytes[rates.mode]
+        if rates.any_zero:
+            cost = cost.min(axis=0, keepdims=True)
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         parts = np.split(cost, ends, axis=2)
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]

@@ -1,14 +1,13 @@
 """The solutions found for a family of runs, and the cheapest that fits for each of its runs.
 
-In: solutions (choices by kind), runs, micro-batches per step and in flight, a limit of bytes.
-Out: per run the best of every solution, ZeRO stage and rung of the recompute ladder. With
-nothing recomputed all runs, solutions and stages are compared at once, as arrays; the ladder
-is climbed only by those that do not fit and would otherwise be faster than what does.
+In: solutions (choices by kind), a run, micro-batches per step and in flight, a limit of bytes.
+Out: the best of every solution, ZeRO stage and rung of the recompute ladder. With nothing
+recomputed all solutions and stages are compared at once, as arrays (``side_by_side``); the
+ladder is climbed only by those that do not fit and would otherwise be faster than what does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,6 +21,7 @@ from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from .assembly import Assembly, Setting, Solution, constant_bytes, reserve
 from .elimination import Floats
+from .side_by_side import SideBySide
 
 SAME = 1 + 1e-9
 """Two objectives within this factor are equal."""
@@ -44,110 +44,45 @@ class Found:
     objective: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """A solution with nothing recomputed: ``[run, zero]``; bytes kept by ``[run]``, transient
-    ones by ``[zero]``."""
-
-    microbatch_seconds: Floats
-    step_seconds: Floats
-    fixed_bytes: Floats
-    kept_bytes: Floats
-    transient_bytes: Floats
-
-    def followed(self, more: _Base) -> _Base:
-        """With more runs of the same solution."""
-        return _Base(
-            np.concatenate([self.microbatch_seconds, more.microbatch_seconds]),
-            np.concatenate([self.step_seconds, more.step_seconds]),
-            np.concatenate([self.fixed_bytes, more.fixed_bytes]),
-            np.concatenate([self.kept_bytes, more.kept_bytes]),
-            self.transient_bytes,
-        )
-
-    def of_run(self, number: int) -> _Base:
-        """Of a stack over solutions, one run."""
-        return _Base(
-            self.microbatch_seconds[:, number],
-            self.step_seconds[:, number],
-            self.fixed_bytes[:, number],
-            self.kept_bytes[:, number],
-            self.transient_bytes,
-        )
-
-
 @dataclass
 class Pool:
-    """Solutions of one family on one mesh, for all of its ``runs``."""
+    """Solutions of the family of ``run`` on one mesh."""
 
     model: StageModel
+    run: Run
     zeros: tuple[int, ...]
     recompute: Recompute | None
     modes: tuple[Recompute, ...] = MODES
-    runs: list[Run] = field(default_factory=list)
     entries: dict[tuple[int, ...], Entry] = field(default_factory=dict)
     excess_bytes: dict[object, float] = field(default_factory=dict)
-    _number: dict[int, int] = field(default_factory=dict)
-    _bases: list[_Base] = field(default_factory=list)
-    _stacked: _Base | None = None
-
-    def add_runs(self, runs: Sequence[Run]) -> None:
-        """Makes room for runs of the family."""
-        new = list({run.key: run for run in runs if run.key not in self._number}.values())
-        if not new:
-            return
-        for run in new:
-            self._number[run.key] = len(self.runs)
-            self.runs.append(run)
-        self._bases = [
-            base.followed(self._base(entry, new))
-            for base, entry in zip(self._bases, self.entries.values(), strict=True)
-        ]
-        self._stacked = None
+    _figures: SideBySide = field(default_factory=SideBySide)
+    _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
     @cached_property
     def _assembly(self) -> Assembly:
-        return Assembly(self.model, self.runs[0])
+        return Assembly(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
         """Takes a solution in, unless it is there already."""
         choices = self._assembly.choices(solution)
         if choices not in self.entries:
             self.entries[choices] = Entry(Figures(self._assembly, choices), solution)
-            self._bases.append(self._base(self.entries[choices], self.runs))
-            self._stacked = None
+            self._figures.add(self.entries[choices].figures)
         return self.entries[choices]
-
-    def _base(self, entry: Entry, runs: Sequence[Run]) -> _Base:
-        micro, step, states, kept, transient = entry.figures.unrecomputed(runs)
-        fixed = [constant_bytes(self.model, run) + reserve(self.model) for run in runs]
-        return _Base(micro, step, states + np.array(fixed)[:, None], kept, transient)
-
-    @property
-    def bases(self) -> _Base:
-        """All solutions': ``[solution, run, zero]``."""
-        if self._stacked is None:
-            self._stacked = _Base(
-                np.stack([each.microbatch_seconds for each in self._bases]),
-                np.stack([each.step_seconds for each in self._bases]),
-                np.stack([each.fixed_bytes for each in self._bases]),
-                np.stack([each.kept_bytes for each in self._bases]),
-                np.stack([each.transient_bytes for each in self._bases]),
-            )
-        return self._stacked
 
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
     ) -> Found | None:
-        """The best way for one of ``runs``, None where nothing fits."""
+        """The best way for a run of the family, None where nothing fits."""
         if not self.entries:
             return None
         base = Setting(num_microbatches, in_flight=in_flight)
-        own = self.bases.of_run(self._number[run.key])
+        own = self._figures.unrecomputed(run)
         zeros = list(self.zeros)
         seconds = (own.microbatch_seconds + own.step_seconds / num_microbatches)[:, zeros]
         kept = own.kept_bytes[:, None] * in_flight
-        over = (own.fixed_bytes + kept + own.transient_bytes)[:, zeros] - limit_bytes
+        fixed = constant_bytes(self.model, run) + reserve(self.model)
+        over = (own.states_bytes + kept + own.transient_bytes)[:, zeros] + (fixed - limit_bytes)
         fits = (over <= 0) & (self.recompute in (None, "none"))
         fitting = np.where(fits, seconds, np.inf)
         least = float(fitting.min())
@@ -175,7 +110,9 @@ class Pool:
         is kept that it can save."""
         both = tuple(mode for mode in ("full", "selective") if mode in self.modes)
         modes: tuple[Recompute, ...] = both if self.recompute is None else (self.recompute,)
-        return np.array([entry.figures.seconds_per_byte(modes) for entry in self._listed])
+        for entry in self._listed[len(self._per_byte) :]:
+            self._per_byte.append(entry.figures.seconds_per_byte(modes))
+        return np.array(self._per_byte)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
         """What recomputing until it fits costs at least, infinite where it cannot fit."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
+from functools import cached_property, lru_cache
 from math import comb, prod
 from typing import NamedTuple
 
@@ -36,10 +35,6 @@ MOST_STEPS = 180
 """Of more equal blocks than this, so many numbers of recomputed ones are tried."""
 
 
-Way = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of a few classes how many blocks are recomputed fully, and how many selectively."""
-
-
 class Rung(NamedTuple):
     """How many blocks of each class are recomputed, fully and selectively; () is none."""
 
@@ -55,7 +50,7 @@ class Rung(NamedTuple):
 NOTHING = Rung()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rungs:
     """Rungs as arrays ``[rung, class]``, the first of them with nothing recomputed."""
 
@@ -85,11 +80,15 @@ class Rungs:
         Given per class, ``[…, class]``; found ``[…, rung]``.
         """
         found = np.zeros((*full.shape[:-1], len(self.full)))
-        for numbers, sizes in ((self.full, full), (self.selective, selective)):
-            for each in range(numbers.shape[1]):
-                own = (numbers[:, each] > 0) * sizes[..., each, None]
-                np.maximum(found, own, out=found)
+        for used, sizes in zip(self._used, (full, selective), strict=True):
+            for each, own in enumerate(used):
+                np.maximum(found, own * sizes[..., each, None], out=found)
         return found
+
+    @cached_property
+    def _used(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """``[class, rung]``: whether blocks are recomputed fully, and selectively."""
+        return self.full.T > 0, self.selective.T > 0
 
 
 def only(rung: Rung, num_classes: int) -> Rungs:
@@ -99,33 +98,28 @@ def only(rung: Rung, num_classes: int) -> Rungs:
     return Rungs(full, selective)
 
 
-def ways_of(
-    counts: tuple[int, ...], kinds: tuple[str, ...]
-) -> tuple[list[list[int]], list[list[Way]]]:
-    """Groups of classes, and the ways of each that are combined with all ways of the others."""
+def ways_of(counts: tuple[int, ...], kinds: tuple[str, ...]) -> tuple[list[list[int]], list[Ints]]:
+    """Groups of classes, and the ways of each that are combined with all ways of the others:
+    ``[mode, way, class]``, how many blocks are recomputed fully and how many selectively."""
     if prod(comb(count + 2, 2) for count in counts) <= FEW_RUNGS:
         return (
             [[number] for number in range(len(counts))],
-            [[((full,), (some,)) for full, some in _pairs(count)] for count in counts],
+            [_pairs(count)[:, :, None] for count in counts],
         )
     places = [[n for n, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)]
     sizes = [sum(counts[n] for n in place) for place in places]
     commonest = sizes.index(max(sizes))
     return places, [
-        [
-            (_filled(0, full, own), _filled(full, some, own))
-            for full, some in (_mixes(size) if number == commonest else _uniform(size))
-        ]
+        _filled(*(_mixes(size) if number == commonest else _uniform(size)), counts=own)
         for number, (place, size) in enumerate(zip(places, sizes, strict=True))
-        for own in ([counts[n] for n in place],)
+        for own in (np.array([counts[n] for n in place]),)
     ]
 
 
 @lru_cache(maxsize=4096)
-@lru_cache(maxsize=4096)
 def num_rungs(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
     """How many rungs a run has."""
-    return prod(len(own) for own in ways_of(counts, kinds)[1])
+    return prod(own.shape[1] for own in ways_of(counts, kinds)[1])
 
 
 @lru_cache(maxsize=4096)
@@ -137,44 +131,47 @@ def rungs(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Rungs:
     [((0,), (0,)), ((0,), (1,)), ((1,), (0,))]
     """
     places, ways = ways_of(counts, kinds)
-    order = np.argsort([n for place in places for n in place])
-    full, selective = (
-        np.array([[n for own in way for n in own[side]] for way in product(*ways)])[:, order]
-        for side in (0, 1)
-    )
-    return Rungs(full, selective)
+    every = np.indices([own.shape[1] for own in ways]).reshape(len(ways), -1)
+    numbers = np.zeros((2, every.shape[1], len(counts)), dtype=np.int64)
+    for place, own, chosen in zip(places, ways, every, strict=True):
+        numbers[:, :, place] = own[:, chosen]
+    return Rungs(*numbers)
 
 
-def _pairs(count: int) -> list[tuple[int, int]]:
-    every = range(count + 1)
-    return [(full, some) for full in every for some in range(count - full + 1)]
+def _pairs(count: int) -> Ints:
+    """``[mode, way]``: every number fully and every number selectively recomputed.
+
+    >>> _pairs(2).tolist()
+    [[0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]]
+    """
+    full, some = np.indices((count + 1, count + 1)).reshape(2, -1)
+    found: Ints = np.stack([full, some])[:, full + some <= count]
+    return found
 
 
-def _mixes(count: int) -> list[tuple[int, int]]:
+def _mixes(count: int) -> Ints:
     """Of so many blocks, two of the three ways at a time; of very many in even steps.
 
-    >>> len(_mixes(100)), len(_mixes(1000)), _mixes(1000)[-1]
-    (300, 540, (994, 6))
+    >>> _mixes(100).shape, _mixes(1000).shape, _mixes(1000)[:, -1].tolist()
+    ((2, 300), (2, 540), [994, 6])
     """
     steps = min(count, MOST_STEPS)
-    every = [round(count * at / steps) for at in range(1, steps + 1)]
-    found = [(0, 0)] + [(0, some) for some in every] + [(full, 0) for full in every]
-    return found + [(full, count - full) for full in every[:-1]]
+    every = np.round(count * np.arange(1, steps + 1) / steps).astype(np.int64)
+    none = np.zeros_like(every)
+    full = np.concatenate([[0], none, every, every[:-1]])
+    return np.stack([full, np.concatenate([[0], every, none, count - every[:-1]])])
 
 
-def _uniform(count: int) -> list[tuple[int, int]]:
-    return [(0, 0), (0, count), (count, 0)]
+def _uniform(count: int) -> Ints:
+    return np.array([[0, 0, count], [0, count, 0]])
 
 
-def _filled(before: int, count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """``count`` blocks, after ``before`` ones, taken from classes of these sizes in order."""
-    found = []
-    for size in sizes:
-        skipped = min(before, size)
-        taken = min(count, size - skipped)
-        found.append(taken)
-        before, count = before - skipped, count - taken
-    return tuple(found)
+def _filled(full: Ints, some: Ints, *, counts: Ints) -> Ints:
+    """``[mode, way, class]``: blocks taken from classes in order, the fully recomputed first."""
+    before = np.cumsum(counts) - counts
+    first = np.clip(full[:, None] - before, 0, counts)
+    both = np.clip((full + some)[:, None] - before, 0, counts)
+    return np.stack([first, both - first])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..plan import Recompute
-from .ladder import Floats, Ints, Rung, Rungs, Way, forced, ways_of
+from .ladder import Floats, Ints, Rung, Rungs, forced, ways_of
 
 MOST_RUNGS = 5_000
 """A ladder of more rungs is not made whole; the points of a front that are kept, about."""
@@ -79,19 +79,15 @@ def _front(
         np.zeros((1, zeros)),
     )  # fmt: skip
     for place, ways in zip(*ways_of(counts, kinds), strict=True):
-        allowed = [
-            way
-            for way in ways
-            if ("full" in modes or not any(way[0])) and ("selective" in modes or not any(way[1]))
-        ]
+        allowed = ways[:, Rungs(*ways).within(modes)]
         points = _undominated(_joined(points, _group(place, allowed, blocks, len(counts))))
     return points.numbers
 
 
-def _group(place: Sequence[int], ways: Sequence[Way], blocks: Blocks, num_classes: int) -> _Points:
+def _group(place: Sequence[int], ways: Ints, blocks: Blocks, num_classes: int) -> _Points:
     """The ways of a group of classes as points."""
-    numbers = np.zeros((2, len(ways), num_classes), dtype=np.int64)
-    numbers[:, :, place] = np.array(ways).swapaxes(0, 1)
+    numbers = np.zeros((2, ways.shape[1], num_classes), dtype=np.int64)
+    numbers[:, :, place] = ways
     used = (numbers > 0)[:, None] * blocks.transient_bytes[:, :, None]
     return _Points(
         numbers,

@@ -23,7 +23,7 @@ from ..intra_op.assembly import (
 from ..plan import Recompute
 from ..schedules.held import held_bytes
 from .decisions import ZEROS, Floats
-from .ladder import NOTHING, Ladder, Rungs, num_rungs, only, rungs
+from .ladder import Ladder, Rungs, num_rungs, only, rungs
 from .ladder_front import MOST_RUNGS, Blocks, front
 from .prices import Seconds
 from .stage_model import StageModel
@@ -118,6 +118,7 @@ class Figures:
         self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
         self._ladders: dict[object, Ladder] = {}
         self._late: dict[str, tuple[float, float]] = {}
+        self._priced: dict[tuple[int, Setting], StageCost] = {}
         self._per_byte: dict[tuple[Recompute, ...], tuple[float, float]] = {}
         self.edges: dict[Edge, tuple[float, float, float]] = {}
         self._shared = [
@@ -178,30 +179,33 @@ class Figures:
             float(held if edge.origin != "parameter" else 0),
         )
 
-    def unrecomputed(self, runs: Sequence[Run]) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Runs of the family with nothing recomputed.
-
-        ``[run, zero]``: seconds per micro-batch and per step, bytes of states; ``[run]``: bytes
-        that a micro-batch keeps; ``[zero]``: transient bytes.
-        """
+    def unrecomputed(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """With nothing recomputed, seconds per micro-batch and per step and bytes of states: of a
+        block ``[kind, figure, zero]``, of the shared parameters ``[figure, zero]``; bytes that a
+        block keeps ``[kind]``; transient bytes ``[zero]``."""
         kinds = list(self.kinds.values())
-        counts = np.array([[run.counts[kind] for kind in self.kinds] for run in runs], float)
-        seconds = np.tensordot(counts, np.stack([kind.seconds for kind in kinds]), 1)
-        states = np.tensordot(counts, np.stack([kind.states for kind in kinds]), 1)
+        shared = np.zeros((3, len(ZEROS)))
         for decision, choice in self._shared:
-            seconds = seconds + decision.seconds[:, choice]
-            states = states + decision.states[:, choice]
-        passing = np.array([self._edge_seconds(run, run.weights(NOTHING)).sum() for run in runs])
-        micro = seconds[:, :, :6].sum(axis=2) + (passing + sum(self._receive(runs[0])))[:, None]
-        working = max(kind.working_bytes for kind in kinds)
-        whole = GATHERED_BLOCKS * np.stack([kind.states[:, 3] for kind in kinds]).max(axis=0)
+            shared += _in_all(decision.seconds[:, choice], decision.states[:, choice])
         return (
-            micro,
-            seconds[:, :, 6:8].sum(axis=2),
-            states[:, :, :3].sum(axis=2),
-            counts @ [kind.saved_bytes for kind in kinds],
-            working + whole,
+            np.stack([_in_all(kind.seconds, kind.states) for kind in kinds]),
+            shared,
+            np.array([kind.saved_bytes for kind in kinds]),
+            max(kind.working_bytes for kind in kinds) + self._gathered(kinds).max(axis=1),
         )
+
+    def edge_seconds(self, edge: Edge) -> float:
+        """Forward and backward of an edge's conversions."""
+        return sum(self.edge(edge)[:2])
+
+    def sent_seconds(self, name: str, index: int) -> float:
+        """Forward and backward of a value that is sent."""
+        return float(self._at_boundary(name, index, whole=False).sum())
+
+    def end_seconds(self, run: Run) -> float:
+        """Forward and backward of what is received, and of the loss."""
+        loss = self._at_boundary(*self.assembly.loss, whole=True).sum() if run.has_loss else 0.0
+        return float(loss) + sum(self._receive(run))
 
     def ladder(self, run: Run) -> Ladder:
         """The run at every rung, made once."""
@@ -212,7 +216,7 @@ class Figures:
         return found
 
     def _ladder(self, run: Run, on: Rungs | None = None) -> Ladder:
-        classes, _ = run.classes
+        classes = run.block_classes
         own = np.array([self._block(each.kind, each.edges) for each in classes])
         again, partly, saved, held, selected = own.T
         kinds = [self.kinds[each.kind] for each in classes]
@@ -297,8 +301,14 @@ class Figures:
 
     def price(self, run: Run, setting: Setting) -> StageCost:
         """The cost of a run in a setting; the run is of this solution's family."""
+        found = self._priced.get((run.key, setting))
+        if found is None:
+            found = self._priced[run.key, setting] = self._price(run, setting)
+        return found
+
+    def _price(self, run: Run, setting: Setting) -> StageCost:
         seconds = self._seconds(run, run.weights(setting.rung), setting.zero)
-        ladder = self._ladder(run, only(setting.rung, len(run.classes[0])))
+        ladder = self._ladder(run, only(setting.rung, len(run.block_classes)))
         kept = sum(count * self.kinds[kind].saved_bytes for kind, count in run.counts.items())
         kept += float(ladder.kept_bytes[0])
         memory = dict(zip(STATES, self._states(run)[setting.zero].tolist(), strict=False))
@@ -375,6 +385,14 @@ class Figures:
 
     def _received_class(self, first: Use) -> int:
         return int(self.model.received(first).of_choice[self._choice(first.node)])
+
+
+def _in_all(seconds: Floats, states: Floats) -> Floats:
+    """By ZeRO stage the seconds per micro-batch and per step, and the bytes of states."""
+    found: Floats = np.stack(
+        [seconds[:, :6].sum(axis=1), seconds[:, 6:8].sum(axis=1), states[:, :3].sum(axis=1)]
+    )
+    return found
 
 
 def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:

@@ -87,7 +87,6 @@ class StageModel:
     restriction: Restriction
     link: Link
     merge: bool = True
-    constants: dict[int, int] = field(default_factory=dict, repr=False)
     _kinds: dict[str, KindModel] = field(default_factory=dict, repr=False)
     _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
     _options: dict[object, Options] = field(default_factory=dict, repr=False)

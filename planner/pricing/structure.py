@@ -12,185 +12,28 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+
+import numpy as np
 
 from ..graph import Block, Blocks, Graph, Node, Ref
-from ..plan import Recompute
 from .decisions import is_own_parameter
-from .ladder import Rung
-
-Origin = Literal["block", "parameter", "received"]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Use:
-    """The ``position``-th input of a node of a kind (by template name)."""
-
-    kind: str
-    node: str
-    position: int
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Edge:
-    """A value and all its uses in one block: its conversions are made once per block.
-
-    ``name``/``index``: of a block's value its template; of a parameter its key; of a
-    received value the template of who made it, with ``first``, the stage's first use of it.
-    """
-
-    origin: Origin
-    name: str
-    index: int
-    uses: tuple[Use, ...]
-    first: Use | None = None
+from .ladder import Ints
+from .run import Alike
+from .run import BlockClass as BlockClass
+from .run import Edge as Edge
+from .run import Run as Run
+from .run import Use as Use
+from .run import Weights as Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """How often kinds and edges occur: in all, and in recomputed blocks.
+class _Inside:
+    """A block's edges where all that it reads is made in the run, and from which block on it is;
+    the parameters of several blocks that it uses."""
 
-    ``kinds_selective`` counts those of ``kinds_again`` that are selectively recomputed.
-    """
-
-    kinds: Mapping[str, int]
-    kinds_again: Mapping[str, int]
-    edges: Mapping[Edge, int]
-    edges_again: Mapping[Edge, int]
-    kinds_selective: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockClass:
-    """Equal blocks of a run: of one kind, with the same edges from elsewhere."""
-
-    kind: str
     edges: tuple[Edge, ...]
-    count: int
-
-
-def _class_key(own: tuple[str, tuple[Edge, ...]]) -> Any:
-    kind, edges = own
-    return kind, [(e.origin, e.name, e.index, e.uses, [e.first] if e.first else []) for e in edges]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Blocks ``start`` to ``stop`` (exclusive) as one stage.
-
-    ``kinds`` and ``edges_of`` list each block's kind and its edges from elsewhere; ``counts``
-    and ``edges`` count them. ``leaves`` are the inputs, constants and buffers that it reads.
-    Runs of equal ``key`` cost the same; those of one ``family`` share decisions.
-    ``received`` maps each first use to a received value, ``sent`` counts produced values
-    that later stages read, by template. ``shared`` are the parameters of several blocks.
-    """
-
-    start: int
-    stop: int
-    kinds: tuple[str, ...]
-    edges_of: tuple[tuple[Edge, ...], ...]
-    received: tuple[tuple[Ref, Use], ...]
-    sent: Mapping[tuple[str, int], int]
+    first: int
     shared: tuple[str, ...]
-    leaves: tuple[str, ...]
-    has_loss: bool
-    key: int = -1
-    family: int = -1
-    _weights: dict[Rung, Weights] = field(default_factory=dict, repr=False, compare=False)
-
-    @cached_property
-    def counts(self) -> Mapping[str, int]:
-        return Counter(self.kinds)
-
-    @cached_property
-    def recompute_order(self) -> tuple[int, ...]:
-        """The order in which blocks (offsets) are recomputed: the commonest kind's first."""
-        commonest = max(self.counts, key=lambda kind: self.counts[kind])
-        rest = [offset for offset, kind in enumerate(self.kinds) if kind != commonest]
-        return (*(o for o, kind in enumerate(self.kinds) if kind == commonest), *rest)
-
-    @cached_property
-    def classes(self) -> tuple[tuple[BlockClass, ...], tuple[int, ...]]:
-        """The classes of equal blocks, and which each block is of."""
-        own = list(zip(self.kinds, self.edges_of, strict=True))
-        distinct = sorted(dict.fromkeys(own), key=_class_key)
-        numbers = {each: number for number, each in enumerate(distinct)}
-        counts = Counter(own)
-        found = tuple(BlockClass(kind, edges, counts[kind, edges]) for kind, edges in distinct)
-        return found, tuple(numbers[each] for each in own)
-
-    @cached_property
-    def class_counts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """How many blocks each class has, and of which kind."""
-        classes, _ = self.classes
-        return tuple(each.count for each in classes), tuple(each.kind for each in classes)
-
-    def prefix(self, num_full: int) -> Rung:
-        """The first blocks of ``recompute_order`` recomputed fully."""
-        classes, of_block = self.classes
-        counts = Counter(of_block[offset] for offset in self.recompute_order[:num_full])
-        return Rung(tuple(counts[n] for n in range(len(classes))), (0,) * len(classes))
-
-    def modes(self, rung: Rung) -> tuple[Recompute, ...]:
-        """How each block is recomputed: of a class the first fully, then selectively."""
-        if not rung.num_blocks:
-            return tuple("none" for _ in self.kinds)
-        seen: Counter[int] = Counter()
-        found: list[Recompute] = []
-        for number in self.classes[1]:
-            full, selective = rung.full[number], rung.selective[number]
-            place = seen[number]
-            seen[number] += 1
-            found.append("full" if place < full else
-                         "selective" if place < full + selective else "none")  # fmt: skip
-        return tuple(found)
-
-    def weights(self, rung: Rung) -> Weights:
-        """The occurrences when so many blocks of each class are recomputed."""
-        if rung not in self._weights:
-            again: Counter[str] = Counter()
-            partly: Counter[str] = Counter()
-            edges: Counter[Edge] = Counter()
-            numbers = zip(self.classes[0], rung.full, rung.selective, strict=True)
-            for own, full, some in numbers if rung.num_blocks else ():
-                again[own.kind] += full + some
-                partly[own.kind] += some
-                for edge in own.edges:
-                    edges[edge] += full + some
-            self._weights[rung] = Weights(self.counts, again, self.edges, edges, partly)
-        return self._weights[rung]
-
-    @cached_property
-    def edges(self) -> Counter[Edge]:
-        return Counter(edge for edges in self.edges_of for edge in edges)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.stop - self.start
-
-    @cached_property
-    def full_family(self) -> object:
-        """What runs must share for one's layouts to be meaningful in another."""
-        return (
-            tuple(self.counts),
-            tuple(sorted(use for _, use in self.received)),
-            tuple(sorted(self.sent)),
-            self.shared,
-            self.has_loss,
-        )
-
-    @cached_property
-    def full_key(self) -> object:
-        """What the run's price depends on."""
-        return (
-            tuple(self.counts.items()),
-            self.classes[0],
-            tuple(sorted(self.sent.items())),
-            tuple(sorted(use for _, use in self.received)),
-            self.shared,
-            self.leaves,
-            self.has_loss,
-        )
 
 
 @dataclass(frozen=True)
@@ -201,6 +44,14 @@ class Structure:
     blocks: Blocks
     _runs: dict[tuple[int, int], Run] = field(default_factory=dict, repr=False)
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
+    _leaf_bytes: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
+
+    def at_batch(self, batch_size: int) -> Structure:
+        """The same blocks for another batch: only shapes differ, so runs and readers are shared."""
+        found = replace(self, graph=self.graph.with_batch_size(batch_size))
+        found.__dict__.update({name: getattr(self, name) for name in _OF_ANY_BATCH})
+        return found
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -222,9 +73,19 @@ class Structure:
                         found.setdefault(ref, {})[position] = None
         return {ref: tuple(positions) for ref, positions in found.items()}
 
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        """The parameters that several blocks use."""
+        position, users = self.position, self.graph.users
+        return frozenset(
+            node.name
+            for node in self.graph.parameters
+            if len(users[node.name]) > 1 and len({position[user] for user in users[node.name]}) > 1
+        )
+
     def is_shared(self, parameter: str) -> bool:
         """Whether several blocks use a parameter."""
-        return len({self.position[user] for user in self.graph.users[parameter]}) > 1
+        return parameter in self._shared
 
     def parameter_key(self, parameter: str) -> str:
         """The name that a parameter's layout goes by: its template's, or its own if shared."""
@@ -250,6 +111,24 @@ class Structure:
             )
             for block in self.blocks.blocks
         )
+
+    @cached_property
+    def _bytes_of_leaf(self) -> dict[str, int]:
+        names = dict.fromkeys(name for own in self.leaves for name in own)
+        graph = self.graph
+        return {name: sum(spec.num_bytes for spec in graph[name].outputs) for name in names}
+
+    def leaf_bytes(self, run: Run) -> int:
+        """The bytes of a run's inputs, constants and buffers."""
+        if run.key not in self._leaf_bytes:
+            self._leaf_bytes[run.key] = sum(map(self._bytes_of_leaf.__getitem__, run.leaves))
+        return self._leaf_bytes[run.key]
+
+    @cached_property
+    def leaf_bytes_of_blocks(self) -> tuple[int, ...]:
+        """The same of every block."""
+        sizes = self._bytes_of_leaf
+        return tuple(sum(sizes[name] for name in names) for names in self.leaves)
 
     def _outside(self, block: Block) -> tuple[tuple[Ref, tuple[Use, ...]], ...]:
         inside = set(block.nodes)
@@ -334,27 +213,39 @@ class Structure:
 
     def _run(self, start: int, stop: int) -> Run:
         blocks = self.blocks.blocks[start:stop]
+        inside = self._inside[start:stop]
         received: dict[Ref, Use] = {}
-        shared: dict[str, None] = {}
-        edges: list[tuple[Edge, ...]] = []
-        for offset in range(len(blocks)):
-            own: list[Edge] = []
-            for ref, uses in self.outside[start + offset]:
-                own.append(self._edge(ref, uses, start, received))
-                if own[-1].origin == "parameter" and self.is_shared(ref.name):
-                    shared[ref.name] = None
-            edges.append(tuple(own))
+        edges = tuple([
+            own.edges if own.first >= start else self._edges(at, start, received)
+            for at, own in enumerate(inside, start)
+        ])  # fmt: skip
         return Run(
             start,
             stop,
-            tuple(block.kind for block in blocks),
-            tuple(edges),
+            tuple([block.kind for block in blocks]),
+            edges,
             tuple(received.items()),
             self._sent(start, stop),
-            tuple(sorted(shared)),
+            tuple(sorted({name for own in inside if own.shared for name in own.shared})),
             tuple(dict.fromkeys(name for names in self.leaves[start:stop] for name in names)),
             self.position[self.graph.loss.name] in range(start, stop),
         )
+
+    @cached_property
+    def _inside(self) -> tuple[_Inside, ...]:
+        """Of each block what is the same in every run that makes all that it reads."""
+        found = []
+        for at, outside in enumerate(self.outside):
+            names = [ref.name for ref, _ in outside]
+            made = [self.position[name] for name in names if self.graph[name].kind == "op"]
+            shared = tuple(name for name in dict.fromkeys(names) if name in self._shared)
+            found.append(_Inside(self._edges(at, 0, {}), min(made, default=at), shared))
+        return tuple(found)
+
+    def _edges(self, at: int, start: int, received: dict[Ref, Use]) -> tuple[Edge, ...]:
+        """A block's edges in a run from a block on; equal ones are one object."""
+        own = tuple([self._edge(ref, uses, start, received) for ref, uses in self.outside[at]])
+        return self._known.setdefault((self.blocks.blocks[at].kind, own), own)
 
     def _edge(self, ref: Ref, uses: tuple[Use, ...], start: int, received: dict[Ref, Use]) -> Edge:
         if self.graph[ref.name].kind == "parameter":
@@ -365,12 +256,24 @@ class Structure:
         first = received.setdefault(ref, uses[0])
         return Edge("received", template, ref.index, uses, first)
 
+    def inner_edge(self, ref: Ref, uses: tuple[Use, ...]) -> Edge:
+        """The edge of a value that a block of the same run makes."""
+        return self._edge(ref, uses, 0, {})
+
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
         sent: Counter[tuple[str, int]] = Counter()
-        for ref, made, last in self.crossing:
-            if start <= made < stop <= last:
-                sent[self.blocks.template[ref.name], ref.index] += 1
+        made, last = self._crossed
+        for at in np.flatnonzero((start <= made) & (made < stop) & (stop <= last)).tolist():
+            ref, _, _ = self.crossing[at]
+            sent[self.blocks.template[ref.name], ref.index] += 1
         return dict(sent)
+
+    @cached_property
+    def _crossed(self) -> tuple[Ints, Ints]:
+        """In which block each value of ``crossing`` is made, and in which it is read last."""
+        every = [(made, last) for _, made, last in self.crossing]
+        made, last = np.array(every, dtype=np.int64).reshape(-1, 2).T
+        return made, last
 
     @cached_property
     def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
@@ -380,3 +283,10 @@ class Structure:
             for ref, readers in self.readers.items()
             if readers[-1] > self.position[ref.name]
         )
+
+
+_OF_ANY_BATCH = (
+    "position", "readers", "outside", "leaves", "crossing", "_crossed", "_inside", "_shared",
+    "_template_outside", "_made_for_others",
+)  # fmt: skip
+"""What does not depend on shapes."""

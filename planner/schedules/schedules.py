@@ -105,6 +105,19 @@ def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks
     return info.orders(_size(info, num_stages, num_microbatches, num_chunks))
 
 
+def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> bool:
+    """Whether a schedule runs so many stages, micro-batches, and stages per rank.
+
+    >>> can_have("zbv", 4, 8, 2), can_have("zbv", 6, 8, 3), can_have("interleaved", 4, 3, 2)
+    (True, False, False)
+    """
+    try:
+        _size(find_schedule(name), num_stages, num_microbatches, num_chunks)
+    except UsageError:
+        return False
+    return True
+
+
 def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
     """The parts of the model that each rank holds: its stages, or those that they replicate.
 

@@ -5,6 +5,9 @@ process that was forked from this one and keeps its tables from one call to the 
 back is small (pipelines and bounds). The parts are the same whether there is a process or not,
 and no part knows what was found in another, so the answers are too. Where no process can be had,
 or it is lost, its part is done here.
+
+What is wanted only at the end is begun as soon as all that it follows from is known (``later``):
+of this process's parts in a fork of it, which has their tables too and ends with its answer.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..errors import AutoparallelError
 from .job import Job
@@ -150,12 +154,48 @@ class _Spent:
 
 
 @dataclass
+class Later(Generic[Found]):
+    """What ``here()`` returns: from a process that was asked for it, if there is one.
+
+    ``is_fork``: the process is for nothing else.
+    """
+
+    job: Job
+    here: Callable[[], Found]
+    beside: Beside | None = None
+    is_fork: bool = False
+    _found: list[Found] = field(default_factory=list)
+
+    def __call__(self) -> Found:
+        """Waits for the process; where that is lost or was ended it is done here."""
+        if not self._found:
+            try:
+                own = self.here() if self.beside is None else self.beside.answer(self.job)
+            except LostError:
+                self._end()
+                own = self.here()
+            self._found.append(own)
+            if self.is_fork:
+                self._end()
+        return self._found[0]
+
+    def _end(self) -> None:
+        if self.beside is not None:
+            self.beside.end()
+            self.beside = None
+
+
+@dataclass
 class Company:
-    """The parts of the micro-batch sizes, and the process that has the last of them, if any."""
+    """The parts of the micro-batch sizes, and the process that has the last of them, if any.
+
+    ``begun`` is what was asked for to have it later.
+    """
 
     job: Job
     parts: tuple[Rows, ...]
     beside: Beside | None = None
+    begun: list[Later[Any]] = field(default_factory=list)
 
     @staticmethod
     def of(job: Job, rows: Rows, *, is_large: bool) -> Company:
@@ -173,6 +213,7 @@ class Company:
     ) -> list[Found]:
         """``function(job, rows, *args)`` of each part; of the first ``first(rows)``."""
         *own, last = self.parts
+        self._settle()
         try:
             if self.beside is not None:
                 self.beside.ask(function, last, *args)
@@ -190,8 +231,34 @@ class Company:
             found.append(function(self.job, last, *args))
         return found
 
+    def later(self, at: int, function: Callable[..., Found], *args: object) -> Later[Found]:
+        """``function(job, rows, *args)`` of the part ``at``, begun where there are processes."""
+        rows, process = self.parts[at], self.beside
+        found = Later(self.job, partial(function, self.job, rows, *args))
+        self.begun.append(found)
+        found.is_fork = process is not None and at < len(self.parts) - 1
+        if found.is_fork:
+            process = Beside.start(self.job)
+        elif process is not None:
+            self._settle()
+        if process is not None:
+            with suppress(LostError):
+                process.ask(function, rows, *args)
+                found.beside = process
+        return found
+
+    def _settle(self) -> None:
+        """Waits for what was asked of the process that has the last part."""
+        for each in self.begun:
+            if self.beside is not None and each.beside is self.beside:
+                each()
+
     def end(self) -> None:
-        """Ends the process."""
-        if self.beside is not None:
-            self.beside.end()
-            self.beside = None
+        """Ends all processes; what they have not answered is done here when it is asked for."""
+        every = {id(each.beside): each.beside for each in self.begun}
+        for process in {**every, id(self.beside): self.beside}.values():
+            if process is not None:
+                process.end()
+        for each in self.begun:
+            each.beside = None
+        self.beside = None

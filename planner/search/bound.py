@@ -48,6 +48,7 @@ from ..inter_op.sweep import Move, Sweep, Tiling, larger, turning
 from ..schedules.held import splits
 from .costs import Costs
 from .job import Job
+from .memory_bounds import Priced, rounded
 from .runs import Floats
 from .space import tilings
 from .stage_bounds import FORMS, Form, StageBounds
@@ -89,6 +90,8 @@ class Space:
     until: float = float("inf")
     most_seconds: float = float("inf")
     has_memory: bool = False
+    priced: Priced | None = None
+    is_priced: bool = False
     _sweeps: dict[tuple[int, Form], Sweep] = field(default_factory=dict)
     _figures: dict[tuple[int, Form], tuple[Floats, Floats]] = field(default_factory=dict)
 
@@ -99,20 +102,47 @@ class Space:
 
         They are the same for any micro-batches in flight until some are raised by memory.
         """
-        held = self.costs.in_flight(left, first) if self.is_chain else 1
+        held = self._held(left, first)
         key = (place, first, left == 1, held)
-        if key not in self._bounds and not is_raised:
+        if key not in self._bounds and not is_raised and not self.is_priced:
             key = (place, first, left == 1, 0)
         own = self.costs.places[place]
         if key not in self._bounds and own.meshes:
-            runs = self.costs.runs
-            numbers = runs.role(first, left == 1)
-            series = {runs.series_of[number][0] for number in numbers.tolist()}
-            ordered = tuple(sorted(series, key=lambda each: each.classes))
-            self._bounds[key] = StageBounds(
-                own.meshes, ordered, numbers, runs.count, first, held, self.splits
-            )
+            plain = self._bounds.get((*key[:3], 0)) or self._plain(place, first, left == 1)
+            self._bounds[(*key[:3], 0)] = plain
+            if key[3]:
+                self._bounds[key] = plain.in_flight(held, self._computed(place, held))
         return self._bounds.get(key)
+
+    def _held(self, left: int, first: bool) -> int:
+        held = self.costs.in_flight(left, first) if self.is_chain else 1
+        return rounded(held) if self.is_priced else held
+
+    def _plain(self, place: int, first: bool, last: bool) -> StageBounds:
+        """The bounds of a stage without memory."""
+        runs = self.costs.runs
+        numbers = runs.role(first, last)
+        series = {runs.series_of[number][0] for number in numbers.tolist()}
+        ordered = tuple(sorted(series, key=lambda each: each.classes))
+        meshes = self.costs.places[place].meshes
+        return StageBounds(meshes, ordered, numbers, runs.count, first, 0, self.splits)
+
+    def _computed(self, place: int, held: int) -> list[Floats]:
+        """By mesh what fits with so many micro-batches in flight, if it is priced."""
+        if not self.is_priced or self.priced is None:
+            return []
+        others = {self._held(left, False) for left in range(1, self.tiling.most + 1)}
+        meshes = self.costs.places[place].meshes
+        return [self.priced.least(mesh, held, sorted(others)) for mesh in meshes]
+
+    def price(self) -> bool:
+        """Has all bounds made again with memory; whether they were without."""
+        if self.is_priced or self.priced is None:
+            return False
+        self.is_priced = self.has_memory = True
+        self._sweeps.clear()
+        self._figures.clear()
+        return True
 
     def seconds(self, left: int, place: int, first: bool, *, form: Form) -> tuple[Floats, Floats]:
         """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
@@ -187,10 +217,16 @@ class _Part:
     number: int = field(compare=False)
     tried: list[Form] = field(default_factory=list, compare=False)
     best: Form = field(default="largest", compare=False)
+    is_priced: bool = field(default=False, compare=False)
 
     def narrow(self, left: int) -> int | None:
         """Finds a better bound; how many stages that bounded by memory, None if there is none."""
         untried = [each for each in self.space.forms(self.number) if each not in self.tried]
+        if self.tried and self.space.priced is not None and not self.is_priced:
+            self.space.price()
+            self.is_priced = True
+            self._take()
+            return 0
         if untried:
             self.tried.append(untried[0])
             self._take()
@@ -258,8 +294,10 @@ def step_bound(
     order, least = counting(), work_bound(job, rows)
     largest_first = tuple(sorted(rows, reverse=True))
     every = list(spaces(job, largest_first, numbers))
+    priced = {each: Priced(job.costs(each).runs, step) for each in rows}
     for space, _ in every:
         space.until, space.most_seconds = until, step
+        space.priced = priced[job.request.global_batch // space.costs.runs.count]
     heap = [_Part(least, next(order), *each) for each in every]
     fewer = _Fewer(job.basis.used is None and job.basis.only is None)
     with suppress(_LateError):

@@ -222,6 +222,7 @@ class PlaceCosts:
     _known: dict[tuple[int, bool, bool], tuple[int, tuple[Floats, Floats]]] = field(
         default_factory=dict
     )
+    _per_block: dict[Series, float] = field(default_factory=dict)
     version: int = 0
 
     def bounds(self, first: bool, last: bool) -> Bounds:
@@ -264,7 +265,8 @@ class PlaceCosts:
         for series in self.runs.classes.series:
             numbers = list(series.classes)
             if len(numbers) > 1 and np.isfinite(found[numbers]).any():
-                found[numbers] = at_least(series.lengths, found[numbers], 0.0)
+                slope = self._block_seconds(series)
+                found[numbers] = at_least(series.lengths, found[numbers], slope)
         more = found - np.where(np.isfinite(lower), lower, 0.0)
         more[~np.isfinite(lower)] = 0.0
         once = bounds.once + more
@@ -276,6 +278,18 @@ class PlaceCosts:
             once = np.where(is_known, own.once, once)
             slowest = np.where(is_known, own.slowest, slowest)
         return once, slowest
+
+    def _block_seconds(self, series: Series) -> float:
+        """What one block more of a series takes at least, on any of the meshes."""
+        if series not in self._per_block:
+            least, most = (self.runs.run(series.classes[at]).counts for at in (0, -1))
+            kinds = [kind for kind in most if most[kind] > least.get(kind, 0)]
+            self._per_block[series] = min(
+                mesh.solver.block_seconds(kind, self.runs.count)
+                for mesh in self.meshes
+                for kind in kinds
+            )
+        return self._per_block[series]
 
     def price(self, number: int, in_flight: int, first: bool, last: bool) -> tuple[float, float]:
         """The exact q and m of a class; those next to it are made exact too."""

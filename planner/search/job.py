@@ -8,7 +8,8 @@ stages from them, and where planning time went.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -45,12 +46,19 @@ from .space import place_key
 if TYPE_CHECKING:
     from .beside import Company
 
+INTERRUPTED = "Ctrl-C"
+"""What ended a search that was interrupted."""
+
+GRACE_SECONDS = 2.0
+"""After Ctrl-C: to find out how good the best so far is."""
+
 
 @dataclass
 class Job:
     """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
 
-    No plan takes less than ``bound_seconds``; 0 where no bound is known. ``company`` is who
+    No plan takes less than ``bounded()``, which waits for what is still bounded beside this
+    process; 0 where no bound is known. ``company`` is who
     searches which part of the micro-batch sizes, ``beyond`` what ``excess_bytes`` others have.
     """
 
@@ -68,7 +76,7 @@ class Job:
     solvers: dict[object, IntraOp] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
-    bound_seconds: float = 0.0
+    bounded: Callable[[], float] = float
     company: Company | None = None
     beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)
@@ -116,8 +124,7 @@ class Job:
     def at(self, rows: int) -> Structure:
         """The graph for micro-batches of so many rows."""
         if rows not in self.graphs:
-            graph = self.structure.graph.with_batch_size(rows)
-            self.graphs[rows] = replace(self.structure, graph=graph)
+            self.graphs[rows] = self.structure.at_batch(rows)
         return self.graphs[rows]
 
     @cached_property
@@ -264,10 +271,29 @@ class Job:
         seconds["total"] = time.perf_counter() - self.began
         return self.effort.num_problems, seconds
 
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Ctrl-C ends what is inside, is noted, and goes no further."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupt()
+
+    @property
+    def ended_by(self) -> str:
+        """What ended the search before it was done; "" if nothing did."""
+        return self.stopped or ("its time limit" if self.effort.left_seconds <= 0 else "")
+
     def end(self) -> None:
-        """Ends the process beside this one."""
+        """Ends the processes beside this one."""
         if self.company is not None:
             self.company.end()
+
+    def interrupt(self) -> None:
+        """After Ctrl-C: ends them, and leaves little time for all that is still to be done."""
+        self.end()
+        self.stopped = INTERRUPTED
+        self.effort.deadline = time.perf_counter() + GRACE_SECONDS
 
     @property
     def excess_bytes(self) -> list[float]:

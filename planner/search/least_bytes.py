@@ -67,15 +67,11 @@ class LeastBytes:
         own = np.array([by_kind[block.kind] for block in self.structure.blocks.blocks])
         starts, stops = np.array(self.classes.firsts).T
         always = np.append(0.0, np.cumsum(own[:, 0]))
-        leaves = np.array([self._leaf_bytes(names) for names in self.structure.leaves])
+        leaves = np.array(self.structure.leaf_bytes_of_blocks, dtype=np.float64)
         found: Floats = always[stops] - always[starts]
         for column in (own[:, 1], own[:, 2], leaves):
             found += most(column, starts, stops)
         return found
-
-    def _leaf_bytes(self, names: tuple[str, ...]) -> float:
-        graph = self.structure.graph
-        return float(sum(spec.num_bytes for name in names for spec in graph[name].outputs))
 
     def _of_block(self, block: Block, prices: Prices) -> _BlockSizes:
         graph, nodes = self.structure.graph, [self.structure.graph[name] for name in block.nodes]

@@ -85,6 +85,7 @@ class Ranking:
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
         self.bound = 0.0
+        self.bounds: list[Callable[[], float]] = []
         self.shared_bound = float("inf")
         self.is_open = job.request.search == "rl"  # whether some stages may yet fit
 
@@ -100,7 +101,9 @@ class Ranking:
                 self._free_axes()
             return
         job.company = Company.of(job, rows, is_large=self._is_large(numbers))
-        every = job.company.over(explored, numbers, first=lambda own: self.explored(own, numbers))
+        every = job.company.over(explored, numbers, first=lambda own: self._first(own, numbers))
+        if len(every) > 1:
+            self._bound_others(every[1:])
         for found in every[1:]:
             self._take_in(found)
         self._add_branches(rows, numbers)
@@ -110,7 +113,8 @@ class Ranking:
         self._refine()
         self._share_out(rows)
         self._prove(rows, numbers)
-        self.bound = min(self.bound, self.shared_bound)
+        if job.company.beside is None:
+            self.bounded()
         if job.is_small:  # the best without is known only now
             self._free_axes()
 
@@ -126,9 +130,9 @@ class Ranking:
             if self.drafts and self._is_late(0.5):
                 break
             self.observe(f"micro-batches of {each} rows", index, len(rows))
-            quests += self._uniform(each, numbers)
-            if not self.drafts:
-                self._follow(quests, until_first=True)
+            own = list(self._uniform(each, numbers))
+            self._begin(own)
+            quests += own
         self._follow(quests)
         began = self.job.effort.work
         mixed = self._looked(self._mixed(rows, numbers))
@@ -138,6 +142,14 @@ class Ranking:
         self.is_open = any(each.estimate < float("inf") for each in every) or (
             any(each.num_blocks > MOST_CUTS for each in every)  # not every cut was tried
         )
+
+    def _begin(self, quests: list[Quest]) -> None:
+        """Makes a first plan where there is none, of as few stages as fit, soon and simple: what
+        Ctrl-C then leaves."""
+        for quest in quests:
+            if self.drafts:
+                return
+            self._follow([quest], until_first=True)
 
     def _add_loops(self, quests: list[Quest]) -> None:
         """Follows pipelines of one size that may be the fastest with several stages per rank."""
@@ -158,6 +170,34 @@ class Ranking:
             least.setdefault(self.drawn[id(each)], each.step_seconds)
         drafts = tuple((seconds, draft) for draft, seconds in least.items())
         return Explored(drafts, tuple(self.loops), self.is_open, self.job.excess_bytes)
+
+    def _first(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
+        """Explores the first part; of several this one is bounded while the others go on."""
+        found = self.explored(rows, numbers)
+        company = self.job.company
+        if company is not None and len(company.parts) > 1 and self.best:
+            self._bound(0, self._step_seconds, 1 / len(company.parts))
+        return found
+
+    def _bound_others(self, found: list[Explored]) -> None:
+        """Begins to bound the parts of which that has not begun, now that all are explored."""
+        least = [seconds for each in found for seconds, _ in each.drafts]
+        best = min([self._step_seconds, *least])
+        if best < float("inf"):
+            for at in range(len(self.bounds), len(found) + 1):
+                self._bound(at, best)
+
+    def _bound(self, at: int, step_seconds: float, done: float = 1.0) -> None:
+        """Begins to bound a part, with a share of the work; ``done`` is how much of that is."""
+        job = self.job
+        if job.company is None or not set(job.request.schedules) <= set(SCHEDULES):
+            return
+        patience = max(LEAST_BOUND, BOUND_SHARE * (job.effort.work - self.began) / done)
+        self.bounds.append(
+            job.company.later(
+                at, step_bound, job.stage_numbers, step_seconds, job.request.gap, patience
+            )
+        )
 
     def _take_in(self, found: Explored) -> None:
         """Takes in another part's drafts, those that are near the best or to be cut again."""
@@ -377,20 +417,23 @@ class Ranking:
             self.bound_rest()
 
     def bound_rest(self) -> None:
-        """Says what nothing is below, of whatever was or was not looked at."""
+        """Begins to say what nothing is below, where that has not begun."""
         job = self.job
-        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        company = job.company or Company(job, (rows,))
-        if self.best and set(job.request.schedules) <= set(SCHEDULES):
-            found = company.over(
-                step_bound, job.stage_numbers, self._step_seconds, job.request.gap, self._patience
-            )
-            self.bound = max(self.bound, min(found))
+        if job.company is None:
+            rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+            job.company = Company(job, (rows,))
+        for at in range(len(self.bounds), len(job.company.parts)):
+            self._bound(at, self._step_seconds)
 
-    @property
-    def _patience(self) -> float:
-        """The work that narrowing the bound may take."""
-        return max(LEAST_BOUND, BOUND_SHARE * (self.job.effort.work - self.began))
+    def bounded(self) -> float:
+        """What no plan takes less than: waits for what is still bounded beside this process."""
+        try:
+            found = [each() for each in self.bounds]
+        except KeyboardInterrupt:
+            self.job.interrupt()
+            found = [each() for each in self.bounds]
+        least = max(self.bound, min(found, default=0.0))
+        return min(least, self.shared_bound)
 
     @property
     def _step_seconds(self) -> float:

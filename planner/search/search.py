@@ -13,7 +13,6 @@ The time limit, or Ctrl-C, ends the search early with the best plan so far.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -31,20 +30,18 @@ from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
 from ..requests.refusals import check_measured
 from ..requests.request import Request
-from .job import Job
+from .job import INTERRUPTED, Job
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
 from .report_plan import Candidate, make_plan
-
-GRACE_SECONDS = 2.0
-"""After Ctrl-C: to find out how good the best so far is."""
 
 
 @dataclass(frozen=True)
 class Searched:
     """What a search found: the candidates, the winner first, on the hosts in an order.
 
-    ``blocks`` are those that pins tell apart; no plan of ``request`` takes less than the bound.
+    ``blocks`` are those that pins tell apart; ``job`` is the best order's, ``jobs`` are all of
+    which that can be bounded.
     """
 
     graph: Graph
@@ -54,16 +51,32 @@ class Searched:
     order: HostOrder
     job: Job
     ranking: list[Candidate]
-    bound_seconds: float
-    spent: tuple[int, Mapping[str, float]]
+    jobs: tuple[Job, ...]
 
-    def plan(self, best: Candidate) -> Plan:
-        """The plan of a candidate, its ranks and kinds as they were given."""
-        others = [each for each in self.ranking if each is not best]
+    @property
+    def bound_seconds(self) -> float:
+        """No plan of ``request`` takes less; 0 where that is not known. Waits for it."""
+        return min((each.bounded() for each in self.jobs), default=0.0)
+
+    @property
+    def spent(self) -> tuple[int, Mapping[str, float]]:
+        """How many problems were solved so far, and seconds by phase."""
+        return self.job.spent()
+
+    def judged(self, plan: Plan) -> Plan:
+        """A plan with how good it is."""
+        least = self.bound_seconds
+        return replace(plan, solver=solver_info(plan.prediction.step_seconds, self, least))
+
+    def plan(self, best: Candidate, *, with_others: bool = True) -> Plan:
+        """The plan of a candidate, its ranks and kinds as they were given, not yet ``judged``.
+
+        ``with_others``: it says why each of them lost.
+        """
+        others = [each for each in self.ranking if each is not best] if with_others else []
         order, request = self.order, self.request
         found = make_plan(self.job.structure, order.cluster, request, best, others, self.spent)
-        solver = solver_info(best.step_seconds, self.bound_seconds, self.spent)
-        found = in_given_ranks(replace(found, solver=solver), order, self.cluster)
+        found = in_given_ranks(found, order, self.cluster)
         blocks = pinned_blocks(self.graph, self.blocks, request.pins)
         found = check_kept(found, self.graph, blocks, request.pins)
         return in_given_kinds(found, blocks, self.blocks)
@@ -86,8 +99,8 @@ def plan(
     (AP701) if nothing was found in time.
     """
     found = searched(graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis)
+    best = found.judged(found.plan(found.ranking[0]))
     found.job.end()
-    best = found.plan(found.ranking[0])
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
 
@@ -113,7 +126,7 @@ def searched(
     def attempt(order: HostOrder, limited: Request) -> tuple[Job, list[Candidate]]:
         nonlocal stopped
         if stopped:
-            raise TimeLimitError("AP701", f"the search was {stopped}", fix="let it run on")
+            raise TimeLimitError("AP701", f"{stopped} ended the search", fix="let it run on")
         try:
             job, found = ranked(
                 graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
@@ -122,7 +135,7 @@ def searched(
         except KeyboardInterrupt:
             if not known:
                 raise
-            stopped = "interrupted"
+            stopped = INTERRUPTED
             raise TimeLimitError(
                 "AP701", "the search was interrupted", fix="let it run on"
             ) from None
@@ -133,17 +146,15 @@ def searched(
     order, job, ranking = over_orders(cluster, request, attempt)
     if basis.mode == "measured":
         check_measured(basis, request)
-    bound = min(each.bound_seconds for each in known) if not stopped or len(known) == 1 else 0.0
-    spent = known[0].spent()
-    return Searched(graph, given, cluster, request, order, job, ranking, bound, spent)
+    jobs = tuple(known) if not stopped or len(known) == 1 else ()
+    return Searched(graph, given, cluster, request, order, job, ranking, jobs)
 
 
-def solver_info(
-    step_seconds: float, bound_seconds: float, spent: tuple[int, Mapping[str, float]]
-) -> SolverInfo:
-    """How good a step is, by a bound of all, and what it took to find."""
+def solver_info(step_seconds: float, found: Searched, bound_seconds: float) -> SolverInfo:
+    """How good a step is, by a bound of all, what it took to find, and what ended it early."""
     bound = min(bound_seconds, step_seconds)
-    return SolverInfo(max(0.0, 1 - bound / step_seconds), spent[0], dict(spent[1]), bound)
+    gap = max(0.0, 1 - bound / step_seconds)
+    return SolverInfo(gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by)
 
 
 def ranked(
@@ -174,13 +185,11 @@ def ranked(
     except KeyboardInterrupt:
         if not ranking.best:
             raise
-        job.end()
-        job.stopped = "interrupted"
-        job.effort.deadline = time.perf_counter() + GRACE_SECONDS
+        job.interrupt()
         ranking.observe = ignore
         ranking.bound_rest()
     if not ranking.best:
         job.end()
         raise job.failure(is_proven=not ranking.is_open)
-    job.bound_seconds = ranking.bound
+    job.bounded = ranking.bounded
     return job, ranking.found()

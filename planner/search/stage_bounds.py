@@ -8,7 +8,7 @@ bound what a stage adds to it, the least over the place's meshes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -31,7 +31,8 @@ class StageBounds:
     """Bounds of every class of runs on one place in one role, ``held`` micro-batches in flight.
 
     By mesh: ``micro`` are Q, ``share`` W, ``alone`` E, ``received`` R; ``splits``: gradients of
-    weights may be put off.
+    weights may be put off. ``computed``, if known, are bounds of W without messages (of
+    ``memory_bounds``); ``plain`` has the bounds that are the same without memory.
     """
 
     meshes: Sequence[MeshCosts]
@@ -41,6 +42,8 @@ class StageBounds:
     first: bool
     held: int
     splits: bool = False
+    computed: Sequence[Floats] = ()
+    plain: StageBounds | None = None
     _raised: set[tuple[str, int, int]] = field(default_factory=set)
 
     @cached_property
@@ -56,6 +59,8 @@ class StageBounds:
         """Q without gradients of weights: by the most seconds and the largest share they have."""
         if not self.splits or self.first:
             return self.micro
+        if self.plain is not None and not self._raised:
+            return self.plain.sooner
         found = []
         for mesh, micro in zip(self.meshes, self.micro, strict=True):
             least = micro.copy()
@@ -72,17 +77,21 @@ class StageBounds:
     @cached_property
     def forward(self) -> list[Floats]:
         """By mesh the least that a forward computes."""
+        if self.plain is not None:
+            return self.plain.forward
         return [self._computed(mesh, FORWARD_COMPUTE) for mesh in self.meshes]
 
     @cached_property
     def backward(self) -> list[Floats]:
         """By mesh the least that a whole backward computes."""
+        if self.plain is not None:
+            return self.plain.backward
         return [self._computed(mesh, BACKWARD_COMPUTE) for mesh in self.meshes]
 
     def _computed(self, mesh: MeshCosts, which: int) -> Floats:
         found = np.zeros(len(mesh.runs.classes.firsts))
         of_kind = {
-            kind: _least_compute(mesh.solver.model, kind, which)
+            kind: least_compute(mesh.solver.model, kind, which)
             for series in self.series
             for kind in mesh.runs.run(series.classes[-1]).counts
         }
@@ -91,6 +100,10 @@ class StageBounds:
         starts, stops = np.array(mesh.runs.classes.firsts).T
         found[self.numbers] = (total[stops] - total[starts])[self.numbers]
         return found
+
+    def in_flight(self, held: int, computed: Sequence[Floats] = ()) -> StageBounds:
+        """These with so many micro-batches in flight, and maybe bounds of what fits then."""
+        return replace(self, held=held, computed=computed, plain=self, _raised=set())
 
     def passes(self, *, both: bool) -> Floats:
         """By class the least that a forward computes, or both passes one by one."""
@@ -112,6 +125,8 @@ class StageBounds:
 
     @cached_property
     def received(self) -> list[Floats]:
+        if self.plain is not None:
+            return self.plain.received
         return [mesh.most_received(self.series) for mesh in self.meshes]
 
     def turning(self) -> tuple[Floats, Floats]:
@@ -122,7 +137,10 @@ class StageBounds:
         once = [np.maximum(a, q) for a, q in zip(alone, micro, strict=True)]
         rest = [more * np.maximum(q - r, 0.0) for q, r in zip(micro, self.received, strict=True)]
         if self.first:
-            whole = [self.count * each for each in self.share]
+            share = self.share
+            if self.computed:
+                share = [np.maximum(c, w) for c, w in zip(self.computed, share, strict=True)]
+            whole = [self.count * each for each in share]
             rest = [
                 np.maximum(np.where(np.isfinite(w), w, 0.0) - np.where(np.isfinite(o), o, 0.0), r)
                 for w, o, r in zip(whole, once, rest, strict=True)
@@ -131,8 +149,10 @@ class StageBounds:
 
     def largest(self) -> tuple[Floats, Floats]:
         """By class nothing, and all that a stage takes."""
-        own = zip(self.share, self.received, strict=True)
-        every = self._least([self.count * np.maximum(w - r, 0.0) for w, r in own])
+        own = [w - r for w, r in zip(self.share, self.received, strict=True)]
+        if self.computed:
+            own = [np.maximum(c, w) for c, w in zip(self.computed, own, strict=True)]
+        every = self._least([self.count * np.maximum(each, 0.0) for each in own])
         return np.where(np.isfinite(every), 0.0, np.inf), every
 
     def _least(self, every: list[Floats]) -> Floats:
@@ -151,7 +171,11 @@ class StageBounds:
         for name, count in forms:
             every: list[Floats] = getattr(self, name)
             while True:
-                at = min(range(len(every)), key=lambda each: float(every[each][number]))
+                known = [float(each[number]) for each in every]
+                if name == "share" and self.computed:
+                    own = zip(known, self.computed, strict=True)
+                    known = [max(w, float(c[number])) for w, c in own]
+                at = known.index(min(known))
                 if (name, at, number) in self._raised:
                     break
                 self._raised.add((name, at, number))
@@ -173,7 +197,7 @@ class StageBounds:
                 every[at][own] = at_least(series.lengths, every[at][own], 0.0)
 
 
-def _least_compute(model: StageModel, kind: str, which: int) -> float:
+def least_compute(model: StageModel, kind: str, which: int) -> float:
     """What a block's pass computes at least, each op in the layout in which it is fastest."""
     decisions = model.kind(kind).decisions
     return sum(float(each.seconds[:, :, which].min()) for each in decisions)

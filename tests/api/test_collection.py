@@ -14,8 +14,8 @@ from autoparallel.collection import THRESHOLDS, rare_collections
 def given() -> Iterator[tuple[int, int, int]]:
     """Thresholds of a program of its own."""
     before = gc.get_threshold()
-    gc.set_threshold(500_000, 5, 5)
-    yield (500_000, 5, 5)
+    gc.set_threshold(10_000_000, 5, 5)
+    yield (10_000_000, 5, 5)
     gc.set_threshold(*before)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 from handmade import GIB, flat_plan, pipeline_plan
+from rich.console import Console
 
 from autoparallel import describe
 from autoparallel.planner.plan import GoalReport, Plan, Tried
@@ -16,6 +18,7 @@ from autoparallel.report.facts import (
     rank_seconds,
     stages_of_ranks,
 )
+from autoparallel.report.page import shown_stages, stages
 
 
 def test_no_line_is_wider_than_80_columns() -> None:
@@ -147,3 +150,29 @@ def test_the_objective_is_reported_with_what_was_tried() -> None:
     assert "a step may take 3.00 s" in text
     assert "2xH100: the model does not fit" in text
     assert "dollar" not in describe(flat_plan())
+
+
+def test_a_search_that_was_ended_early_is_told() -> None:
+    plan = pipeline_plan()
+    solver = replace(plan.solver, gap=0.25, bound_seconds=1.0, stopped="Ctrl-C")
+    for short in (False, True):
+        text = " ".join(describe(replace(plan, solver=solver), short=short).split())
+        assert "plan: Ctrl-C ended the search: the best so far; within 25 % of the best" in text
+        assert "ended the search" not in describe(plan, short=short)
+
+
+def test_of_many_stages_the_first_the_slowest_the_fullest_and_the_last_are_shown() -> None:
+    plan = pipeline_plan()
+    seconds = [{"forward": 0.5 if at == 40 else 0.1, "backward": 0.2} for at in range(64)]
+    held = [{"parameters": (9 if at == 50 else 3) * GIB} for at in range(64)]
+    predictions = [
+        replace(plan.stages[0].prediction, seconds=own, memory_bytes=size)
+        for own, size in zip(seconds, held, strict=True)
+    ]
+    many = replace(plan, stages=tuple(replace(plan.stages[0], prediction=p) for p in predictions))
+    assert shown_stages(many, 16) == [*range(13), 40, 50, 63]
+    assert shown_stages(many, 64) == list(range(64))
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as captured:
+        console.print(stages(many, limit=16))
+    assert "and 48 stages between them" in captured.get()

@@ -88,7 +88,7 @@ def test_what_a_lost_process_should_have_done_is_done_here(
     monkeypatch.setattr(beside, "LATE_SECONDS", 0.0)
     limit = 60.0 if how == "killed" else 6.0  # as long is a process waited for that is silent
     found = planned(2, time_limit_seconds=limit)
-    assert len(lost) == 1
+    assert len(lost) == 2  # of the other part, and of the bound of this one
     assert found.stages == alone.stages
     assert how == "silent" or unsolved(found) == unsolved(alone)
     assert not multiprocessing.active_children()
@@ -122,6 +122,30 @@ def test_a_process_answers_for_its_part_and_ends() -> None:
     company.end()
     assert not multiprocessing.active_children()
     assert company.over(_double, 1) == [(here, 11), (here, 21)]
+
+
+def test_what_is_wanted_later_comes_from_a_fork_or_from_the_other_process() -> None:
+    job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32, processes=2), rules=rules, basis=DEFAULT)
+    company = Company.of(job, (1, 2, 4, 8), is_large=True)
+    own, others = company.later(0, _double, 1), company.later(1, _double, 2)
+    again = company.later(1, _double, 3)  # the process has one call at a time
+    places = [each()[0] for each in (own, others, again)]
+    assert len({os.getpid(), *places}) == 3
+    assert places[1] == places[2]
+    assert [each()[1] for each in (own, others, again)] == [11, 22, 23]
+    assert own() == own()
+    company.end()
+    assert not multiprocessing.active_children()
+
+
+def test_what_was_not_answered_before_the_end_is_done_here() -> None:
+    for processes in (1, 2):
+        request = Request(32, processes=processes)
+        job = Job.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
+        company = Company.of(job, (1, 2, 4, 8), is_large=True)
+        asked = [company.later(at, _double, 1) for at in (0, 1)]
+        company.end()
+        assert [each() for each in asked] == [(os.getpid(), 11), (os.getpid(), 21)]
 
 
 class Kept:

@@ -7,6 +7,8 @@ from functools import cache
 import pytest
 from small_graphs import cluster, mlp
 
+from autoparallel.planner import rules
+from autoparallel.planner.arranged.balanced import block_flops
 from autoparallel.planner.arranged.chunk_guesses import Guess, about, fastest, least_seconds, ways
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.features import features_of
@@ -35,9 +37,14 @@ def bases() -> tuple[Candidate, ...]:
 
 
 @cache
+def flops() -> tuple[float, ...]:
+    return tuple(block_flops(*mlp(BLOCKS, rows=32), rules))
+
+
+@cache
 def every() -> tuple[Guess, ...]:
     guesses = []
-    for number, way in enumerate(ways(bases(), CHUNKED_SCHEDULES, BLOCKS)):
+    for number, way in enumerate(ways(bases(), CHUNKED_SCHEDULES, flops())):
         try:
             guesses.append(Guess(about(way), number, way))
         except UsageError:
@@ -58,6 +65,19 @@ def test_the_fastest_are_those_of_all(most: int, place: int) -> None:
     """With a bar at one of the guesses, which itself is not below it."""
     bar = every()[place].seconds
     wanted = [each for each in every() if each.seconds < bar][:most]
-    assert fastest(bases(), CHUNKED_SCHEDULES, BLOCKS, most=most, bar=bar) == wanted
-    free = fastest(bases(), CHUNKED_SCHEDULES, BLOCKS, most=most, bar=float("inf"))
+    assert fastest(bases(), CHUNKED_SCHEDULES, flops(), most=most, bar=bar) == wanted
+    free = fastest(bases(), CHUNKED_SCHEDULES, flops(), most=most, bar=float("inf"))
     assert free == list(every()[:most])
+
+
+def test_chunks_take_what_their_blocks_do() -> None:
+    """However they are cut, all together take what the stages of the candidate do."""
+    for way in ways(bases(), CHUNKED_SCHEDULES, flops()):
+        costs = [answer.cost for _, answer in way.base.candidate.answers]
+        assert len(way.costs) == way.chunks * way.num_ranks
+        assert sum(own.forward for own in way.costs) == pytest.approx(
+            sum(cost.forward_seconds for cost in costs)
+        )
+        assert sum(own.step for own in way.costs) == pytest.approx(
+            sum(cost.step_seconds for cost in costs)
+        )

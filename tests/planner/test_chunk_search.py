@@ -15,7 +15,8 @@ from autoparallel.cost_model.stage_costs import StageCosts
 from autoparallel.planner.arranged.chunk_bound import chunk_bound
 from autoparallel.planner.arranged.chunk_guesses import extrapolated
 from autoparallel.planner.arranged.chunk_memory import fitting, recomputed
-from autoparallel.planner.arranged.chunks import chunked, plan, priced
+from autoparallel.planner.arranged.chunks import chunked, plan
+from autoparallel.planner.arranged.priced import Wanted, priced
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import Evaluator, evaluate
 from autoparallel.planner.graph import Blocks, Graph
@@ -176,3 +177,18 @@ def test_what_fits_is_recomputed_no_more_than_it_must_be() -> None:
 def cut(base: Plan) -> Plan:
     looped = chunked(base, *deep(), "interleaved", 2)
     return priced(looped, Evaluator(*deep()))
+
+
+def test_what_is_not_simulated_takes_at_least_what_is_said() -> None:
+    """A plan that does not fit, or cannot be faster, is left at what its busiest rank does."""
+    forced = Forced(pp=4, num_microbatches=8, schedule="1f1b")
+    base = plan(*deep(), SLOW, Request(8, forced=forced))
+    for schedule in CHUNKED_SCHEDULES:
+        looped, evaluator = chunked(base, *deep(), schedule, 2), Evaluator(*deep())
+        whole = priced(looped, evaluator).prediction
+        step, peak = whole.step_seconds, whole.peak_memory_bytes
+        assert priced(looped, evaluator, Wanted(peak, step)).prediction == whole
+        for wanted in (Wanted(peak - 1, step), Wanted(peak, step / 2)):
+            brief = priced(looped, evaluator, wanted).prediction
+            assert brief.peak_memory_bytes == peak
+            assert step / 2 < brief.step_seconds < step

@@ -1,0 +1,241 @@
+"""What no pipeline of several stages per rank is faster than, if its ranks are to fit in memory.
+
+In: the blocks' least seconds at prices of a byte (``block_prices``), ranks, stages per rank, a
+schedule. Out: two lower bounds of the step over all cuts. A rank of several stages holds their
+states, and of each as many micro-batches as ``rank_held`` says, all within the limit. It waits
+for the forwards of the stages before its first one, and where no schedule puts gradients of
+weights off, for their backwards in the end.
+
+The mean of the ranks, with the same price λ per byte on each:
+
+    R · step  >=  Σ over stages s of  N·least_s(λ, λ·held_s) + wait_s·F_s  −  N·λ·R·free
+
+A stage's least is that of its blocks, one by one, so the least over all cuts is a dynamic program
+over blocks, for all λ at once:
+
+    D_s(b) = min over a of  D_(s-1)(a - 1) + first_s(a) + Σ of later_s(a + 1 .. b)
+
+And the busiest rank, as blocks are whole: in so many seconds rank r can do at most n_r blocks of
+the commonest kind, on its cheapest stage, each rank with its own λ; all do enough of them, and
+one has besides the largest of the other blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from ..intra_op.assembly import reserve
+from ..intra_op.block_prices import HELD, BlockPrices, Neighbours, block_prices
+from ..schedules.held import splits
+from ..schedules.rank_held import rank_held
+from ..schedules.schedules import parts_of_ranks
+from ..search.costs import MeshCosts
+from ..search.memory_bounds import UNLIMITED
+from ..search.runs import Floats, Ints
+from ..search.stage_bounds import BACKWARD_COMPUTE, FORWARD_COMPUTE, least_compute
+
+NUM_PRICES = 24
+"""λ that are tried."""
+
+HALVINGS = 40
+"""Of the seconds between which the busiest rank's are sought."""
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """A mesh that a rank may have; ``least[kind]`` are (linked, alone) at prices, by mode."""
+
+    prices: BlockPrices
+    free_bytes: float
+
+    def least(self, kind: str, held: int, grid: Floats) -> tuple[Floats, Floats]:
+        """By price a block's seconds after one of its kind, and at least: in any mode.
+
+        Both are concave in the price and never fall, so interpolation is below them.
+        """
+        own, number = self.prices, np.array([float(held)])
+        states = own.states(number)[0]
+
+        def of(values: Floats) -> Floats:
+            found: Floats = np.interp(grid, states, own.at(values, number)[0])
+            return found
+
+        linked = np.minimum.reduce([of(values) for values in own.linked[kind].values()])
+        alone = np.minimum.reduce([of(values) for values in own.alone[kind].values()])
+        return linked, np.minimum(alone, linked)
+
+
+@dataclass
+class Ranks:
+    """So many ranks, the meshes that each may have, and the model's blocks."""
+
+    number: int
+    meshes: Sequence[MeshCosts]
+    neighbours: Neighbours
+    _least: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.meshes[0].runs.count
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """Of each block."""
+        return [block.kind for block in self.meshes[0].runs.structure.blocks.blocks]
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        return Counter(self.kinds)
+
+    @cached_property
+    def at(self) -> Ints:
+        """The number of each block's kind."""
+        numbers = {kind: number for number, kind in enumerate(self.counts)}
+        return np.array([numbers[kind] for kind in self.kinds])
+
+    @cached_property
+    def distinct(self) -> list[_Mesh]:
+        """The meshes that differ. Raises ``TooWideError``."""
+        found: dict[object, _Mesh] = {}
+        for mesh in self.meshes:
+            solver = mesh.solver
+            own = block_prices(
+                solver.model, solver.zeros, solver.modes, self.count, self.neighbours
+            )  # fmt: skip
+            free = min(solver.limits.memory_bytes, UNLIMITED) - reserve(solver.model)
+            free -= min(own.working_bytes.values())
+            found[id(own), free] = _Mesh(own, free)
+        return list(found.values())
+
+    @cached_property
+    def grid(self) -> Floats:
+        """Prices of a byte, 0 first."""
+        few = np.array([1.0, HELD[-1]])
+        every = np.concatenate([mesh.prices.states(few) for mesh in self.distinct])
+        some = every[every > 0]
+        return np.append(0.0, np.geomspace(some.min(), some.max(), NUM_PRICES))
+
+    def least(self, held: int) -> tuple[Floats, Floats]:
+        """``[mesh, kind, price]`` of a block after one of its kind, and of any."""
+        if held not in self._least:
+            every = [
+                [mesh.least(kind, held, self.grid) for kind in self.counts]
+                for mesh in self.distinct
+            ]
+            linked, alone = np.moveaxis(np.array(every), 2, 0)
+            self._least[held] = linked, alone
+        return self._least[held]
+
+    @cached_property
+    def computed(self) -> tuple[Floats, Floats]:
+        """By block what a forward computes at least, and what both passes do."""
+        models = {id(mesh.solver.model): mesh.solver.model for mesh in self.meshes}.values()
+        forward, backward = (
+            [min(least_compute(model, kind, which) for model in models) for kind in self.counts]
+            for which in (FORWARD_COMPUTE, BACKWARD_COMPUTE)
+        )
+        return np.array(forward)[self.at], (np.array(forward) + np.array(backward))[self.at]
+
+    def work_seconds(self) -> float:
+        """What the mean rank works, without memory: of any number of stages."""
+        _, alone = self.least(1)
+        least = alone[:, :, 0].min(axis=0)[self.at]
+        return self.count * float(least.sum()) / self.number
+
+    def step_seconds(self, schedule: str, chunks: int) -> float:
+        """The bound under one schedule; infinite where it cannot have so many."""
+        held = rank_held(schedule, self.number, chunks, self.count)
+        if held is None:
+            return float("inf")
+        waited = self.computed[0 if splits(schedule) else 1]
+        parts = parts_of_ranks(schedule, self.number, chunks)
+        return max(self._mean(held, waited), self._busiest(held, parts, waited))
+
+    def _mean(self, held: Sequence[int], waited: Floats) -> float:
+        """The first bound, under both forms of waiting of ``chunk_bound``."""
+        number, count = self.number, self.count
+        waits = [[float(max(number - 1 - at, 0)) for at in range(len(held))]]
+        if count < number:
+            waits.append([float(number - count)] * len(held))
+        return max(self._of_waits(held, own, waited) for own in waits)
+
+    def _of_waits(self, held: Sequence[int], waits: Sequence[float], waited: Floats) -> float:
+        is_linked = np.array(self.neighbours.linked)[:, None]
+        before: Floats | None = None
+        for own, wait in zip(held, waits, strict=True):
+            linked, alone = (each.min(axis=0)[self.at] for each in self.least(own))
+            more = wait * waited[:, None]
+            first = self.count * alone + more
+            later = np.where(is_linked, self.count * linked + more, first)
+            before = _next(before, first, later)
+        assert before is not None, "there is a stage"
+        free = max(mesh.free_bytes for mesh in self.distinct)
+        least: Floats = before[-1] - self.count * self.number * free * self.grid
+        return float(least.max()) / self.number
+
+    def _busiest(
+        self, held: Sequence[int], parts: Sequence[Sequence[int]], waited: Floats
+    ) -> float:
+        """The second bound."""
+        main = max(self.counts, key=lambda kind: self.counts[kind])
+        others = [kind for kind in self.counts if kind != main]
+        between = float(waited[1:-1].min()) if len(waited) > 2 else 0.0
+        waits = np.array([max(rank - 1, 0) * between for rank in range(self.number)])[:, None]
+        plain = self._loads(held, parts, main, None) + waits
+        more = [self._loads(held, parts, main, kind) + waits for kind in others]
+        low, high = 0.0, float(plain[:, -1].max())
+        if not np.isfinite(high):
+            return low
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if self._can(middle, plain, more, self.counts[main]):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    @staticmethod
+    def _can(seconds: float, plain: Floats, more: Sequence[Floats], blocks: int) -> bool:
+        """Whether the ranks can do so many blocks, one of them with another one besides."""
+        most = (plain <= seconds).sum(axis=1)
+        besides = [most - (own <= seconds).sum(axis=1) for own in more]
+        if any((own > seconds)[:, 0].all() for own in more):
+            return False
+        lost = max((int(own.min()) for own in besides), default=0)
+        return int((most - 1).sum()) - lost >= blocks
+
+    def _loads(
+        self, held: Sequence[int], parts: Sequence[Sequence[int]], main: str, other: str | None
+    ) -> Floats:
+        """``[rank, n]`` what a rank takes for n blocks of a kind, and one of another."""
+        order = list(self.counts)
+        numbers = np.arange(self.counts[main] + 1)[:, None]
+        free = np.array([mesh.free_bytes for mesh in self.distinct])[:, None, None] * self.grid
+        known: dict[tuple[int, ...], Floats] = {}
+        rows = []
+        for stages in parts:
+            key = tuple(sorted({held[stage] for stage in stages}))
+            if key not in known:
+                alone = np.minimum.reduce([self.least(own)[1] for own in key])
+                total = numbers * alone[:, None, order.index(main)] - free
+                if other is not None:
+                    total = total + alone[:, None, order.index(other)]
+                known[key] = self.count * total.max(axis=2).min(axis=0)
+            rows.append(known[key])
+        return np.array(rows)
+
+
+def _next(before: Floats | None, first: Floats, later: Floats) -> Floats:
+    """``D_s[b, price]`` from ``D_(s-1)``; without one, of the first stage."""
+    total = np.cumsum(later, axis=0)
+    if before is None:
+        return first[:1] - later[:1] + total
+    opened = np.full(first.shape, np.inf)
+    opened[1:] = before[:-1]
+    found: Floats = total + np.minimum.accumulate(opened + first - total, axis=0)
+    return found

@@ -1,0 +1,62 @@
+"""Ctrl-C at any moment of a search: the best so far, its bound, and that it was ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from small_graphs import cluster, mlp
+
+from autoparallel.planner.arranged import chunk_bound, chunks
+from autoparallel.planner.arranged.chunks import plan
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+
+ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
+SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
+"""Compute and wires so slow that weights are better not copied: pipelines win."""
+
+
+def found() -> Plan:
+    request = Request(8, forced=Forced(pp=4), features=features_of((), (), ALL))
+    return plan(*mlp(8, rows=8), SLOW, request)
+
+
+class Interrupting:
+    """A function whose n-th call is interrupted."""
+
+    def __init__(self, function: Callable[..., object], call: int) -> None:
+        self.function, self.call, self.calls = function, call, 0
+
+    def __call__(self, *args: object, **options: object) -> object:
+        self.calls += 1
+        if self.calls == self.call:
+            raise KeyboardInterrupt
+        return self.function(*args, **options)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_cut_that_is_interrupted_leaves_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    whole = found()
+    assert whole.num_chunks > 1
+    assert whole.solver.stopped == ""
+    monkeypatch.setattr(chunks, "chunked", Interrupting(chunks.chunked, call))
+    own = found()
+    assert own.solver.stopped == "Ctrl-C"
+    assert own.prediction.step_seconds >= whole.prediction.step_seconds
+    assert (own.num_chunks == 1) == (call == 1)
+    assert 0 < own.solver.bound_seconds <= whole.prediction.step_seconds
+    assert loads(dumps(own)) == own
+
+
+def test_a_bound_that_is_interrupted_is_that_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found()
+    monkeypatch.setattr(chunk_bound, "_of_chunks", Interrupting(chunk_bound._of_chunks, 1))
+    own = found()
+    assert own.solver.stopped == "Ctrl-C"
+    assert own.stages == whole.stages
+    assert 0 < own.solver.bound_seconds <= whole.solver.bound_seconds
