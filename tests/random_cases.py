@@ -15,6 +15,9 @@ from autoparallel.planner.rules import axis_strategies
 
 MOST_LAYOUTS = 5_000
 
+LONG_SECONDS = 3600.0
+"""No search ends early, on however slow a machine."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -44,7 +47,8 @@ def random_case(seed: int, *, mixed: bool | None = None) -> Case:
         graph, blocks = random_model(rng, batch)
     on = random_cluster(rng, mixed=rng.random() < 0.3 if mixed is None else mixed)
     share = rng.choice((None, None, 0.95, 0.8, 0.65, 0.5))
-    return Case(seed, graph, blocks, on, Request(batch), share)
+    request = Request(batch, time_limit_seconds=LONG_SECONDS)
+    return Case(seed, graph, blocks, on, request, share)
 
 
 def num_layouts(graph: Graph, blocks: Blocks) -> int:

@@ -12,7 +12,7 @@ layouts, ZeRO stage and memory: a stage that waits for its slowest device takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,12 +22,15 @@ from ..inter_op.submesh import meshes, restriction
 from ..intra_op.assembly import Assembly, Setting, Solution
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..layout import Mesh
+from ..pricing.decisions import Decision
 from ..pricing.ladder import NOTHING, Rung, rungs
 from ..pricing.prices import Prices
 from ..pricing.stage_cost import Figures, StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from ..shares import best_shares, coordinate_ranks, slowest, why_not
+from ..strategy import NodeLayout
+from .cached_search import cached_solver
 from .candidates import simulated
 from .job import Job
 from .report_plan import Candidate, stage_layouts
@@ -133,7 +136,7 @@ class _Shared:
             graph = job.at(rows * self.parts)
             model = StageModel(graph, prices, limited, job.cluster.link(0, 0))
             limits = replace(job.limits, memory_bytes=INFINITE)
-            self._solvers[key] = IntraOp(model, limits, job.effort)
+            self._solvers[key] = cached_solver(IntraOp(model, limits, job.effort), job.kept)
         return self._solvers[key]
 
     @cached_property
@@ -251,24 +254,41 @@ class _Shared:
             base = self.solver(0, max(1, self.rows // self.parts)).model
             model = self.solver(coordinate, rows).model
             self._figures[key] = None
-            if _same_layouts(base, model, solution):
+            own = translated(base, model, solution)
+            if own is not None:
                 assembly = Assembly(model, self.run(coordinate, rows))
-                self._figures[key] = Figures(assembly, assembly.choices(solution))
+                self._figures[key] = Figures(assembly, assembly.choices(own))
         return self._figures[key]
 
 
-def _same_layouts(one: StageModel, other: StageModel, solution: Solution) -> bool:
-    """Whether choices mean the same layouts in two models of a mesh."""
+def translated(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
+    """A solution of a mesh's model as another one counts its choices; None where that has none.
+
+    Splits divide some numbers of rows and not others, so the same layouts have other numbers.
+    """
     if one is other:
-        return True
+        return solution
     own = one.structure
+    found: dict[str, tuple[int, ...]] = {}
     for owner, choices in solution.items():
         is_shared = owner in own.graph.by_name and owner not in own.blocks.kinds
         pairs = [(model.shared(owner),) if is_shared else model.kind(owner).decisions
                  for model in (one, other)]  # fmt: skip
-        for first, second, choice in zip(*pairs, choices, strict=True):
-            if choice >= len(second.choices):
-                return False
-            if first.choices[choice].layouts != second.choices[choice].layouts:
-                return False
-    return True
+        if len(pairs[0]) != len(pairs[1]):
+            return None
+        numbers = [
+            _number_of(first.choices[choice].layouts, second, choice)
+            for first, second, choice in zip(*pairs, choices, strict=True)
+        ]
+        if None in numbers:
+            return None
+        found[owner] = tuple(number for number in numbers if number is not None)
+    return found
+
+
+def _number_of(layouts: Mapping[str, NodeLayout], decision: Decision, near: int) -> int | None:
+    """Which choice of a decision has these layouts; ``near`` is looked at first."""
+    choices = decision.choices
+    if near < len(choices) and choices[near].layouts == layouts:
+        return near
+    return next((at for at, each in enumerate(choices) if each.layouts == layouts), None)

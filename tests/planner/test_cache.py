@@ -109,9 +109,11 @@ def solved_again(case: Case) -> Counter[str]:
     return +second.made
 
 
-@pytest.mark.parametrize("seed", [None, *range(401, 406)])
+@pytest.mark.parametrize("seed", [None, *range(401, 406), 321])
 def test_the_same_again_solves_nothing(seed: int | None) -> None:
+    """Of 321, where memory binds, the plan has unequal shares of the batch."""
     case = big() if seed is None else random_case(seed)
+    case = case.limited(1228) if seed == 321 else case
     assert not solved_again(asked(case, time_limit_seconds=600.0))
 
 

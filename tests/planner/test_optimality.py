@@ -9,8 +9,10 @@ from functools import cache
 
 import pytest
 from brute_force import Best, BruteForce
+from brute_force_shares import Shared, best_shared
 from random_cases import Case, random_case
 
+from autoparallel.cost_model.cluster import Device, Link
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
@@ -29,15 +31,11 @@ SEEDS = [
 SAME = 1e-9
 """Relative: two steps within this are equal."""
 
-LONG_SECONDS = 3600.0
-"""No search ends early, on however slow a machine."""
-
 
 def found_plan(case: Case) -> Plan | None:
     """The planner's answer, None if it says that nothing fits."""
-    request = replace(case.request, time_limit_seconds=LONG_SECONDS)
     try:
-        return plan(case.graph, case.blocks, case.cluster, request)
+        return plan(case.graph, case.blocks, case.cluster, case.request)
     except InfeasibleError:
         return None
 
@@ -51,8 +49,13 @@ def with_limit(case: Case) -> Case:
     return case.limited(int(case.memory_share * free.prediction.peak_memory_bytes))
 
 
-def best_of_all(case: Case, *, below: float = math.inf, free: bool = False) -> Best | None:
-    return BruteForce(case.graph, case.blocks, case.cluster, case.request, free=free).best(below)
+def best_of_all(case: Case, *, below: float = math.inf, free: bool = False) -> Best | Shared | None:
+    """The fastest plan, of unequal shares of the batch too where devices differ."""
+    force = BruteForce(case.graph, case.blocks, case.cluster, case.request, free=free)
+    even = force.best(below)
+    if not case.is_mixed:
+        return even
+    return best_shared(force, below if even is None else even.step_seconds) or even
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Solved:
 
     case: Case
     found: Plan | None
-    best: Best | None
+    best: Best | Shared | None
 
     @property
     def seconds(self) -> float:
@@ -153,6 +156,42 @@ def test_a_plan_outside_of_the_space_is_the_fastest_where_dp_may_do_anything() -
 @pytest.mark.parametrize("seed", range(NUM_CASES, 5 * NUM_CASES))
 def test_the_plan_is_the_fastest_of_many_more(seed: int) -> None:
     assert_is_the_best(solved(seed))
+
+
+def where_compute_counts(case: Case) -> Case:
+    """Links a thousand times as fast, devices a hundredth, so that it is worth sharing out."""
+
+    def quick(link: Link) -> Link:
+        bandwidth = link.bytes_per_second * 1000
+        return replace(link, bytes_per_second=bandwidth, alpha_seconds=link.alpha_seconds / 1000)
+
+    def slow(device: Device) -> Device:
+        peaks = {name: peak / 100 for name, peak in device.peak_flops.items()}
+        return replace(device, peak_flops=peaks, memory_bytes_per_second=1e12)
+
+    hosts = tuple(
+        replace(each, link=quick(each.link), device=slow(each.device))
+        for each in case.cluster.hosts
+    )
+    links = quick(case.cluster.inter_link)
+    return replace(case, cluster=replace(case.cluster, hosts=hosts, inter_link=links))
+
+
+@pytest.mark.parametrize(
+    ("seed", "shares"), [(15, (3, 1)), (20, (1, 3)), (24, (3, 5)), (38, (1, 3)), (12, (1, 1, 6))]
+)
+def test_a_plan_with_unequal_shares_is_the_fastest_there_is(
+    seed: int, shares: tuple[int, ...]
+) -> None:
+    """Of random cases, some of whose memory binds, some with "tp" that splits no odd rows."""
+    case = with_limit(where_compute_counts(random_case(seed, mixed=True)))
+    found, best = found_plan(case), best_of_all(case)
+    assert found is not None
+    assert isinstance(best, Shared), best
+    assert found.prediction.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
+    assert found.stages[0].shares == shares
+    priced = evaluate(case.graph, case.blocks, found, case.cluster)
+    assert priced.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
 
 
 def test_the_cases_are_of_every_sort() -> None:

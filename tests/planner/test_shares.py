@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from brute_force_shares import divisions
 from small_graphs import mlp
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
@@ -32,16 +32,6 @@ def host(speed: float, *, memory_bytes: int = 10**12) -> Host:
 
 def toys(*hosts: Host) -> Cluster:
     return Cluster("toys", hosts, WIRE)
-
-
-def divisions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to give ``parts`` ranks at least one row each."""
-    if parts == 1:
-        yield (total,)
-        return
-    for first in range(1, total - parts + 2):
-        for rest in divisions(total - first, parts - 1):
-            yield (first, *rest)
 
 
 @pytest.mark.parametrize("seed", range(300))
