@@ -34,6 +34,7 @@ from ..requests.options import microbatch_rows
 from ..requests.request import Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
 from ..search import search
+from ..search.job import Job
 from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import leaf_layout
 from ..search.work_bound import work_bound
@@ -91,9 +92,10 @@ def _plan(
     def searched(asked: Request) -> search.Searched:
         every.append(
             search.searched(
-                graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis
+                graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis,
+                others_bound=_bound_of_chunks if _has_chunks(cluster, asked) else None,
             )
-        )
+        )  # fmt: skip
         return every[-1]
 
     def found(asked: Request) -> Plan:
@@ -142,11 +144,8 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     request, winner = found.request, found.ranking[0]
     other: Plan | None = None
     lost: list[Alternative] = []
-    hosts = found.cluster.hosts
-    is_uniform = all(host == hosts[0] for host in hosts)
+    is_uniform = _is_uniform(found.cluster)
     is_done = found.job.stopped and request.allows_one_stage
-    if is_uniform and request.chunked_schedules:
-        _begin_bounds(found)
     if is_uniform and not request.pins and not request.stage_at and not is_done:
         other, lost = _under_others(found, cut, arranging, deadline)
     if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
@@ -158,7 +157,7 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
     if other is None:
         plain = replace(plain, alternatives=tuple(others))
-        if is_uniform and request.chunked_schedules and max(found.job.stage_numbers) > 1:
+        if _has_chunks(found.cluster, request) and max(found.job.stage_numbers) > 1:
             return _gauged(plain, found)
         return found.judged(plain)
     step = other.prediction.step_seconds
@@ -197,12 +196,18 @@ def _under_others(
     return best or looped, [*lost, *slower]
 
 
-def _begin_bounds(found: search.Searched) -> None:
-    """Has several stages per rank bounded beside this process, where there are others."""
-    company, numbers = found.job.company, found.job.stage_numbers
-    if company is not None and company.beside is not None:
-        for at in range(len(company.parts)):
-            company.later(at, chunk_bound_of, numbers, MOST_CHUNKS, found.request.chunked_schedules)
+def _is_uniform(cluster: Cluster) -> bool:
+    return all(host == cluster.hosts[0] for host in cluster.hosts)
+
+
+def _has_chunks(cluster: Cluster, request: Request) -> bool:
+    """Whether a plan may have several stages per rank without being told so."""
+    return _is_uniform(cluster) and bool(request.chunked_schedules)
+
+
+def _bound_of_chunks(job: Job, rows: tuple[int, ...]) -> float:
+    """``chunk_bound`` of some micro-batch sizes, for all that a plan may have."""
+    return chunk_bound_of(job, rows, job.stage_numbers, MOST_CHUNKS, job.request.chunked_schedules)
 
 
 def _gauged(other: Plan, found: search.Searched) -> Plan:
@@ -216,7 +221,9 @@ def _gauged(other: Plan, found: search.Searched) -> Plan:
     if other.slices:
         least = 0.0
     elif found.request.chunked_schedules:
-        least = _bounded(other, found, job.stage_numbers, MOST_CHUNKS).solver.bound_seconds
+        names = found.request.chunked_schedules
+        known = job.others_bounded()
+        least = chunk_bound(job, job.stage_numbers, MOST_CHUNKS, names) if known is None else known
     else:
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         least = work_bound(job, rows)

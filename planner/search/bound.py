@@ -218,8 +218,10 @@ def step_bound(
     step: float,
     gap: float,
     patience: float = PATIENT,
+    enough: float = float("inf"),
 ) -> float:
-    """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough.
+    """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough, and
+    so is ``enough``.
 
     ``patience``: the work (``Effort.work``) that may be spent on it.
     """
@@ -231,9 +233,25 @@ def step_bound(
         space.until = until
     heap = [_Part(least, next(order), *each) for each in every]
     with suppress(_LateError):
-        _narrow(heap, step * (1 - gap))
+        _narrow(heap, min(step * (1 - gap), enough))
     job.took("bound", time.perf_counter() - began)
     return min(heap[0].least, step)
+
+
+def bounds(
+    job: Job,
+    rows: tuple[int, ...],
+    numbers: tuple[int, ...],
+    step: float,
+    gap: float,
+    patience: float,
+) -> tuple[float, float]:
+    """``step_bound``, and what plans of several stages per rank take at least, if any are allowed:
+    the plan is as good as the less of them says, so the first need be no better."""
+    others = float("inf")
+    if job.others_bound is not None:
+        others = work_bound(job, rows) if job.stopped else job.others_bound(job, rows)
+    return step_bound(job, rows, numbers, step, gap, patience, others), others
 
 
 def _narrow(heap: list[_Part], enough: float) -> None:

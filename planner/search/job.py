@@ -53,13 +53,23 @@ GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
 
 
+OthersBound = Callable[["Job", tuple[int, ...]], float]
+"""(a job, sizes of micro-batches) → what plans of several stages per rank take at least."""
+
+
+def _unknown() -> None:
+    """Nothing is known."""
+
+
 @dataclass
 class Job:
     """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
 
     No plan takes less than ``bounded()``, which waits for what is still bounded beside this
-    process; 0 where no bound is known. ``company`` is who
-    searches which part of the micro-batch sizes, ``beyond`` what ``excess_bytes`` others have.
+    process; 0 where no bound is known. ``others_bound`` is what plans of several stages per rank
+    take at least in some sizes of micro-batches, ``others_bounded()`` in all, None where that was
+    not asked for. ``company`` is who searches which part of the micro-batch sizes, ``beyond`` what
+    ``excess_bytes`` others have.
     """
 
     structure: Structure
@@ -77,6 +87,8 @@ class Job:
     seconds: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
     bounded: Callable[[], float] = float
+    others_bound: OthersBound | None = None
+    others_bounded: Callable[[], float | None] = _unknown
     company: Company | None = None
     beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)

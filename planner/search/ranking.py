@@ -17,7 +17,7 @@ from ..placement.placement import learned_pipelines
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
 from .beside import Company
-from .bound import step_bound
+from .bound import bounds
 from .candidates import WORTH_IT, candidates, completed, freed, is_whole
 from .exact import exact_candidates, is_few
 from .job import Job
@@ -86,7 +86,7 @@ class Ranking:
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
         self.bound = 0.0
-        self.bounds: list[Callable[[], float]] = []
+        self.bounds: list[Callable[[], tuple[float, float]]] = []
         self.shared_bound = float("inf")
         self.is_open = job.request.search == "rl"  # whether some stages may yet fit
 
@@ -201,7 +201,7 @@ class Ranking:
         patience = max(LEAST_BOUND, BOUND_SHARE * (job.effort.work - self.began) / done)
         self.bounds.append(
             job.company.later(
-                at, step_bound, job.stage_numbers, step_seconds, job.request.gap, patience
+                at, bounds, job.stage_numbers, step_seconds, job.request.gap, patience
             )
         )
 
@@ -445,13 +445,21 @@ class Ranking:
 
     def bounded(self) -> float:
         """What no plan takes less than: waits for what is still bounded beside this process."""
+        least = max(self.bound, min((own for own, _ in self._bounds()), default=0.0))
+        return min(least, self.shared_bound)
+
+    def others_bounded(self) -> float | None:
+        """What none of several stages per rank takes less than, None if it was not asked for."""
+        if self.job.others_bound is None or not self.bounds:
+            return None
+        return min(others for _, others in self._bounds())
+
+    def _bounds(self) -> list[tuple[float, float]]:
         try:
-            found = [each() for each in self.bounds]
+            return [each() for each in self.bounds]
         except KeyboardInterrupt:
             self.job.interrupt()
-            found = [each() for each in self.bounds]
-        least = max(self.bound, min(found, default=0.0))
-        return min(least, self.shared_bound)
+            return [each() for each in self.bounds]
 
     @property
     def _step_seconds(self) -> float:

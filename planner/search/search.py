@@ -30,7 +30,7 @@ from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
 from ..requests.refusals import check_measured
 from ..requests.request import Request
-from .job import INTERRUPTED, Job
+from .job import INTERRUPTED, Job, OthersBound
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
 from .report_plan import Candidate, make_plan
@@ -113,8 +113,12 @@ def searched(
     observe: Observe | None = None,
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
+    others_bound: OthersBound | None = None,
 ) -> Searched:
-    """All that was found. Raises as ``plan``."""
+    """All that was found. ``others_bound``: what plans of several stages per rank take at least.
+
+    Raises as ``plan``.
+    """
     given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
@@ -128,10 +132,12 @@ def searched(
         if stopped:
             raise TimeLimitError("AP701", f"{stopped} ended the search", fix="let it run on")
         try:
-            job, found = ranked(
-                graph, blocks, order.cluster, limited, observe=observe, rules=rules, basis=basis,
-                known=known[0] if known else None,
-            )  # fmt: skip
+            check_degrees(limited.forced, order.cluster)
+            job = Job.of(graph, blocks, order.cluster, limited, rules=rules, basis=basis)
+            if known:  # the same but for the order of the hosts
+                job = job.like(known[0])
+            job.others_bound = others_bound
+            job, found = _ranked(job, observe or ignore)
         except KeyboardInterrupt:
             if not known:
                 raise
@@ -166,17 +172,16 @@ def ranked(
     observe: Observe | None = None,
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
-    known: Job | None = None,
 ) -> tuple[Job, list[Candidate]]:
-    """The job and what was found for it: the winner, then those that lost. Raises as ``plan``.
-
-    ``known`` is a job of the same but for the order of the hosts: its solutions are used.
-    """
+    """The job and what was found for it: the winner, then those that lost. Raises as ``plan``."""
     check_degrees(request.forced, cluster)
     job = Job.of(graph, blocks, cluster, request, rules=rules, basis=basis)
-    if known is not None:
-        job = job.like(known)
-    ranking = Ranking(job, observe or ignore)
+    return _ranked(job, observe or ignore)
+
+
+def _ranked(job: Job, observe: Observe) -> tuple[Job, list[Candidate]]:
+    """What is found for a job."""
+    ranking = Ranking(job, observe)
     try:
         ranking.run()
     except AutoparallelError:
@@ -191,5 +196,5 @@ def ranked(
     if not ranking.best:
         job.end()
         raise job.failure(is_proven=not ranking.is_open)
-    job.bounded = ranking.bounded
+    job.bounded, job.others_bounded = ranking.bounded, ranking.others_bounded
     return job, ranking.found()
