@@ -15,6 +15,11 @@ over blocks, for all λ at once:
 
     D_s(b) = min over a of  D_(s-1)(a - 1) + first_s(a) + Σ of later_s(a + 1 .. b)
 
+Of very many stages and blocks the places of blocks are left out: with M(k) the least that a block
+of kind k takes after another in any stage, it is no less than
+
+    Σ over blocks of  M(k)  +  Σ over stages of  min over k of  first_s(k) - M(k).
+
 And the busiest rank, as blocks are whole: in so many seconds rank r can do at most n_r blocks of
 the commonest kind, on its cheapest stage, each rank with its own λ; all do enough of them, and
 one has besides the largest of the other blocks.
@@ -44,6 +49,9 @@ NUM_PRICES = 24
 
 MANY_TIMES = 4
 """More blocks than so many times the mean are not tried on one rank."""
+
+MOST_CELLS = 1 << 15
+"""Stages times blocks that are gone through."""
 
 HALVINGS = 40
 """Of the seconds between which the busiest rank's are sought."""
@@ -171,6 +179,13 @@ class Ranks:
         return max(self._of_waits(held, own, waited) for own in waits)
 
     def _of_waits(self, held: Sequence[int], waits: Sequence[float], waited: Floats) -> float:
+        in_all = self.of_places if len(held) * len(self.at) <= MOST_CELLS else self.of_kinds
+        free = max(mesh.free_bytes for mesh in self.distinct)
+        least: Floats = in_all(held, waits, waited) - self.count * self.number * free * self.grid
+        return float(least.max()) / self.number
+
+    def of_places(self, held: Sequence[int], waits: Sequence[float], waited: Floats) -> Floats:
+        """By price the least over all cuts of the sum over stages."""
         is_linked = np.array(self.neighbours.linked)[:, None]
         before: Floats | None = None
         for own, wait in zip(held, waits, strict=True):
@@ -180,9 +195,30 @@ class Ranks:
             later = np.where(is_linked, self.count * linked + more, first)
             before = _next(before, first, later)
         assert before is not None, "there is a stage"
-        free = max(mesh.free_bytes for mesh in self.distinct)
-        least: Floats = before[-1] - self.count * self.number * free * self.grid
-        return float(least.max()) / self.number
+        last: Floats = before[-1]
+        return last
+
+    def of_kinds(self, held: Sequence[int], waits: Sequence[float], waited: Floats) -> Floats:
+        """The same at least, wherever blocks are: stages that hold and wait alike are alike."""
+        linked = np.array(self.neighbours.linked)
+        ways = np.stack([self.at, linked])
+        (kinds, is_linked), where, of_block, numbers = np.unique(
+            ways, axis=1, return_index=True, return_inverse=True, return_counts=True
+        )
+        stages = Counter(zip(held, waits, strict=True))
+        firsts, laters = {}, []
+        for own, wait in stages:
+            after, alone = (each.min(axis=0)[kinds] for each in self.least(own))
+            more = wait * waited[where][:, None]
+            firsts[own, wait] = self.count * alone + more
+            later = np.where(is_linked[:, None], self.count * after + more, firsts[own, wait])
+            laters.append(later)
+        least = np.minimum.reduce(laters)
+        total: Floats = numbers @ least
+        opened = {key: first - least for key, first in firsts.items()}
+        total += sum(number * opened[key].min(axis=0) for key, number in stages.items())
+        start = opened[held[0], waits[0]]
+        return total + start[of_block.ravel()[0]] - start.min(axis=0)
 
     def _busiest(
         self, held: Sequence[int], parts: Sequence[Sequence[int]], waited: Floats

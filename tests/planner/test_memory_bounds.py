@@ -18,6 +18,7 @@ from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.held import splits
+from autoparallel.planner.schedules.rank_held import rank_held
 from autoparallel.planner.search.bound import step_bound
 from autoparallel.planner.search.costs import Costs
 from autoparallel.planner.search.job import Job
@@ -155,3 +156,23 @@ def test_a_forced_schedule_that_cannot_be_has_no_bound() -> None:
     (ranks,) = (_ranks(job, rows, 4) for rows in (1,))
     assert ranks is not None
     assert ranks.step_seconds("zbv", 3) == float("inf") > ranks.step_seconds("zbv", 2) > 0
+
+
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
+def test_wherever_blocks_are_their_least_is_no_more_than_at_their_places(
+    schedule: str, number: int
+) -> None:
+    """And nearly as much where they are alike: without memory at most the ends differ."""
+    graph, blocks = mlp(8, rows=256)
+    job = Job.of(graph, blocks, SLOW, Request(256), rules=rules, basis=DEFAULT)
+    ranks = _ranks(job, 32, number)
+    held = rank_held(schedule, number, 2, 8)
+    assert ranks is not None
+    assert held is not None
+    rng = random.Random(number)
+    for waits in ([0.0] * len(held), [float(rng.randrange(4)) for _ in held]):
+        exact = ranks.of_places(held, waits, ranks.computed[1])
+        apart = ranks.of_kinds(held, waits, ranks.computed[1])
+        assert (apart <= exact * SAME).all()
+        assert apart[0] >= (0.95 if not any(waits) else 0.7) * exact[0]
