@@ -218,7 +218,8 @@ class Ranks:
         opened = {key: first - least for key, first in firsts.items()}
         total += sum(number * opened[key].min(axis=0) for key, number in stages.items())
         start = opened[held[0], waits[0]]
-        return total + start[of_block.ravel()[0]] - start.min(axis=0)
+        total += start[of_block.ravel()[0]] - start.min(axis=0)
+        return total
 
     def _busiest(
         self, held: Sequence[int], parts: Sequence[Sequence[int]], waited: Floats
