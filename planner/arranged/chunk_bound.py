@@ -17,10 +17,11 @@ until then,
     R · step  >=  Σ over stages of  N·C_s + (R - N)·F_s         where N < R.
 
 C is what a stage computes and communicates per micro-batch, with its share of the step's end, F
-what a forward computes at least. Where a schedule does not put gradients of weights off, the end
-of the step mirrors its beginning, and F is both passes. How memory comes in, and a bound of the
-busiest rank, is in ``chunk_prices``. Nothing is below ``work_bound``, which is all that there is
-after a search that was stopped, or where the tables of blocks would be too wide.
+what a forward computes at least. (Where a schedule does not put gradients of weights off a rank
+waits again in the end, but its own end of the step, which is in C, comes meanwhile.) How memory
+comes in, and a bound of the busiest rank, is in ``chunk_prices``. Nothing is below ``work_bound``,
+which is all that there is after a search that was stopped, or where the tables of blocks would be
+too wide.
 """
 
 from __future__ import annotations

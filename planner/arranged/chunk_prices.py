@@ -3,8 +3,8 @@
 In: the blocks' least seconds at prices of a byte (``block_prices``), ranks, stages per rank, a
 schedule. Out: two lower bounds of the step over all cuts. A rank of several stages holds their
 states, and of each as many micro-batches as ``rank_held`` says, all within the limit. It waits
-for the forwards of the stages before its first one, and where no schedule puts gradients of
-weights off, for their backwards in the end.
+for the forwards of the stages before its first one. (For their backwards in the end it may also
+wait, but not with its own end of the step, which is in its least: so that is not counted.)
 
 The mean of the ranks, with the same price λ per byte on each:
 
@@ -36,13 +36,12 @@ import numpy as np
 
 from ..intra_op.assembly import reserve
 from ..intra_op.block_prices import HELD, BlockPrices, Neighbours, block_prices
-from ..schedules.held import splits
 from ..schedules.rank_held import rank_held
 from ..schedules.schedules import parts_of_ranks
 from ..search.costs import MeshCosts
 from ..search.memory_bounds import UNLIMITED
 from ..search.runs import Floats, Ints
-from ..search.stage_bounds import BACKWARD_COMPUTE, FORWARD_COMPUTE, least_compute
+from ..search.stage_bounds import FORWARD_COMPUTE, least_compute
 
 NUM_PRICES = 24
 """λ that are tried."""
@@ -130,6 +129,8 @@ class Ranks:
         few = np.array([1.0, HELD[-1]])
         every = np.concatenate([mesh.prices.states(few) for mesh in self.distinct])
         some = every[every > 0]
+        if not len(some):  # nothing is computed
+            return np.zeros(1)
         return np.append(0.0, np.geomspace(some.min(), some.max(), NUM_PRICES))
 
     def least(self, held: int) -> tuple[Floats, Floats]:
@@ -144,14 +145,14 @@ class Ranks:
         return self._least[held]
 
     @cached_property
-    def computed(self) -> tuple[Floats, Floats]:
-        """By block what a forward computes at least, and what both passes do."""
+    def computed(self) -> Floats:
+        """By block what a forward computes at least."""
         models = {id(mesh.solver.model): mesh.solver.model for mesh in self.meshes}.values()
-        forward, backward = (
-            [min(least_compute(model, kind, which) for model in models) for kind in self.counts]
-            for which in (FORWARD_COMPUTE, BACKWARD_COMPUTE)
-        )
-        return np.array(forward)[self.at], (np.array(forward) + np.array(backward))[self.at]
+        forward = [
+            min(least_compute(model, kind, FORWARD_COMPUTE) for model in models)
+            for kind in self.counts
+        ]
+        return np.array(forward)[self.at]
 
     def work_seconds(self) -> float:
         """What the mean rank works, without memory: of any number of stages."""
@@ -165,7 +166,7 @@ class Ranks:
         held = rank_held(schedule, self.number, chunks, self.count)
         if held is None:
             return float("inf")
-        waited = self.computed[0 if splits(schedule) else 1]
+        waited = self.computed
         parts = parts_of_ranks(schedule, self.number, chunks)
         busiest = self._busiest(held, parts, waited)
         return busiest if busiest >= enough else max(busiest, self._mean(held, waited))

@@ -185,7 +185,7 @@ def _under_others(
         bar = float("inf")
     if looped is not None:
         bar = looped.prediction.step_seconds
-    if not request.arranged_schedules:
+    if not request.arranged_schedules or found.job.stopped:
         return looped, lost
     best, slower = arranged(found, arranging, bar=bar, deadline=deadline)
     if best is not None and looped is not None:
@@ -220,6 +220,9 @@ def _gauged(other: Plan, found: search.Searched) -> Plan:
     step, job = other.prediction.step_seconds, found.job
     if other.slices:
         least = 0.0
+    elif other.schedule not in (*found.request.chunked_schedules, *found.request.schedules):
+        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+        least = work_bound(job, rows)
     elif found.request.chunked_schedules:
         names = found.request.chunked_schedules
         known = job.others_bounded()
@@ -227,7 +230,7 @@ def _gauged(other: Plan, found: search.Searched) -> Plan:
     else:
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         least = work_bound(job, rows)
-    if found.request.allows_one_stage:
+    if found.request.allows_one_stage or 1 in job.stage_numbers:
         least = min(least, found.bound_seconds)
     return replace(other, solver=search.solver_info(step, found, least))
 
@@ -236,7 +239,7 @@ def _bounded(
     looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
 ) -> Plan:
     """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
-    names = found.request.chunked_schedules or (looped.schedule,)
+    names = tuple(dict.fromkeys((*found.request.chunked_schedules, looped.schedule)))
     least = chunk_bound(found.job, numbers, most_chunks, names)
     step = looped.prediction.step_seconds
     return replace(looped, solver=search.solver_info(step, found, least))

@@ -187,6 +187,8 @@ class Later(Generic[Found]):
             try:
                 own = self.here() if self.beside is None else self.beside.answer(self.job)
             except LostError:
+                if self.beside is not None:  # a late answer must not be taken for the next one
+                    self.beside.end()
                 self.beside = None
                 own = self.here()
             self._found.append(own)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
+from ..inter_op.heterogeneous import is_mixed
 from ..placement.placement import learned_pipelines
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
@@ -88,6 +89,7 @@ class Ranking:
         self.bound = 0.0
         self.bounds: list[Callable[[], tuple[float, float]]] = []
         self.shared_bound = float("inf")
+        self._is_shared_out = False
         self.is_open = job.request.search == "rl"  # whether some stages may yet fit
 
     def run(self) -> None:
@@ -400,6 +402,7 @@ class Ranking:
             self.shared_bound = min(self.shared_bound, bound)
             if found is not None:
                 self._offer(found)
+        self._is_shared_out = True
 
     def _lost(self, draft: Draft) -> set[str] | None:
         """The schedules under which a draft cannot be the best, whatever its stages' gaps hide.
@@ -445,7 +448,11 @@ class Ranking:
 
     def bounded(self) -> float:
         """What no plan takes less than: waits for what is still bounded beside this process."""
+        job = self.job
         least = max(self.bound, min((own for own, _ in self._bounds()), default=0.0))
+        if not self._is_shared_out and is_mixed(job.cluster):  # it was ended before that
+            rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+            least = min(least, work_bound(job, rows))
         return min(least, self.shared_bound)
 
     def others_bounded(self) -> float | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
-from ..errors import AutoparallelError, TimeLimitError
+from ..errors import TimeLimitError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
 from ..plan import Plan, SolverInfo
@@ -183,18 +183,26 @@ def _ranked(job: Job, observe: Observe) -> tuple[Job, list[Candidate]]:
     """What is found for a job."""
     ranking = Ranking(job, observe)
     try:
-        ranking.run()
-    except AutoparallelError:
+        found = _found(ranking)
+    except BaseException:
         job.end()
         raise
+    job.bounded, job.others_bounded = ranking.bounded, ranking.others_bounded
+    return job, found
+
+
+def _found(ranking: Ranking) -> list[Candidate]:
+    """What a ranking comes to, also where Ctrl-C ends it."""
+    job = ranking.job
+    try:
+        ranking.run()
+        if ranking.best:
+            return ranking.found()
     except KeyboardInterrupt:
         if not ranking.best:
             raise
         job.interrupt()
         ranking.observe = ignore
         ranking.bound_rest()
-    if not ranking.best:
-        job.end()
-        raise job.failure(is_proven=not ranking.is_open)
-    job.bounded, job.others_bounded = ranking.bounded, ranking.others_bounded
-    return job, ranking.found()
+        return ranking.found()
+    raise job.failure(is_proven=not ranking.is_open)

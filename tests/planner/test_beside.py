@@ -201,3 +201,40 @@ def test_what_another_process_solved_is_kept_too() -> None:
         assert again.made["tables"] == 0
         reused.append((again.reused, again.made))
     assert reused[0] == reused[1]
+
+
+def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = Request(32, processes=2, time_limit_seconds=0.01)
+    job = Job.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
+    company = Company.of(job, (1, 2, 4, 8), is_large=True)
+    monkeypatch.setattr(beside, "LATE_SECONDS", 0.2)
+    assert company.later(1, named_slowly, "first")() == "first"
+    monkeypatch.setattr(beside, "LATE_SECONDS", 5.0)
+    assert company.over(named_slowly, "next") == ["next", "next"]
+    company.end()
+    assert not multiprocessing.active_children()
+
+
+def named_slowly(job: Job, rows: tuple[int, ...], name: str) -> str:
+    """In another process later than is waited for."""
+    if multiprocessing.parent_process() is not None:
+        time.sleep(0.6)
+    return name
+
+
+def test_a_search_interrupted_before_its_first_plan_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, own = ranking.Ranking._begin, os.getpid()
+
+    def interrupted(self: ranking.Ranking, quests: list[Any]) -> None:
+        if os.getpid() == own:
+            raise KeyboardInterrupt
+        first(self, quests)
+
+    monkeypatch.setattr(ranking.Ranking, "_begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        planned(2)
+    assert not multiprocessing.active_children()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from small_graphs import cluster, mlp
@@ -13,6 +14,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+from autoparallel.planner.search.ranking import Ranking
 
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
@@ -60,3 +62,32 @@ def test_a_bound_that_is_interrupted_is_that_of_the_work(monkeypatch: pytest.Mon
     assert own.solver.stopped == "Ctrl-C"
     assert own.stages == whole.stages
     assert 0 < own.solver.bound_seconds <= whole.solver.bound_seconds
+
+
+def test_a_winner_that_is_simulated_when_ctrl_c_comes_is_still_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, settle = found(), Ranking.found
+    interrupting = Interrupting(settle, 1)
+    monkeypatch.setattr(Ranking, "found", lambda self: interrupting(self))
+    own = found()
+    assert own.solver.stopped == "Ctrl-C"
+    assert own.prediction.step_seconds >= whole.prediction.step_seconds
+    assert 0 < own.solver.bound_seconds <= whole.prediction.step_seconds
+
+
+def test_before_unequal_shares_are_tried_the_bound_knows_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a fast and a slow device a batch is best shared out by their speed."""
+    slow, fast = cluster(1, flops=1e9), cluster(1, flops=4e9)
+    unlike = replace(fast, hosts=(*fast.hosts, *slow.hosts))
+    request = Request(16, forced=Forced(pp=1), max_tp=1)
+    graph = mlp(3, rows=16)
+    whole = plan(*graph, unlike, request)
+    share = Ranking._share_out
+    monkeypatch.setattr(Ranking, "_share_out", Interrupting(share, 1))
+    own = plan(*graph, unlike, request)
+    assert own.solver.stopped == "Ctrl-C"
+    assert own.prediction.step_seconds > whole.prediction.step_seconds
+    assert 0 < own.solver.bound_seconds <= whole.prediction.step_seconds

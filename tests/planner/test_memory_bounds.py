@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from random_cases import random_case
-from small_graphs import cluster, mlp
+from small_graphs import cluster, leaf, mlp, op, weight
 
 from autoparallel.planner import rules
 from autoparallel.planner.arranged.chunk_bound import _ranks, chunk_bound
 from autoparallel.planner.arranged.chunks import plan
+from autoparallel.planner.graph import Block, Blocks, Graph, Ref
 from autoparallel.planner.intra_op.block_prices import HELD, block_prices
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.options import microbatch_rows
@@ -172,7 +173,31 @@ def test_wherever_blocks_are_their_least_is_no_more_than_at_their_places(
     assert held is not None
     rng = random.Random(number)
     for waits in ([0.0] * len(held), [float(rng.randrange(4)) for _ in held]):
-        exact = ranks.of_places(held, waits, ranks.computed[1])
-        apart = ranks.of_kinds(held, waits, ranks.computed[1])
+        exact = ranks.of_places(held, waits, ranks.computed)
+        apart = ranks.of_kinds(held, waits, ranks.computed)
         assert (apart <= exact * SAME).all()
         assert apart[0] >= (0.95 if not any(waits) else 0.7) * exact[0]
+
+
+def test_blocks_that_compute_nothing_are_bounded_too() -> None:
+    """As many of a view alone as of any other kind."""
+    nodes = [
+        leaf("x", 8, 4, 4),
+        op("flat", "view.default", (Ref("x"), [8, 16]), 8, 16),
+        weight("w", 16, 16),
+        op("linear", "linear.default", (Ref("flat"), Ref("w")), 8, 16),
+        op("loss", "mean.default", (Ref("linear"),)),
+    ]
+    blocks = Blocks(
+        (
+            Block("flat", "flat", ("flat",), ()),
+            Block("linear", "linear", ("linear",), ("w",)),
+            Block("out", "out", ("loss",), ()),
+            )
+    )  # fmt: skip
+    graph = Graph(tuple(nodes), Ref("loss"), 8)
+    job = Job.of(graph, blocks, SLOW, Request(8), rules=rules, basis=DEFAULT)
+    ranks = _ranks(job, 8, 1)
+    assert ranks is not None
+    assert ranks.grid[0] == 0
+    assert np.isfinite(ranks.work_seconds())
