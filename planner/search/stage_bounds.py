@@ -148,7 +148,10 @@ class HeldBounds:
         alone = plain.alone if plain.first else micro
         once = [np.maximum(a, q) for a, q in zip(alone, micro, strict=True)]
         own = zip(self.computed(MANY), plain.micro, plain.received, strict=True)
-        rest = [more * np.maximum(np.maximum(c, q - r), 0.0) for c, q, r in own]
+        rest = [
+            more * np.maximum(np.maximum(c, q - r), 0.0) if more else np.zeros(len(q))
+            for c, q, r in own
+        ]
         if plain.first:
             whole = [plain.count * each for each in self.computed(plain.count)]
             rest = [
