@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
-from ..inter_op.heterogeneous import is_mixed
 from ..placement.placement import learned_pipelines
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
 from .beside import Company
-from .bound import bounds
 from .candidates import WORTH_IT, candidates, completed, freed, is_whole
 from .exact import exact_candidates, is_few
 from .job import Job
 from .loops import MOST_CHUNKS, loops
+from .proof import Proof
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
@@ -34,10 +33,6 @@ Observe = Callable[[str, float, float], None]
 
 NEAR = 1.05
 """Of what another part found, drafts within this factor of the best are taken in."""
-
-BOUND_SHARE = 0.4
-LEAST_BOUND = 400
-"""Of the work that the search took, and at least: what narrowing the bound may take besides."""
 
 SOON = 800
 """The work after which a first plan is made of what is known."""
@@ -86,10 +81,7 @@ class Ranking:
         self.known: list[Candidate] = []
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
-        self.bound = 0.0
-        self.bounds: list[Callable[[], tuple[float, float]]] = []
-        self.shared_bound = float("inf")
-        self._is_shared_out = False
+        self.proof = Proof(job, self.began)
         self.is_open = job.request.search == "rl"  # whether some stages may yet fit
 
     def run(self) -> None:
@@ -117,7 +109,7 @@ class Ranking:
         self._share_out(rows)
         self._prove(rows, numbers)
         if job.company.beside is None:
-            self.bounded()
+            self.proof.least()
         if job.is_small:  # the best without is known only now
             self._free_axes()
 
@@ -184,7 +176,7 @@ class Ranking:
         found = self.explored(rows, numbers)
         company = self.job.company
         if company is not None and len(company.parts) > 1 and self.best:
-            self._bound(0, self._step_seconds, 1 / len(company.parts))
+            self.proof.begin(0, self._step_seconds, 1 / len(company.parts))
         return found
 
     def _bound_others(self, found: list[Explored]) -> None:
@@ -192,20 +184,7 @@ class Ranking:
         least = [seconds for each in found for seconds, _ in each.drafts]
         best = min([self._step_seconds, *least])
         if best < float("inf"):
-            for at in range(len(self.bounds), len(found) + 1):
-                self._bound(at, best)
-
-    def _bound(self, at: int, step_seconds: float, done: float = 1.0) -> None:
-        """Begins to bound a part, with a share of the work; ``done`` is how much of that is."""
-        job = self.job
-        if job.company is None or not set(job.request.schedules) <= set(SCHEDULES):
-            return
-        patience = max(LEAST_BOUND, BOUND_SHARE * (job.effort.work - self.began) / done)
-        self.bounds.append(
-            job.company.later(
-                at, bounds, job.stage_numbers, step_seconds, job.request.gap, patience
-            )
-        )
+            self.proof.begin_rest(best)
 
     def _take_in(self, found: Explored) -> None:
         """Takes in another part's drafts, those that are near the best or to be cut again."""
@@ -399,10 +378,10 @@ class Ranking:
         They have every device, so they are the same for every order of the hosts.
         """
         for found, bound in shared_candidates(self.job, rows):
-            self.shared_bound = min(self.shared_bound, bound)
+            self.proof.shared_bound = min(self.proof.shared_bound, bound)
             if found is not None:
                 self._offer(found)
-        self._is_shared_out = True
+        self.proof.is_shared_out = True
 
     def _lost(self, draft: Draft) -> set[str] | None:
         """The schedules under which a draft cannot be the best, whatever its stages' gaps hide.
@@ -429,44 +408,17 @@ class Ranking:
         job, before = self.job, self._step_seconds
         self.observe("proving the best", len(rows), len(rows))
         for found, bound in exact_candidates(job, rows, numbers, before):
-            self.bound = bound
+            self.proof.proven = bound
             if found is not None:
                 self._offer(found)
         if self._step_seconds < before and not job.is_small:
             self._free_axes()
-        if not self.bound:
+        if not self.proof.proven:
             self.bound_rest()
 
     def bound_rest(self) -> None:
         """Begins to say what nothing is below, where that has not begun."""
-        job = self.job
-        if job.company is None:
-            rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-            job.company = Company(job, (rows,))
-        for at in range(len(self.bounds), len(job.company.parts)):
-            self._bound(at, self._step_seconds)
-
-    def bounded(self) -> float:
-        """What no plan takes less than: waits for what is still bounded beside this process."""
-        job = self.job
-        least = max(self.bound, min((own for own, _ in self._bounds()), default=0.0))
-        if not self._is_shared_out and is_mixed(job.cluster):  # it was ended before that
-            rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-            least = min(least, work_bound(job, rows))
-        return min(least, self.shared_bound)
-
-    def others_bounded(self) -> float | None:
-        """What none of several stages per rank takes less than, None if it was not asked for."""
-        if self.job.others_bound is None or not self.bounds:
-            return None
-        return min(others for _, others in self._bounds())
-
-    def _bounds(self) -> list[tuple[float, float]]:
-        try:
-            return [each() for each in self.bounds]
-        except KeyboardInterrupt:
-            self.job.interrupt()
-            return [each() for each in self.bounds]
+        self.proof.begin_rest(self._step_seconds)
 
     @property
     def _step_seconds(self) -> float:

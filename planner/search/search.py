@@ -187,7 +187,7 @@ def _ranked(job: Job, observe: Observe) -> tuple[Job, list[Candidate]]:
     except BaseException:
         job.end()
         raise
-    job.bounded, job.others_bounded = ranking.bounded, ranking.others_bounded
+    job.bounded, job.others_bounded = ranking.proof.least, ranking.proof.others
     return job, found
 
 
