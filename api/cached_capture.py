@@ -222,7 +222,7 @@ def _version(package: str) -> str:
 
 def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
     """``passes.stage_memory.with_exact_memory``, kept."""
-    from autoparallel.passes.stage_memory import with_exact_memory
+    from autoparallel.passes.stage_memory import with_exact_memory, with_memory
     from autoparallel.planner.plan_file import dumps
 
     def made() -> tuple[dict[str, int], ...]:
@@ -235,9 +235,4 @@ def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
     except UnkeyedError:
         return with_exact_memory(plan, program.graph, program.blocks)
     bytes_of = cache.kept(made, MEMORY, _MEMORY, *key)
-    stages = tuple(
-        replace(stage, prediction=replace(stage.prediction, memory_bytes=own))
-        for stage, own in zip(plan.stages, bytes_of, strict=True)
-    )
-    peak = max(sum(own.values()) for own in bytes_of)
-    return replace(plan, stages=stages, prediction=replace(plan.prediction, peak_memory_bytes=peak))
+    return with_memory(plan, bytes_of)

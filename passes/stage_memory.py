@@ -19,10 +19,12 @@ from typing import Literal
 
 from ..cost_model.memory import PrecisionPolicy, fragmentation_bytes, policy, reserve_bytes
 from ..planner.arranged.asynchronous import version_bytes
+from ..planner.evaluate import BRIEF
 from ..planner.graph import Blocks, Graph
 from ..planner.layout import local_shape
 from ..planner.plan import Plan, StagePlan
 from ..planner.precision import with_precision
+from ..planner.pricing.whole_stage import together
 from ..planner.schedules.schedules import find_schedule
 from .saved_tensors import INPUTS, Moment, StageActivations, run_microbatch
 from .stage_cut import Boundary, boundaries, leaf_layout, stage_ranges
@@ -38,11 +40,28 @@ def with_exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> Plan:
     A stage that cannot be run on fake tensors, because its shapes depend on values, keeps
     its figures.
     """
-    stages = tuple(
-        stage if exact is None else _with_memory(stage, exact)
+    bytes_of = [
+        stage.prediction.memory_bytes
+        if exact is None
+        else {name: round(size) for name, size in exact.items()}
         for stage, exact in zip(plan.stages, exact_memory(plan, graph, blocks), strict=True)
+    ]
+    return with_memory(plan, bytes_of)
+
+
+def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
+    """The plan with these bytes of its stages, and the peak of its ranks.
+
+    A rank of the pipeline may have several stages; what is transient then counts once.
+    """
+    ranks: dict[frozenset[int], list[Mapping[str, int]]] = {}
+    for stage, own in zip(plan.stages, bytes_of, strict=True):
+        ranks.setdefault(frozenset(stage.devices), []).append(own)
+    peak = max(sum(together(own, BRIEF).values()) for own in ranks.values())
+    stages = tuple(
+        replace(stage, prediction=replace(stage.prediction, memory_bytes=own))
+        for stage, own in zip(plan.stages, bytes_of, strict=True)
     )
-    peak = max(sum(stage.prediction.memory_bytes.values()) for stage in stages)
     prediction = replace(plan.prediction, peak_memory_bytes=peak)
     return replace(plan, stages=stages, prediction=prediction)
 
@@ -53,11 +72,6 @@ def num_ops(plan: Plan, blocks: Blocks) -> int:
         sum(len(blocks.kinds[block.kind].nodes) for block in stage.blocks) for stage in plan.stages
     ]
     return sum(sizes)
-
-
-def _with_memory(stage: StagePlan, exact: Bytes) -> StagePlan:
-    rounded = {name: round(size) for name, size in exact.items()}
-    return replace(stage, prediction=replace(stage.prediction, memory_bytes=rounded))
 
 
 def exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[Bytes | None, ...]:

@@ -15,6 +15,7 @@ from autoparallel.passes.saved_tensors import Moment, StageActivations, run_micr
 from autoparallel.passes.stage_memory import exact_memory, with_exact_memory
 from autoparallel.passes.storages import LiveBytes
 from autoparallel.planner import rules
+from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.prices import Prices
@@ -191,6 +192,28 @@ def test_a_finished_plan_takes_the_exact_figures() -> None:
         assert own is not None
         assert stage.prediction.memory_bytes == {name: round(size) for name, size in own.items()}
     assert found.prediction.step_seconds == plan.prediction.step_seconds
+
+
+def test_the_peak_is_that_of_a_rank_with_all_of_its_stages() -> None:
+    plan, graph, blocks = planned("gpt", "pp=2,schedule=bfs,chunks=2,microbatches=4", 32)
+    found = with_exact_memory(plan, graph, blocks)
+    of_ranks = {
+        stage.devices: [
+            s.prediction.memory_bytes for s in found.stages if s.devices == stage.devices
+        ]
+        for stage in found.stages
+    }
+    assert [len(own) for own in of_ranks.values()] == [2, 2]
+    lasting = [
+        sum(size for own in each for name, size in own.items() if name not in BRIEF)
+        for each in of_ranks.values()
+    ]
+    brief = [max(sum(own.get(n, 0) for n in BRIEF) for own in each) for each in of_ranks.values()]
+    totals = [sum(pair) for pair in zip(lasting, brief, strict=True)]
+    assert found.prediction.peak_memory_bytes == pytest.approx(max(totals), rel=0.01)
+    assert found.prediction.peak_memory_bytes > max(
+        sum(stage.prediction.memory_bytes.values()) for stage in found.stages
+    )
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
