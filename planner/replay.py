@@ -149,11 +149,21 @@ class _Replays:
 
         What an op reads is kept before it runs.
         """
+        if self._reached and self._reached[-1] in self._products:
+            return len(self._reached) - 1
+        return len(self._reached)
+
+    @cached_property
+    def _reached(self) -> list[str]:
+        """The ops as far as the last that keeps anything."""
         last = max((at for at, name in enumerate(self.nodes) if self._keeps(name)), default=-1)
-        names = list(self.nodes)
-        if last >= 0 and is_costly(self.nodes[names[last]]) and names[last] not in self._makes:
-            return last
-        return last + 1
+        return list(self.nodes)[: last + 1]
+
+    @cached_property
+    def _products(self) -> frozenset[str]:
+        """Costly ops that keep nothing but what they read: they need not run for it."""
+        costly = (name for name in self._reached if is_costly(self.nodes[name]))
+        return frozenset(name for name in costly if name not in self._makes)
 
     def _keeps(self, name: str) -> bool:
         return bool(self._saved[name]) or name in self._makes
@@ -171,6 +181,7 @@ class _Replays:
             if name in self._makes or (self._keeps(name) and not is_costly(self.nodes[name])):
                 wanted.append(name)
         wanted += [ref.name for refs in self._saved.values() for ref in refs]
+        wanted += [ref.name for name in self._products for ref in self.nodes[name].inputs]
         while wanted:
             name = wanted.pop()
             if name not in self.nodes or name in again or name in kept:
@@ -214,7 +225,8 @@ class _Replays:
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, spared: frozenset[str]) -> Iterator[tuple[str, int]]:
-        for name in spared:
+        """Uses by what does not run again; products are gone through for what they keep."""
+        for name in spared - self._products:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:
                     yield name, position
