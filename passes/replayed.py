@@ -1,7 +1,7 @@
 """Marks on the local ops of a recomputed block that are not simply run again.
 
 In: a block's graph as it is built, how the block is recomputed. Out: ``MARK`` in the ``meta`` of
-ops and conversions. ``runtime.recompute`` does what the marks say.
+ops and conversions. ``passes.recomputing`` does what the marks say.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from ..passes.recomputing import Recomputing
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
-from .recompute import Recomputing
 from .shards import placements
 from .weight_gradients import WeightGradients, defer
 from .zero import apply_zero

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
+from autoparallel.passes.recomputing import COSTLY, Recomputing
 from autoparallel.passes.replayed import MARK, SPARED
 from autoparallel.passes.stage_program import BlockProgram, build_stage
 from autoparallel.planner import rules
@@ -26,7 +27,6 @@ from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.recompute import kept_parts, replay
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.search import plan
-from autoparallel.runtime.recompute import COSTLY, Recomputing
 from examples.gpt import GPT, example_batch
 
 aten = torch.ops.aten
@@ -172,7 +172,7 @@ def test_what_selective_recomputation_keeps_is_what_is_predicted() -> None:
     forward, _ = recomputing.contexts()
     with forward:
         block.module(data)
-        kept = [*tensors(recomputing.memory)]
+        kept = [*forward.kept]
     found = sum({each.data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
     own, blocks = planned(), program().blocks
     graph, (stage,) = at_microbatch(program().graph, own), own.stages
@@ -185,12 +185,6 @@ def test_what_selective_recomputation_keeps_is_what_is_predicted() -> None:
         for part in kept_parts(graph[name], stage.layouts[name], graph, prices, of=again)
     }
     assert found == sum(size for _, size in parts)
-
-
-def tensors(held: Any) -> list[Tensor]:
-    if isinstance(held, Tensor):
-        return [held]
-    return [each for one in held for each in tensors(one)] if hasattr(held, "__iter__") else []
 
 
 def test_an_op_that_keeps_something_cannot_be_left_out() -> None:

@@ -1,6 +1,6 @@
 """Recomputing a block without what no gradient reads, and without what it has kept.
 
-In: a block's graph, its ops marked by ``passes.localize`` with what ``planner.replay`` says of
+In: a block's graph, its ops marked by ``replayed`` with what ``planner.replay`` says of
 them. Out: the same graph, whose marked ops know whether they run in a forward or again in a
 backward, and a pair of contexts for ``torch.utils.checkpoint``. A ``kept`` sum is remembered in
 the forward and given back in the backward; a ``spared`` op or collective is not run there; of a
@@ -14,8 +14,7 @@ them, and is not a number: should anything read it after all, the gradients show
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..passes.replayed import KEPT, MARK, PRODUCT, SPARED
+from .replayed import KEPT, MARK, PRODUCT, SPARED
 
 aten = torch.ops.aten
 
@@ -75,10 +74,10 @@ class Recomputing:
     is_again: bool = False
     is_spared: bool = False
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts(self) -> tuple[Context, Context]:
         """The contexts of one forward and of its repetition, for ``checkpoint``."""
         memory: deque[Any] = deque()
-        return _Mode(self, memory, is_again=False), _Mode(self, memory, is_again=True)
+        return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
         """Has the marked ops of a block's graph ask what is to be done, in place."""
@@ -91,14 +90,14 @@ class Recomputing:
         graph.recompile()
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what costly kernels return, or gives it back; others run."""
 
     def __init__(self, block: Recomputing, memory: deque[Any], *, is_again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._block, self._memory, self._is_again = block, memory, is_again
 
-    def __enter__(self) -> _Mode:
+    def __enter__(self) -> Context:
         block = self._block
         block.memory, block.is_again, block.is_spared = self._memory, self._is_again, False
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -107,6 +106,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         self._block.memory = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @property
+    def kept(self) -> Iterator[Tensor]:
+        """What is kept now for the repetition."""
+        return _tensors(self._memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         block = self._block
@@ -117,6 +121,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **(kwargs or {}))
         self._memory.append(_remembered(results, hollow=block.is_spared))
         return results
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, tuple | deque):
+        for each in held:
+            yield from _tensors(each)
 
 
 def _remembered(results: Any, *, hollow: bool) -> Any:
