@@ -86,8 +86,10 @@ def simulated_step(
     ``known`` has the steps of earlier calls, and takes this one.
     """
     own = _own_costs(pipeline, costs, latency_seconds)
-    key = (pipeline.schedule, pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices)
-    key += tuple(_figures(getattr(own, name)) for name in _SIMULATED)
+    key = (
+        pipeline.schedule, pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices,
+        *(_figures(getattr(own, name)) for name in _SIMULATED),
+    )  # fmt: skip
     known = {} if known is None else known
     if key not in known:
         known[key] = Step(*step_and_bubble(_own_table(pipeline, own), own))

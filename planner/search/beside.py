@@ -37,7 +37,7 @@ Found = TypeVar("Found")
 PARTS = 2
 """Into which the micro-batch sizes of a large space are shared out."""
 
-POLITE = 10
+POLITE = 5
 """The niceness of what is wanted only at the end."""
 
 LATE_SECONDS = 5.0
