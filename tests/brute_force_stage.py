@@ -82,6 +82,7 @@ class Stage(Choices):
         self.kept: list[Floats] = []
         self.bytes: list[dict[Recompute, Floats]] = []
         self.late = np.zeros(num)
+        self.late_passes: list[Floats] = []
         self.late_bytes = np.zeros(num)
         self.made_again: list[dict[Recompute, Floats]] = []
         self.receive = np.zeros((2, num))
@@ -96,12 +97,13 @@ class Stage(Choices):
     def _price_block(self, block: Block) -> None:
         seconds = np.zeros((len(PASSES), self.num_assignments))
         kept = np.zeros((len(PASSES), self.num_assignments))
+        late = np.zeros((2, self.num_assignments))
         uses: dict[Ref, list[tuple[str, int]]] = {}
         for name in block.nodes:
             node = self.graph[name]
             own = self._op(name)
             seconds += own
-            self.late += self._late(name) * own[1]
+            late += self._late(name) * own[[1, 5]]
             if is_kept(node):
                 kept[[0, 4]] += own[[0, 4]]
             for position, ref in enumerate(node.inputs):
@@ -117,6 +119,8 @@ class Stage(Choices):
                 read += np.array(held, dtype=float)[ids]
         self.passes.append(seconds)
         self.kept.append(kept)
+        self.late_passes.append(late)
+        self.late += late.max(axis=0)
         self._hold(block, read)
 
     def _late(self, name: str) -> float:
@@ -305,23 +309,42 @@ class Stage(Choices):
 
     def _figures(self, block: int) -> list[Floats]:
         held = [self.bytes[block][mode] for mode in MODES]
-        return [self.passes[block], self.kept[block], *held, self.gathered[:, block]]
+        late = self.late_passes[block]
+        return [self.passes[block], self.kept[block], late, *held, self.gathered[:, block]]
 
-    def seconds(self, zero: int, modes: Modes) -> Floats:
-        """Forward, backward, receive forward and backward, end: a row per assignment."""
+    def seconds(self, zero: int, modes: Modes, *, halved: bool = False) -> Floats:
+        """Forward, backward, receive forward and backward, end: a row per assignment.
+
+        ``halved``: the backward is that of both halves, and a sixth column is the second half.
+        """
         own = self.ends + self.states[zero, :2]
         for block, mode in enumerate(modes):
-            own += self._both_ways[block][mode]
-        return np.stack([*own, *self.receive, self.states[zero, 2]], axis=1)
+            own += (self._halved_ways if halved else self._both_ways)[block][mode]
+        found = np.stack([*own, *self.receive, self.states[zero, 2]], axis=1)
+        return np.column_stack([found, self.late]) if halved else found
 
     @cached_property
     def _both_ways(self) -> list[dict[Recompute, Floats]]:
         """Per block and mode, seconds forward and backward: a row each."""
+        return self._without([np.zeros_like(late) for late in self.late_passes])
+
+    @cached_property
+    def _halved_ways(self) -> list[dict[Recompute, Floats]]:
+        """The same where each half of a backward ends when both device and host are done."""
+        found = self._without(self.late_passes)
+        for by_mode, late in zip(found, self.late_passes, strict=True):
+            for seconds in by_mode.values():
+                seconds[1] += late.max(axis=0)
+        return found
+
+    def _without(self, every_late: Sequence[Floats]) -> list[dict[Recompute, Floats]]:
+        """Per block and mode, seconds forward, and backward but for what is late."""
         found: list[dict[Recompute, Floats]] = []
-        for own, kept in zip(self.passes, self.kept, strict=True):
+        for own, kept, late in zip(self.passes, self.kept, every_late, strict=True):
             by_mode: dict[Recompute, Floats] = {}
             for mode in MODES:
                 passes = own.copy()
+                passes[[1, 5]] -= late
                 if mode != "none":
                     passes[1::2] += passes[::2]
                 if mode == "selective":
@@ -367,9 +390,8 @@ class Stage(Choices):
                 num_bytes = self.num_bytes(zero, modes, in_flight)
                 fits = np.flatnonzero(num_bytes <= limit_bytes)
                 if len(fits):
-                    seconds = self.seconds(zero, modes)[fits]
-                    if any(late for _, late in in_flight):
-                        seconds = np.column_stack([seconds, self.late[fits]])
+                    halved = any(late for _, late in in_flight)
+                    seconds = self.seconds(zero, modes, halved=halved)[fits]
                     yield Points(zero, modes, seconds, fits)
                 if number == 0 and len(fits) == self.num_assignments:
                     break
