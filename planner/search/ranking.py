@@ -21,6 +21,7 @@ from .candidates import WORTH_IT, candidates, completed, freed, is_whole
 from .exact import exact_candidates, is_few
 from .job import Job
 from .loops import MOST_CHUNKS, loops
+from .nearby import passed_over
 from .proof import Proof
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
@@ -102,6 +103,7 @@ class Ranking:
         for found in every[1:]:
             self._take_in(found)
         self._add_branches(rows, numbers)
+        self._look_around(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         if self.best:
             self._settle()
@@ -330,6 +332,22 @@ class Ranking:
                 for pipeline in branch_pipelines(table, section, count):
                     if len(pipeline.stages) in numbers:
                         self._keep(Draft(each, pipeline))
+
+    def _look_around(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Takes in pipelines that were passed over: any of few, else those next to the winner."""
+        began = self.job.effort.work
+
+        def best() -> tuple[float, Draft]:
+            return self._step_seconds, self.drawn[id(self.best[0])]
+
+        def is_late() -> bool:
+            return self._is_late(0.75) or self._is_long(began)
+
+        if self.best:
+            for draft in passed_over(
+                self.job, rows, numbers, drafts=self.drafts, best=best, is_late=is_late
+            ):
+                self._keep(draft)
 
     def _refine(self) -> None:
         """Solves the stages of the fastest again, each gap narrowed."""
