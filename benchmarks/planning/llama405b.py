@@ -86,7 +86,7 @@ def configurations() -> Iterator[tuple[str, Configuration, bool]]:
     )  # fmt: skip
     yield "1f1b", base, False
     yield "1f1b, gradients summed beside the backward", replace(base, overlap=True), True
-    for chunks in (2, 4, 8):
+    for chunks in (2, 4):
         layers = stage_layers(PP * chunks)
         inter = replace(base, schedule="interleaved-1f1b", num_chunks=chunks, layers=layers)
         yield f"interleaved, {chunks} chunks", replace(inter, overlap=True), True
