@@ -29,13 +29,17 @@ from .strategy import NodeLayout
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all blocks of a stage have in common; ``link`` is from the stage before."""
+    """What all blocks of a stage have in common; ``link`` is from the stage before.
+
+    ``splits``: the backward comes in two halves.
+    """
 
     graph: Graph
     prices: Prices
     zero: int
     link: Link
     slices: tuple[int, ...] = ()
+    splits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class Layouts:
 class BlockCost:
     """Seconds of a block and of the parameters that it alone uses; bytes on a rank.
 
-    ``late_bytes`` are kept for the gradients of weights, ``gathered_bytes`` are whole parameters
+    ``late_seconds`` of a backward in halves are its second half's. ``late_bytes`` are kept for the
+    gradients of weights, ``gathered_bytes`` are whole parameters
     and what the backward makes again; ``values``: the layouts of its ``Reads.values``.
     """
 
@@ -85,7 +90,7 @@ class _BlockWalk:
     seconds: Seconds = field(default_factory=Seconds)
     receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kept_bytes: float = 0.0
-    late_seconds: float = 0.0
+    late: list[float] = field(default_factory=lambda: [0.0, 0.0])
     working_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -112,7 +117,7 @@ class _BlockWalk:
         return BlockCost(
             self.seconds,
             (self.receive[0], self.receive[1]),
-            self.late_seconds,
+            max(self.late),
             total,
             self.kept_bytes,
             late,
@@ -150,7 +155,8 @@ class _BlockWalk:
                     dict.fromkeys(kept_parts(node, layout, graph, prices, of=self.replay))
                 )
             late.update(dict.fromkeys(late_parts(node, layout, graph, prices)))
-            self.late_seconds += late_seconds(node, layout, graph, prices)
+            for at, own in enumerate(late_seconds(node, layout, graph, prices)):
+                self.late[at] += own
             size = working_bytes(node, layout, graph, prices)
             self.working_bytes = max(self.working_bytes, size)
         self._meet()
@@ -168,11 +174,13 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """Ends a block where both device and host are done with it; see ``StageCost``."""
-        own = self.seconds
+        """Ends a block, or each half of it, where both device and host are done with it; see
+        ``StageCost``."""
+        own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
+        first = max(own.backward_compute - computed, own.backward_issue - issued)
         self.seconds = own._replace(
             forward_issue=max(own.forward_compute, own.forward_issue),
-            backward_issue=max(own.backward_compute, own.backward_issue),
+            backward_issue=first + max(computed, issued),
         )
 
     def _op(self, node: Node, layout: NodeLayout) -> None:

@@ -98,7 +98,10 @@ class StageWalk:
         self.stage, self.stop = stage, self.start + len(stage.blocks)
         before = self.plan.stages[self.index - 1].devices[-1]
         link = self.prices.cluster.link(before, stage.devices[0])
-        self.setting = Setting(self.graph, self.prices, stage.zero, link, self.plan.slices)
+        halves = splits(self.plan.schedule)
+        self.setting = Setting(
+            self.graph, self.prices, stage.zero, link, self.plan.slices, splits=halves
+        )
         self.costs = self.walked.of_setting(self.setting)
         number = self.walked.number
         self.numbers = {name: number(layout) for name, layout in stage.layouts.items()}
@@ -129,7 +132,7 @@ class StageWalk:
             ),
             self._memory(states, kept),
             kept,
-            late if splits(self.plan.schedule) else None,
+            late if self.setting.splits else None,
         )
 
     def _block(self, reads: Reads, mode: Recompute) -> BlockCost:

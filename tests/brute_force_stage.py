@@ -83,6 +83,7 @@ class Stage(Choices):
         self.spared: list[dict[Recompute, Floats]] = []
         self.bytes: list[dict[Recompute, Floats]] = []
         self.late = np.zeros(num)
+        self.late_passes: list[Floats] = []
         self.late_bytes = np.zeros(num)
         self.made_again: list[dict[Recompute, Floats]] = []
         self.receive = np.zeros((2, num))
@@ -98,12 +99,13 @@ class Stage(Choices):
         seconds = np.zeros((len(PASSES), self.num_assignments))
         spared = {mode: np.zeros((len(PASSES), self.num_assignments)) for mode in AGAIN}
         again = self._replay(block)
+        late = np.zeros((2, self.num_assignments))
         uses: dict[Ref, list[tuple[str, int]]] = {}
         for name in block.nodes:
             node = self.graph[name]
             own = self._op(name)
             seconds += own
-            self.late += self._late(name) * own[1]
+            late += self._late(name) * own[[1, 5]]
             for mode in AGAIN:
                 if self.key(name) in again.spared[mode]:
                     spared[mode][[0, 4]] += own[[0, 4]]
@@ -126,6 +128,8 @@ class Stage(Choices):
                 read += np.array(held, dtype=float)[ids]
         self.passes.append(seconds)
         self.spared.append(spared)
+        self.late_passes.append(late)
+        self.late += late.max(axis=0)
         self._hold(block, read)
 
     def _replay(self, block: Block) -> Replay:
@@ -322,24 +326,42 @@ class Stage(Choices):
 
     def _figures(self, block: int) -> list[Floats]:
         held = [self.bytes[block][mode] for mode in MODES]
-        spared = [self.spared[block][mode] for mode in AGAIN]
-        return [self.passes[block], *spared, *held, self.gathered[:, block]]
+        spared, late = [self.spared[block][mode] for mode in AGAIN], self.late_passes[block]
+        return [self.passes[block], *spared, late, *held, self.gathered[:, block]]
 
-    def seconds(self, zero: int, modes: Modes) -> Floats:
-        """Forward, backward, receive forward and backward, end: a row per assignment."""
+    def seconds(self, zero: int, modes: Modes, *, halved: bool = False) -> Floats:
+        """Forward, backward, receive forward and backward, end: a row per assignment.
+
+        ``halved``: the backward is that of both halves, and a sixth column is the second half.
+        """
         own = self.ends + self.states[zero, :2]
         for block, mode in enumerate(modes):
-            own += self._both_ways[block][mode]
-        return np.stack([*own, *self.receive, self.states[zero, 2]], axis=1)
+            own += (self._halved_ways if halved else self._both_ways)[block][mode]
+        found = np.stack([*own, *self.receive, self.states[zero, 2]], axis=1)
+        return np.column_stack([found, self.late]) if halved else found
 
     @cached_property
     def _both_ways(self) -> list[dict[Recompute, Floats]]:
         """Per block and mode, seconds forward and backward: a row each."""
+        return self._without([np.zeros_like(late) for late in self.late_passes])
+
+    @cached_property
+    def _halved_ways(self) -> list[dict[Recompute, Floats]]:
+        """The same where each half of a backward ends when both device and host are done."""
+        found = self._without(self.late_passes)
+        for by_mode, late in zip(found, self.late_passes, strict=True):
+            for seconds in by_mode.values():
+                seconds[1] += late.max(axis=0)
+        return found
+
+    def _without(self, every_late: Sequence[Floats]) -> list[dict[Recompute, Floats]]:
+        """Per block and mode, seconds forward, and backward but for what is late."""
         found: list[dict[Recompute, Floats]] = []
-        for own, spared in zip(self.passes, self.spared, strict=True):
+        for own, spared, late in zip(self.passes, self.spared, every_late, strict=True):
             by_mode: dict[Recompute, Floats] = {}
             for mode in MODES:
                 passes = own.copy()
+                passes[[1, 5]] -= late
                 if mode != "none":
                     passes[1::2] += passes[::2] - spared[mode][::2]
                 compute, communication, issue = passes.reshape(3, 2, -1)
@@ -383,9 +405,8 @@ class Stage(Choices):
                 num_bytes = self.num_bytes(zero, modes, in_flight)
                 fits = np.flatnonzero(num_bytes <= limit_bytes)
                 if len(fits):
-                    seconds = self.seconds(zero, modes)[fits]
-                    if any(late for _, late in in_flight):
-                        seconds = np.column_stack([seconds, self.late[fits]])
+                    halved = any(late for _, late in in_flight)
+                    seconds = self.seconds(zero, modes, halved=halved)[fits]
                     yield Points(zero, modes, seconds, fits)
                 if number == 0 and len(fits) == self.num_assignments:
                     break

@@ -22,7 +22,7 @@ from math import factorial, gcd, prod
 from typing import TYPE_CHECKING, TypeVar
 
 from ...cost_model.cluster import Cluster, Host
-from ..errors import AutoparallelError, InfeasibleError, TimeLimitError
+from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..plan import Plan, StagePlan
 from ..requests.request import Request
 
@@ -90,7 +90,7 @@ def over_orders(
         share = max(left, 0.0) / (len(orders) - index)
         try:
             done.append((order, *attempt(order, replace(request, time_limit_seconds=share))))
-        except (InfeasibleError, TimeLimitError) as error:
+        except (InfeasibleError, TimeLimitError, UsageError) as error:
             failure = failure or error
     if not done:
         assert failure is not None, "every order was tried"

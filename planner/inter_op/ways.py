@@ -144,7 +144,7 @@ class MeshWays:
         for kind, count in run.counts.items():
             own = kinds[kind]
             states = own.states[:, zero, :3].sum(axis=1)
-            kept = held_of(held, own.saved, own.late[:, 1])
+            kept = held_of(held, own.saved, own.late[:, 2])
             total += count * float((states + kept).max())
         for name in run.shared:
             total += float(self.model.shared(name).states[zero, :, :3].sum(axis=1).max())
@@ -318,13 +318,16 @@ class _Space:
 
     def figures(self, on: Rungs, some: Ints) -> Floats:
         """``[rung, way, figure]``."""
-        kinds, late = self.kinds, self.late[0][some]
+        kinds = self.kinds
         own, zero = self.own[:, some], self.zero
         field = [
             self._per_class({k: w.seconds[:, zero, at] for k, w in kinds.items()})[:, some]
             for at in range(10)
         ]
-        computed, passed = own[2], own[3] + own[5]
+        if self.splits:
+            for at, of in ((2, 0), (9, 1)):
+                field[at] -= self._per_class({k: w.late[:, of] for k, w in kinds.items()})[:, some]
+        computed, passed = self._counts @ field[2], own[3] + own[5]
         again = [on.full.astype(float), on.selective.astype(float)]
         issued = (self._counts - sum(again)) @ np.maximum(field[2], field[9])
         for mode, blocks in enumerate(again):
@@ -341,8 +344,7 @@ class _Space:
         forward = forward + own[1] + own[4]
         rest = [forward, *self.received[:, some], own[6] + own[7]]
         if self.splits:
-            rest.append(late)
-            backward = backward - late
+            rest.append(self.late[0][some])
         same = [np.broadcast_to(each, backward.shape) for each in rest]
         return np.stack([same[0], backward, *same[1:]], axis=2)
 
@@ -351,7 +353,8 @@ class _Space:
         """Seconds of the gradients of weights and bytes kept for them, by way."""
         total = np.zeros((2, self.num))
         for kind, count in self.run.counts.items():
-            total += count * self._of(kind, self.kinds[kind].late).T
+            own = self._of(kind, self.kinds[kind].late)
+            total += count * np.stack([own[:, :2].max(axis=1), own[:, 2]])
         return total
 
     def unlimited(self, on: Rungs) -> Points:

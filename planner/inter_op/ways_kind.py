@@ -41,8 +41,8 @@ class KindWays:
     way]`` is what recomputation does not run again: of device, of host, of such conversions.
     ``saved``, ``selected`` and ``both`` are bytes kept by a block that is not, and
     that is selectively recomputed, and of what is in both; ``working`` of the largest op.
-    ``late[way]``: seconds of the gradients of weights and bytes kept for them, where they may be
-    put off.
+    ``late[way]``: seconds of the gradients of weights, of the device and of the host, and bytes
+    kept for them, where they may be put off.
     """
 
     choices: Ints
@@ -71,9 +71,9 @@ class KindWays:
         found = self._columns(zero, time_only=time_only)
         if not splits:
             return found
-        late = self.late[:, :1]
+        late = self.late[:, :2]
         sooner = self.seconds[:, zero][:, [2, 9]] - late
-        return np.hstack([found, sooner, self.late[:, : 1 if time_only else 2]])
+        return np.hstack([found, sooner, self.late[:, : 2 if time_only else 3]])
 
     def _columns(self, zero: int, *, time_only: bool) -> Floats:
         own = self.seconds[:, zero]
@@ -142,16 +142,16 @@ def _held(kept: Kept, choices: Ints) -> dict[tuple[str, int], np.ndarray]:
 
 
 def _late(model: StageModel, own: KindModel, choices: Ints) -> Floats:
-    """Seconds of the gradients of weights and bytes kept for them, by way."""
+    """Seconds of the gradients of weights, of device and host, and bytes kept for them, by way."""
     every = [
         [model.late(own.kind, number, choice) for choice in range(len(decision.choices))]
         for number, decision in enumerate(own.decisions)
     ]
-    found = np.zeros((len(choices), 2))
+    found = np.zeros((len(choices), 3))
     for chosen, choice_late in zip(choices.T, every, strict=True):
-        found[:, 0] += np.array([seconds for seconds, _ in choice_late])[chosen]
-    held = _held(tuple(tuple(parts for _, parts in each) for each in every), choices)
-    found[:, 1] = _bytes([(holds, size) for (_, size), holds in held.items()], len(choices))
+        found[:, :2] += np.array([late[:2] for late in choice_late])[chosen]
+    held = _held(tuple(tuple(parts for _, _, parts in each) for each in every), choices)
+    found[:, 2] = _bytes([(holds, size) for (_, size), holds in held.items()], len(choices))
     return found
 
 

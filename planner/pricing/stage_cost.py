@@ -67,7 +67,7 @@ class Figures:
         self.choices = choices
         self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
         self._ladders: dict[object, Ladder] = {}
-        self._late: dict[str, tuple[float, float]] = {}
+        self._late: dict[str, tuple[Floats, float]] = {}
         self._priced: dict[tuple[int, Setting], StageCost] = {}
         self._per_byte: dict[tuple[Recompute, ...], tuple[float, float]] = {}
         self.edges: dict[Edge, tuple[float, float, float]] = {}
@@ -271,14 +271,15 @@ class Figures:
         return found
 
     def _price(self, run: Run, setting: Setting) -> StageCost:
-        seconds = self._seconds(run, run.weights(setting.rung), setting.zero)
+        splits = bool(setting.halves)
+        seconds = self._seconds(run, run.weights(setting.rung), setting.zero, splits=splits)
         ladder = self._ladder(run, only(setting.rung, len(run.block_classes)))
         kept = sum(count * self.kinds[kind].saved_bytes for kind, count in run.counts.items())
         kept += float(ladder.kept_bytes[0])
         memory = dict(zip(STATES, self._states(run)[setting.zero].tolist(), strict=False))
         memory["activations"] = kept * setting.in_flight
         late = None
-        if setting.halves:
+        if splits:
             late, late_bytes = self.late(run)
             memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
         memory["transient"] = float(ladder.transient_bytes[setting.zero][0])
@@ -289,32 +290,40 @@ class Figures:
     def late(self, run: Run) -> tuple[float, float]:
         """Seconds of the gradients of a run's weights, and bytes kept for them."""
         own = [(count, *self._late_of(kind)) for kind, count in run.counts.items()]
-        return sum(n * seconds for n, seconds, _ in own), sum(n * size for n, _, size in own)
+        seconds = sum(n * float(late.max()) for n, late, _ in own)
+        return seconds, sum(n * size for n, _, size in own)
 
-    def _late_of(self, kind: str) -> tuple[float, float]:
+    def _late_of(self, kind: str) -> tuple[Floats, float]:
+        """Of a block: seconds of the device and of the host, and bytes."""
         if kind not in self._late:
             start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])
             found = [self.model.late(kind, at, choice) for at, choice in choices]
-            parts = {part for _, own in found for part in own}
-            self._late[kind] = sum(own for own, _ in found), float(sum(n for _, n in parts))
+            parts = {part for _, _, own in found for part in own}
+            seconds = np.array([own[:2] for own in found]).sum(axis=0)
+            self._late[kind] = seconds, float(sum(n for _, n in parts))
         return self._late[kind]
 
-    def _seconds(self, run: Run, weight: Weights, zero: int) -> Floats:
+    def _seconds(self, run: Run, weight: Weights, zero: int, *, splits: bool) -> Floats:
         seconds: Floats = self._own_seconds(run)[zero] + self._edge_seconds(run, weight)
         for kind, count in weight.kinds_again.items():
             partly = weight.kinds_selective.get(kind, 0)
             spared = np.array([count - partly, partly]) @ self.kinds[kind].spared_seconds
             seconds[2:4] += count * self.kinds[kind].seconds[zero, :2] - spared[[0, 2]]
-        seconds[8:] = self._issued(weight, zero)
+        seconds[8:] = self._issued(weight, zero, splits=splits)
         return seconds
 
-    def _issued(self, weight: Weights, zero: int) -> Floats:
-        """Forward and backward, until each block is both computed and issued."""
+    def _issued(self, weight: Weights, zero: int, *, splits: bool) -> Floats:
+        """Forward and backward, until each block is both computed and issued; of a backward that
+        ``splits`` until each half is."""
         found = np.zeros(2)
         for kind, count in weight.kinds.items():
             own = self.kinds[kind].seconds[zero, [0, 8, 2, 9]]
             full, some = self.kinds[kind].spared_seconds[:, :2]
+            if splits:
+                late, _ = self._late_of(kind)
+                own[2:] -= late
+                found[1] += count * max(late)
             again = weight.kinds_again.get(kind, 0)
             partly = weight.kinds_selective.get(kind, 0)
             found[0] += count * max(own[:2])

@@ -74,8 +74,9 @@ class Merged:
     backward: Floats
 
 
-Late = tuple[float, tuple[Part, ...]]
-"""Of a choice: seconds of the gradients of weights, and what is kept for them."""
+Late = tuple[float, float, tuple[Part, ...]]
+"""Of a choice: seconds of the gradients of weights, of the device and of the host, and what is
+kept for them."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ class StageModel:
             nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
             asked = [(node, layouts[node.name], graph, self.prices) for node in nodes]
             parts = [part for each in asked for part in late_parts(*each)]
-            self._late[key] = sum(late_seconds(*each) for each in asked), tuple(parts)
+            seconds = [late_seconds(*each) for each in asked]
+            computed, issued = (sum(own) for own in zip((0.0, 0.0), *seconds, strict=True))
+            self._late[key] = computed, issued, tuple(parts)
         return self._late[key]
 
     def most_late(self, kind: str) -> tuple[float, float]:

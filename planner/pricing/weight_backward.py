@@ -1,14 +1,19 @@
 """The half of a backward that may wait: the gradients of weights.
 
 In: a node in a layout. Out: the seconds of the gradients of its weights, which are part of its
-backward, and what is kept for them once the other half is done.
+backward, of the device and of the host, and what is kept for them once the other half is done.
 
 Schedules that split backwards (ZB-H1, ZB-H2, ZB-V, DualPipeV) put off the weights' gradients of
 matrix products, convolutions and embeddings whose weights are made of parameters alone, as
 ``runtime.weight_gradients`` does. All else is in the first half: other ops' backwards, what is
 run again, every collective. The product for the weights has as many operations as that for the
 data and as many bytes, so it takes half of the op's backward, or all of it where the data has
-no gradient. Until then a micro-batch keeps the op's data and the gradient of its result.
+no gradient; of issuing it the same. Until then a micro-batch keeps the op's data and the gradient
+of its result.
+
+Of each half a block waits until the device has computed and the host has issued it, as it does of
+a whole backward: with C and H seconds of the two for all of it, and c and h for what is put off,
+the halves take max(C - c, H - h) and max(c, h). So a faster device or host makes neither longer.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
 """
@@ -37,12 +42,15 @@ POSITIONS = {
 """Of the ops that put weight gradients off, where among the arguments data and weights are."""
 
 
-def late_seconds(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> float:
-    """Seconds of a node's backward that a split schedule may put off."""
+def late_seconds(
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices
+) -> tuple[float, float]:
+    """Seconds of a node's backward that a split schedule may put off: computing and issuing."""
     share = late_share(node, graph, prices)
     if not share:
-        return 0.0
-    return share * prices.compute(node, input_specs(node, graph), layout)[1]
+        return 0.0, 0.0
+    own = prices.op(node, input_specs(node, graph), layout)
+    return share * own.backward_compute, share * own.backward_issue
 
 
 def late_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:

@@ -29,10 +29,6 @@ Chosen = tuple[IntraOp, StageAnswer]
 MOST_STEPS = 4096
 """Stages times micro-batches that are simulated one by one."""
 
-WORTH_IT = 0.005
-"""The least gain for which a plan may use the axis "dp" for more than the batch."""
-
-
 MORE_HELD = 2
 """Where what waits for gradients of weights does not fit, the stage is solved as if it held
 more micro-batches whole: so many more at most."""
@@ -53,7 +49,7 @@ def stage(
             found = _stage(job, rows, choice, number)
         if found is None or not is_split(held):
             return found
-        found = _splitting(*found, held)
+        found = splitting(*found, held)
         if found[1].cost.total_bytes <= found[0].limits.memory_bytes:
             return found
     return None
@@ -66,7 +62,7 @@ def _stage(job: Job, rows: int, choice: StageChoice, in_flight: int) -> Chosen |
     return place.answer(number, in_flight)
 
 
-def _splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
+def splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
     """The answer with its backward in two halves."""
     setting: Setting = replace(answer.setting, halves=held)
     return solver, replace(answer, setting=setting)
@@ -231,33 +227,3 @@ def completed(job: Job, best: Candidate) -> Candidate:
     needs = edges(job, best.rows, best.stages)
     step, bubble = _step(job, best.schedule, count, costs, needs=needs, whole=True)
     return replace(best, step_seconds=step, bubble_fraction=bubble)
-
-
-def freed(job: Job, best: Candidate) -> Candidate:
-    """The winner with the meshes' axes left to the solver, if that is faster by enough.
-
-    Of a large graph only where tables can solve it: integer programs that wide take long.
-    Unequal shares of the batch leave "dp" to the batch.
-    """
-    if any(answer.shares for _, answer in best.answers):
-        return best
-    chosen: list[Chosen] = []
-    depths = stage_depths(edges(job, best.rows, best.stages), len(best.stages))
-    for choice, (model, answer), depth in zip(best.stages, best.answers, depths, strict=True):
-        mesh = model.prices.mesh
-        solver = job.solver(best.rows, mesh, choice.first_device, free=True)
-        held = job.held(best.schedule, len(best.stages), best.rows, depth)
-        free = None
-        if solver.is_quick(answer.run, best.num_microbatches):
-            free = solver.best(answer.run, best.num_microbatches, most_held(held))
-        if free is not None and is_split(held):
-            free = _splitting(solver, free, held)[1]
-            fits = free.cost.total_bytes <= solver.limits.memory_bytes
-            free = free if fits else None
-        if free is None or free.objective >= answer.objective * (1 - 1e-9):
-            found = job.solver(best.rows, mesh, choice.first_device, free=False)
-            chosen.append((found, answer))
-        else:
-            chosen.append((solver, free))
-    other = simulated(job, best.rows, best.schedule, best.stages, chosen)
-    return other if other.step_seconds < best.step_seconds * (1 - WORTH_IT) else best

@@ -339,17 +339,17 @@ class PlaceCosts:
                 break
             found = mesh.solver.best(run, count, in_flight)
             if found is not None:
-                least = min(least, _seconds(found, count))
+                least = min(least, answer_seconds(found, count))
                 yield mesh.solver, found
 
     def answer(self, number: int, in_flight: int) -> tuple[IntraOp, StageAnswer] | None:
         """The best of them."""
         every = list(self.answers(number, in_flight))
         count = self.runs.count
-        return min(every, key=lambda each: _seconds(each[1], count), default=None)
+        return min(every, key=lambda each: answer_seconds(each[1], count), default=None)
 
 
-def _seconds(answer: StageAnswer, count: int) -> float:
+def answer_seconds(answer: StageAnswer, count: int) -> float:
     """A stage's seconds per micro-batch with its share of the step's end."""
     cost = answer.cost
     return cost.once_and_slowest(count)[0] + cost.step_seconds / count

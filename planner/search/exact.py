@@ -309,7 +309,7 @@ def all_pipelines(job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]) -> 
         return None
     found: list[Whole] = []
     for each in rows:
-        for stages in _stagings(job, each, numbers):
+        for stages in stagings(job, each, numbers):
             found += _scheduled(job, each, stages)
             if len(found) > MOST_PIPELINES:
                 return None
@@ -324,7 +324,7 @@ def _scheduled(job: Job, rows: int, stages: tuple[StageChoice, ...]) -> Iterator
         yield Whole(rows, schedule, stages, held, needs)
 
 
-def _stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
+def stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
     """Every cut of the blocks on every tiling of the devices."""
     num_blocks = len(job.structure.blocks.blocks)
 

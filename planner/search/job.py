@@ -19,7 +19,7 @@ import numpy as np
 from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
 from ..cache.cache import NO_CACHE, Cache
-from ..errors import TimeLimitError
+from ..errors import TimeLimitError, UsageError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import Floats, Table
@@ -316,11 +316,16 @@ class Job:
         return [over for s in self.solvers.values() for over in s.excess_bytes.values()]
 
     def failure(self, *, is_proven: bool = False) -> Exception:
-        """Why there is no plan: no time, or no memory and by how much.
+        """Why there is no plan: no time, no memory and by how much, or no mesh.
 
         ``is_proven``: bounds alone say that nothing fits, so more time would not help.
         """
         excess = [*self.excess_bytes, *self.beyond]
+        if not excess and is_proven and not self.ended_by:
+            return UsageError(
+                "AP127", "no way to lay stages over the cluster has the degrees that are asked for",
+                fix="other degrees, or fewer of them",
+            )  # fmt: skip
         if not excess or (self.effort.left_seconds <= 0 and not is_proven):
             return TimeLimitError(
                 "AP701", "no plan was found within the time limit", fix="a longer --time-limit"

@@ -18,10 +18,12 @@ from ..pricing.step import KnownSteps
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
 from .beside import Company
-from .candidates import WORTH_IT, candidates, completed, freed, is_whole
+from .candidates import candidates, completed, is_whole
 from .exact import exact_candidates, is_few
+from .free_axes import WORTH_IT, free_candidates, freed
 from .job import Job
 from .loops import MOST_CHUNKS, loops
+from .nearby import few_pipelines, passed_over
 from .proof import Proof
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
@@ -32,14 +34,14 @@ from .work_bound import work_bound
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
 
+MOST_FREED = 24
+"""Pipelines of many that are tried with free axes, in a small graph."""
+
 NEAR = 1.05
 """Of what another part found, drafts within this factor of the best are taken in."""
 
 SOON = 800
 """The work after which a first plan is made of what is known."""
-
-MOST_FREED = 24
-"""Candidates that are tried with free axes, in a small graph."""
 
 LONG = 5_000
 """Of a search of no more work (``Effort.work``), no part is cut short."""
@@ -105,6 +107,7 @@ class Ranking:
         for found in every[1:]:
             self._take_in(found)
         self._add_branches(rows, numbers)
+        self._look_around(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         if self.best:
             self._settle()
@@ -336,6 +339,22 @@ class Ranking:
                     if len(pipeline.stages) in numbers:
                         self._keep(Draft(each, pipeline))
 
+    def _look_around(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Takes in pipelines that were passed over: any of few, else those next to the winner."""
+        began = self.job.effort.work
+
+        def best() -> tuple[float, Draft]:
+            return self._step_seconds, self.drawn[id(self.best[0])]
+
+        def is_late() -> bool:
+            return self._is_late(0.75) or self._is_long(began)
+
+        if self.best:
+            for draft in passed_over(
+                self.job, rows, numbers, drafts=self.drafts, best=best, is_late=is_late
+            ):
+                self._keep(draft)
+
     def _refine(self) -> None:
         """Solves the stages of the fastest again, each gap narrowed."""
         job, top = self.job, self.job.request.top
@@ -357,22 +376,25 @@ class Ranking:
     def _free_axes(self) -> None:
         """Offers the fastest with their axes left to the solver; of large graphs the winner.
 
-        To be better than the winner as it is by enough, one need not have been the winner. Where
-        prices are to be measured only the winner is tried: each mesh has ops of its own.
+        To be better than the winner as it is one need not have been the winner. Where prices are
+        to be measured only the winner is tried: each mesh has ops of its own.
         """
         job = self.job
         if not self.best or not job.request.frees_axes:
             return
-        bar = self._step_seconds * (1 - WORTH_IT)
-        distinct: dict[str, Candidate] = {}
-        is_wide = job.is_small and job.basis.asked is None
-        for each in self._by_speed() if is_wide else []:
-            distinct.setdefault(each.summary, each)
-        fastest = list(distinct.values())
-        for each in [self.best[0], *fastest[:MOST_FREED]]:
-            found = freed(job, each)
-            if found.step_seconds < bar:
-                self._offer(found)
+        self._offer_faster(freed(job, self.best[0]))
+        if job.is_small and job.basis.asked is None:
+            rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+            few = few_pipelines(job, rows, job.stage_numbers)
+            if few is None:
+                few = [*dict.fromkeys((each.rows, each.stages) for each in self._by_speed())]
+                few = few[:MOST_FREED]
+            for found in free_candidates(job, few, lambda: self._step_seconds):
+                self._offer_faster(found)
+
+    def _offer_faster(self, found: Candidate) -> None:
+        if found.step_seconds < self._step_seconds * (1 - WORTH_IT):
+            self._offer(found)
 
     def _by_speed(self) -> list[Candidate]:
         return sorted(self.known, key=lambda each: each.step_seconds)

@@ -38,8 +38,8 @@ def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
         ways.append(way)
         kept = held(schedule, len(pipeline), count, index)
         if schedule not in IN_FLIGHT and len(pipeline) > 1:
-            late = float(own.late[way.which])
-            ways[-1] = replace(way, figures=(*way.figures, late))
+            halves = own.seconds(way.zero, way.modes, halved=True)[way.which]
+            ways[-1] = replace(way, figures=tuple(halves.tolist()))
         num_bytes.append(own.num_bytes(way.zero, way.modes, kept)[way.which])
     seconds = force.simulate(schedule, count, [way.figures for way in ways])
     found = Best(seconds, rows, count, schedule, tuple(ways))

@@ -17,7 +17,7 @@ from autoparallel.planner.graph import Block, Blocks, Graph, Ref
 from autoparallel.planner.inter_op.submesh import mesh_of
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.requests.request import Request, divisors
-from autoparallel.planner.search.candidates import WORTH_IT
+from autoparallel.planner.search.free_axes import WORTH_IT
 from autoparallel.planner.search.search import plan
 
 CASES = (

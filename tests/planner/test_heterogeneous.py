@@ -11,7 +11,7 @@ from small_graphs import mlp
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.planner.errors import InfeasibleError
+from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.inter_op.heterogeneous import (
     MOST_ORDERS,
@@ -179,3 +179,11 @@ def test_racks_that_are_far_apart_are_stages() -> None:
     crossings = sum(first != second for first, second in pairwise(racks))
     assert all(len(own) == 1 for own in racks)
     assert crossings <= 1
+
+
+def test_degrees_that_no_stages_can_have_are_an_error_of_the_request() -> None:
+    """Two devices of one host and one of another: each stage with tp=2 leaves one without."""
+    graph, blocks = mlp(3)
+    on = toys(host(1.0, num_devices=2), host(2.0))
+    with pytest.raises(UsageError, match="AP127"):
+        plan(graph, blocks, on, Request(4, forced=Forced(tp=2)))

@@ -16,7 +16,7 @@ from autoparallel.cost_model.cluster import Device, Link
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.search.candidates import WORTH_IT
+from autoparallel.planner.search.free_axes import WORTH_IT
 from autoparallel.planner.search.search import plan
 from autoparallel.planner.strategy import NodeLayout
 

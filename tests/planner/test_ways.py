@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from random_cases import random_case
@@ -16,10 +18,15 @@ from autoparallel.planner.search.job import Job
 COUNT = 4
 
 
-def stages(seed: int) -> list[tuple[IntraOp, Run]]:
+def stages(seed: int, issue_seconds: float = 0.0) -> list[tuple[IntraOp, Run]]:
     """The meshes of the first and of the last devices, with the first and the last runs."""
     case = random_case(seed)
-    job = Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+    hosts = [
+        replace(host, device=replace(host.device, issue_seconds=issue_seconds))
+        for host in case.cluster.hosts
+    ]
+    on = replace(case.cluster, hosts=tuple(hosts))
+    job = Job.of(case.graph, case.blocks, on, case.request, rules=rules, basis=DEFAULT)
     rows, size, number = (
         case.request.global_batch,
         case.cluster.num_devices,
@@ -50,6 +57,25 @@ def test_a_way_costs_what_the_stage_solver_prices_it_at(seed: int) -> None:
                     cost.step_seconds,
                 )  # fmt: skip
                 assert own.seconds[way] == pytest.approx(np.array(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("issue_seconds", [0.0, 1e-6, 1e-5])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_way_in_halves_costs_what_the_stage_solver_prices_it_at(
+    seed: int, issue_seconds: float
+) -> None:
+    """Of both halves, where either the device or the host may bind."""
+    held = ((2, 0), (1, 2))
+    for solver, run in stages(seed, issue_seconds):
+        for own in MeshWays(solver).points(run, held, float("inf")):
+            for way in range(0, len(own.seconds), 1 + len(own.seconds) // 5):
+                cost = own.answer(way, COUNT, held).cost
+                assert cost.late_seconds is not None
+                expected = (
+                    cost.forward_seconds, cost.backward_seconds - cost.late_seconds,
+                    *cost.receive_seconds, cost.step_seconds, cost.late_seconds,
+                )  # fmt: skip
+                assert own.seconds[way] == pytest.approx(np.array(expected), rel=1e-9, abs=1e-18)
 
 
 @pytest.mark.parametrize("seed", range(10))
