@@ -37,8 +37,8 @@ Found = TypeVar("Found")
 PARTS = 2
 """Into which the micro-batch sizes of a large space are shared out."""
 
-POLITE = 5
-"""The niceness of what is wanted only at the end."""
+POLITE = 3
+"""The niceness of what is wanted only at the end: two of it have as much as one without."""
 
 LATE_SECONDS = 5.0
 """How long after the time limit an answer is waited for."""
