@@ -96,6 +96,12 @@ class Simulation:
         self._run()
         return max(rank.ended for rank in self.ranks)
 
+    def step_and_bubble(self) -> tuple[float, float]:
+        """That, and the share of the step in which ranks wait."""
+        step, number = self.step_seconds(), len(self.ranks)
+        busy = sum(rank.busy for rank in self.ranks)
+        return step, 1 - busy / (step * number) if step else self.zero
+
     def _run(self) -> None:
         """Runs every rank as far as it can, then one message, until there is none."""
         ranks, waiting, advance, arrive = self.ranks, self.waiting, self._advance, self._arrive

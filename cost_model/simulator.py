@@ -30,7 +30,7 @@ from .simulation import Simulation
 from .stage_costs import Overlap, StageCosts, of_replicas
 from .timeline import Timeline
 
-__all__ = ["Overlap", "StageCosts", "Timeline", "simulate", "step_seconds"]
+__all__ = ["Overlap", "StageCosts", "Timeline", "simulate", "step_and_bubble", "step_seconds"]
 
 
 def simulate(
@@ -75,6 +75,19 @@ def step_seconds(
     """
     costs = _checked(schedule, costs, None)
     return Simulation(schedule, costs, None, ports, records=False).step_seconds()
+
+
+def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
+    """``step_seconds`` and ``bubble_fraction`` of ``simulate(…)``, without the timeline.
+
+    >>> from autoparallel.cost_model.actions import parse_table
+    >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
+    >>> costs = StageCosts((1.0, 1.0), (2.0, 2.0), send_seconds=(0.5,))
+    >>> step_and_bubble(Schedule("example", 1, (0, 1), table), costs)[0]
+    7.0
+    """
+    costs = _checked(schedule, costs, None)
+    return Simulation(schedule, costs, None, Ports, records=False).step_and_bubble()
 
 
 def _checked(schedule: Schedule, costs: StageCosts, overlap: Overlap | None) -> StageCosts:

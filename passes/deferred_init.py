@@ -52,8 +52,9 @@ def record_build(build: Callable[[], nn.Module], seed: int | Tensor = 0) -> Defe
     try:
         with seeded(seed), uncollected():
             model, log = record(build)
-        slots = {name: log.slot(tensor) for name, tensor in _named_tensors(model)}
-        _check_untouched(model, log)
+        tensors = _named_tensors(model)
+        slots = {name: log.slot(tensor) for name, tensor in tensors}
+        _check_untouched(tensors)
     except Exception as error:  # noqa: BLE001
         return Deferred(_build_on_meta(build, seed), build, seed, None, {}, reason=_reason(error))
     _to_meta(model)
@@ -128,9 +129,9 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _check_untouched(model: nn.Module, log: Log) -> None:
+def _check_untouched(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise where a tensor was changed behind the log's back, by ``tensor.data = …``."""
-    for name, tensor in _named_tensors(model):
+    for name, tensor in tensors:
         if not isinstance(tensor, FakeTensor):
             raise UnrecordableError(f"{name} was not made by a torch op")
 

@@ -5,6 +5,8 @@ chosen for each node, and a rank. Out: an ``fx.GraphModule`` whose ``forward`` t
 block's inputs and returns the tuple of its outputs. Each node's inputs are brought from the
 layout their maker left them in to the one the node wants; a value that several nodes want
 alike is converted once.
+
+Of a block that is recomputed what is not simply run again is marked (``replayed``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ..planner.layout import INVARIANT, Layout, conversion_steps, format_layout,
 from ..planner.strategy import NodeLayout
 from .collectives import Rank, apply_steps, format_steps, local_tensor
 from .local_ops import local_call
-from .ops import resolve
+from .ops import returns_several
+from .replayed import Replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class _Values:
     made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
     counts: dict[str, fx.Node] = field(default_factory=dict)
     converted: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)
+    uses: dict[fx.Node, list[tuple[str, int]]] = field(default_factory=dict)
 
 
 def localize_block(
@@ -98,6 +102,7 @@ def localize_block(
     layouts: Mapping[str, NodeLayout],
     rank: Rank,
     num_microbatches: int = 1,
+    replayed: Replayed | None = None,
 ) -> fx.GraphModule:
     """One rank's module of a block; raises ``PlanError`` where a layout does not fit.
 
@@ -114,11 +119,16 @@ def localize_block(
     for key in interface.counts:
         values.counts[key] = body.placeholder(_identifier(key))
     for name in interface.nodes:
-        _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
+        made = _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
         if num_microbatches > 1 and name in graph.accumulation.sums:
-            summed, made = values.made[Ref(name)]
+            summed, layout = values.made[Ref(name)]
             scaled = body.call_function(torch.ops.aten.mul.Scalar, (summed, num_microbatches))
-            values.made[Ref(name)] = (scaled, made)
+            values.made[Ref(name)] = (scaled, layout)
+            made.append(scaled)
+        if replayed is not None:
+            replayed.mark(graph[name], made)
+    if replayed is not None:
+        replayed.mark_unread(values.uses)
     results = [
         _in_layout(body, values, graph, parse_key(key), wanted=layout, rank=rank)
         for key, layout in interface.outputs.items()
@@ -130,14 +140,17 @@ def localize_block(
 
 def _localize_node(
     body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
-) -> None:
-    """Adds a node's conversions and its local call."""
+) -> list[fx.Node]:
+    """Adds a node's conversions and its local call; what it became."""
     _check(graph, node, layout, rank)
     refs = node.inputs
     inputs = [
         _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
         for ref, wanted in zip(refs, layout.inputs, strict=True)
     ]
+    for position, value in enumerate(inputs):
+        if value in values.uses:
+            values.uses[value].append((node.name, position))
     specs = tuple(graph.spec(ref) for ref in refs)
     batch_dims = graph.batch_dims.get(node.name, ())
     call = local_call(
@@ -147,14 +160,17 @@ def _localize_node(
     result = body.create_node(
         "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
     )
+    results = [result]
     if call.scale != 1.0:
         result = body.call_function(torch.ops.aten.mul.Scalar, (result, call.scale))
-    if not _returns_several(node):
+        results.append(result)
+    if not returns_several(node.op):
         values.made[Ref(node.name)] = (result, layout.outputs[0])
-        return
+        return results
     for index, made in enumerate(layout.outputs):
         part = body.call_function(operator.getitem, (result, index))
         values.made[Ref(node.name, index)] = (part, made)
+    return results
 
 
 def _in_layout(
@@ -177,13 +193,8 @@ def _in_layout(
             (value, format_steps(steps, rank.mesh.axes)),
             name=_identifier(name),
         )
+        values.uses[values.converted[ref, wanted]] = []
     return values.converted[ref, wanted]
-
-
-def _returns_several(node: Node) -> bool:
-    """Whether the op returns a tuple or list, even of one."""
-    returns = resolve(node.op)._schema.returns
-    return len(returns) > 1 or str(returns[0].type).startswith("List")
 
 
 def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:

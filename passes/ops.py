@@ -72,3 +72,9 @@ def forget() -> None:
     """Forget what was looked up: a user's op was registered anew."""
     for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
         cached.cache_clear()
+
+
+def returns_several(path: str) -> bool:
+    """Whether an op returns a tuple or list, even of one."""
+    returns = resolve(path)._schema.returns
+    return len(returns) > 1 or str(returns[0].type).startswith("List")

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from .quick_fakes import quick_fake
+
 _WHOLE = "_no_grad_trunc_normal_"
 _OVERWRITES = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", _WHOLE})
 _FILLS = {
@@ -98,11 +100,12 @@ class Log:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Appends every op to ``log``. To be entered inside a ``FakeTensorMode``."""
+    """Appends every op to ``log``. To be entered inside ``mode``."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
+        self.mode = mode
         self.seed = torch.initial_seed()
 
     def __torch_dispatch__(
@@ -122,7 +125,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads: list[int] = []
         noted = tuple([self._noted(value, reads) for value in args])
         named = {name: self._noted(value, reads) for name, value in kwargs.items()}
-        result = func(*args, **kwargs)
+        result = quick_fake(self.mode, func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         made = (result,) if isinstance(result, Tensor) else tree_leaves(result)
         outputs = tuple([self.log.add(t) for t in made if isinstance(t, Tensor)])
         form = _form(func)
@@ -343,7 +348,8 @@ def _covers(tensor: Tensor) -> bool:
 def record(build: Callable[[], Any]) -> tuple[Any, Log]:
     """What ``build`` returns, made of fake tensors, and the log of how."""
     log = Log()
-    with FakeTensorMode(allow_non_fake_inputs=True), Recorder(log), _whole_trunc_normal(log):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, Recorder(log, mode), _whole_trunc_normal(log):
         return build(), log
 
 

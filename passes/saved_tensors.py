@@ -26,6 +26,7 @@ from ..cost_model.memory import policy
 from ..planner.graph import Blocks, Graph
 from ..planner.layout import Layout, Mesh, local_shape
 from ..planner.plan import Plan
+from .recomputing import Context, Recomputing
 from .stage_program import BlockProgram, StageProgram, build_stage
 from .state_traffic import (
     GRADIENTS,
@@ -277,8 +278,6 @@ class _Run:
     def _run_block(self, block: BlockProgram, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if block.recompute == "none":
             return tuple(block.module(*inputs))
-        if block.recompute != "full":
-            raise NotImplementedError(f"recompute {block.recompute!r} on fake tensors")
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             if not self.is_backward:
@@ -286,9 +285,22 @@ class _Run:
             with self.live.making(RECOMPUTED):
                 return tuple(block.module(*values))
 
+        made: list[Context] = []
+        options: dict[str, Any] = {}
+        if block.recompute == "selective":
+            recomputing = Recomputing(keeps_costly=True)
+            recomputing.mark(block.module)
+
+            def contexts() -> tuple[Context, Context]:
+                made.extend(recomputing.contexts())
+                return made[0], made[1]
+
+            options["context_fn"] = contexts
         outputs: tuple[Tensor, ...] = checkpoint(
-            run, *inputs, use_reentrant=False, preserve_rng_state=False
+            run, *inputs, use_reentrant=False, preserve_rng_state=False, **options
         )
+        for context in made[:1]:
+            self.live.mark(context.kept, SAVED, over=False)
         return outputs
 
     def _value(self, known: Mapping[str, Tensor], key: str) -> Tensor:

@@ -13,15 +13,18 @@ from functools import cached_property
 
 from torch import fx
 
+from ..planner import rules
 from ..planner.errors import PlanError
 from ..planner.graph import Block, Blocks, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT, REPLICATE, Layout, Mesh
 from ..planner.plan import Plan, Recompute, StagePlan
+from ..planner.replay import Storages, find_replay
 from ..planner.shares import RowShare, share_of, why_not
 from .accumulate import Counting, build_counting, counts_used
 from .collectives import Communicator, Rank
 from .localize import BlockInterface, localize_block, parse_key, value_key
 from .random_ops import Draws
+from .replayed import Replayed
 from .stage_cut import (
     Boundary,
     boundaries,
@@ -140,6 +143,16 @@ class _Stage:
     def updated(self) -> dict[Ref, str]:
         """The buffer that each new value of one is for."""
         return {ref: name for name, ref in self.graph.updates.items() if name in self.leaves}
+
+    @cached_property
+    def _storages(self) -> Storages:
+        return rules.storage_of(self.graph)
+
+    def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
+        """How a block is recomputed, if it is."""
+        if mode == "none":
+            return None
+        return Replayed(mode, find_replay(block, self.graph, rules, self._storages))
 
 
 def build_stage(
@@ -297,6 +310,7 @@ def _build_block(
     module = localize_block(
         stage.graph, BlockInterface(block.nodes, inputs, held, outputs, counts),
         layouts=layouts, rank=stage.rank, num_microbatches=stage.num_microbatches,
+        replayed=stage.replayed(block, recompute),
     )  # fmt: skip
     made.update(outputs)
     return BlockProgram(

@@ -8,7 +8,7 @@ tables but the unit prices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..cost_model.cluster import Link
@@ -18,8 +18,9 @@ from .intra_op.assembly import GATHERED_BLOCKS
 from .layout import INVARIANT, Layout, conversion_steps
 from .plan import Recompute
 from .pricing.choices import inner_collectives, input_specs
+from .pricing.outline import is_own_parameter
 from .pricing.prices import Prices, Seconds, StateBytes, boundary_layout
-from .pricing.recompute import is_kept, kept_parts
+from .pricing.recompute import AGAIN, kept_parts, replay
 from .pricing.saved import Part, saved_parts, working_bytes
 from .pricing.slice_costs import carried_bytes, is_attention
 from .pricing.weight_backward import late_parts, late_seconds
@@ -97,6 +98,8 @@ class _BlockWalk:
         values = zip(self.reads.values, self.layouts.values, strict=True)
         self.made = {ref: layout for ref, layout in values if layout is not None}
         self.parameters = dict(zip(self.reads.parameters, self.layouts.parameters, strict=True))
+        self.replay = replay(self.reads.block, self.graph, self.prices)
+        self.spared = self.replay.spared.get(self.mode, frozenset(self.reads.block.nodes))
         self.leaves = dict(zip(self.reads.leaves, self.layouts.leaves, strict=True))
 
     def cost(self) -> BlockCost:
@@ -129,7 +132,8 @@ class _BlockWalk:
     def _block(self) -> tuple[float, float]:
         """Walks the nodes; the bytes that the backward makes again, and keeps for weights."""
         graph, prices, mode = self.graph, self.prices, self.mode
-        wanted: dict[tuple[Ref, Layout], None] = {}
+        wanted: dict[Ref, dict[Layout, None]] = {}
+        uses: dict[Ref, list[tuple[str, int]]] = {}
         parts: dict[Part, None] = {}
         selected: dict[Part, None] = {}
         late: dict[Part, None] = {}
@@ -139,22 +143,27 @@ class _BlockWalk:
             self.kept_bytes += carried_bytes(
                 node, self._pair_bytes(node, layout), self.setting.slices, again=mode == "full"
             )
-            for ref, target in zip(node.inputs, layout.inputs, strict=True):
+            for position, (ref, target) in enumerate(zip(node.inputs, layout.inputs, strict=True)):
                 self._receive(ref, target)
-                wanted[ref, target] = None
+                wanted.setdefault(ref, {})[target] = None
+                uses.setdefault(ref, []).append((name, position))
             for index, made in enumerate(layout.outputs):
                 self.made[Ref(name, index)] = made
             parts.update(dict.fromkeys(saved_parts(node, layout, graph, prices)))
             if mode == "selective":
-                selected.update(dict.fromkeys(kept_parts(node, layout, graph, prices)))
+                selected.update(
+                    dict.fromkeys(kept_parts(node, layout, graph, prices, of=self.replay))
+                )
             late.update(dict.fromkeys(late_parts(node, layout, graph, prices)))
             for at, own in enumerate(late_seconds(node, layout, graph, prices)):
                 self.late[at] += own
             size = working_bytes(node, layout, graph, prices)
             self.working_bytes = max(self.working_bytes, size)
         self._meet()
-        for ref, target in wanted:
-            self._convert(ref, target)
+        for ref, targets in wanted.items():
+            twice = self._is_repeated(ref, uses[ref])
+            for target in targets:
+                self._convert(ref, target, twice=twice)
         if mode == "none":
             self.kept_bytes += _total(parts)
             return 0.0, _total(late)
@@ -181,7 +190,7 @@ class _BlockWalk:
         if self.mode == "none":
             return
         self._add(Seconds(backward_communication=own.forward_communication))
-        if self.mode == "full" or not is_kept(node):
+        if node.name not in self.spared:
             again = Seconds(backward_compute=own.forward_compute, backward_issue=own.forward_issue)
             self._add(again)
 
@@ -195,7 +204,16 @@ class _BlockWalk:
         self.receive[0] += forward
         self.receive[1] += backward
 
-    def _convert(self, ref: Ref, target: Layout) -> None:
+    def _is_repeated(self, ref: Ref, uses: Sequence[tuple[str, int]]) -> bool:
+        """Whether a value with these uses is converted again when the block is recomputed."""
+        if self.mode == "none":
+            return False
+        kind, reader = self.graph[ref.name].kind, self.graph[uses[0][0]]
+        if kind != "op" and (kind != "parameter" or is_own_parameter(ref, reader, self.graph)):
+            return True
+        return self.replay.repeats(uses)[AGAIN.index(self.mode)]
+
+    def _convert(self, ref: Ref, target: Layout, *, twice: bool) -> None:
         node = self.graph[ref.name]
         if node.kind in ("input", "constant", "buffer"):
             held = self.leaves[ref.name]
@@ -205,8 +223,8 @@ class _BlockWalk:
         else:
             source = self.parameters[ref.name] if node.kind == "parameter" else self.made[ref]
         forward, backward = self.prices.conversion(self.graph.spec(ref), source, target)
-        twice = forward if self.mode != "none" else 0.0
-        self._add(Seconds(forward_communication=forward, backward_communication=backward + twice))
+        again = forward if twice else 0.0
+        self._add(Seconds(forward_communication=forward, backward_communication=backward + again))
 
     def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
         """The keys and values that an attention reads on a rank."""

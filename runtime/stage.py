@@ -9,7 +9,6 @@ that leave the stage, and the loss. Its parameters go by the model's own names
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
+from ..passes.recomputing import Recomputing
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
@@ -35,22 +31,6 @@ if TYPE_CHECKING:
     from ..passes.stage_program import BlockProgram, StageProgram
 
 aten = torch.ops.aten
-
-KEPT_BY_SELECTIVE = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.linear.default,
-        aten.convolution.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-"""What selective recomputation keeps: outputs that cost much to make for their size."""
 
 
 class StageBlock(nn.Module):
@@ -79,6 +59,19 @@ class StageBlock(nn.Module):
         self.is_random = _is_random(program.module)
         self._deferring, self._shared_inputs = deferring, shared
         self.deferred = self._defer(program)
+        self._recomputing = self._find_recomputing()
+
+    def _find_recomputing(self) -> Recomputing | None:
+        """What runs the block again, where that is not all of it until nothing is wanted.
+
+        An op that puts off its weights' gradients keeps what it reads after it has run: it
+        would not be the end of what ``checkpoint`` runs again.
+        """
+        if self.recompute == "none" or (self.recompute == "full" and not self.deferred):
+            return None
+        found = Recomputing(keeps_costly=self.recompute == "selective")
+        found.mark(self.graph)
+        return found
 
     def _defer(self, program: BlockProgram) -> frozenset[str]:
         """Has a program of this block put off the gradients of weights; whose these are."""
@@ -111,11 +104,13 @@ class StageBlock(nn.Module):
                     self.graph.add_module(name, op)
             for held in ("_parameters", "_buffers", "_modules"):
                 graph.__dict__[held] = self.graph.__dict__[held]
+            if self._recomputing is not None:
+                self._recomputing.mark(graph)
 
     def _recomputed(self, graph: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
         contexts: dict[str, Any] = {}
-        if self.recompute == "selective":
-            contexts["context_fn"] = _selective_contexts
+        if self._recomputing is not None:
+            contexts["context_fn"] = self._recomputing.contexts
         key, microbatch = self.draws.key, self.draws.microbatch
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -147,19 +142,6 @@ class _Own(torch.autograd.Function):
 def _own(tensor: Tensor) -> Tensor:
     result: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
     return result
-
-
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
-        create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
-    )
-    return contexts
-
-
-def _selective_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE if op in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
-    )
 
 
 def _is_random(module: nn.Module) -> bool:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 from brute_force_layouts import ZEROS, Choices, Floats, Ints
@@ -25,7 +26,7 @@ from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, Layout
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.prices import Prices, boundary_layout
-from autoparallel.planner.pricing.recompute import is_kept, kept_parts
+from autoparallel.planner.pricing.recompute import AGAIN, Replay, kept_parts, replay
 from autoparallel.planner.pricing.saved import Part, saved_parts, working_bytes
 from autoparallel.planner.pricing.seconds import Seconds
 from autoparallel.planner.strategy import NodeLayout
@@ -79,7 +80,7 @@ class Stage(Choices):
     def _price(self) -> None:
         num = self.num_assignments
         self.passes: list[Floats] = []
-        self.kept: list[Floats] = []
+        self.spared: list[dict[Recompute, Floats]] = []
         self.bytes: list[dict[Recompute, Floats]] = []
         self.late = np.zeros(num)
         self.late_passes: list[Floats] = []
@@ -96,7 +97,8 @@ class Stage(Choices):
 
     def _price_block(self, block: Block) -> None:
         seconds = np.zeros((len(PASSES), self.num_assignments))
-        kept = np.zeros((len(PASSES), self.num_assignments))
+        spared = {mode: np.zeros((len(PASSES), self.num_assignments)) for mode in AGAIN}
+        again = self._replay(block)
         late = np.zeros((2, self.num_assignments))
         uses: dict[Ref, list[tuple[str, int]]] = {}
         for name in block.nodes:
@@ -104,24 +106,34 @@ class Stage(Choices):
             own = self._op(name)
             seconds += own
             late += self._late(name) * own[[1, 5]]
-            if is_kept(node):
-                kept[[0, 4]] += own[[0, 4]]
+            for mode in AGAIN:
+                if self.key(name) in again.spared[mode]:
+                    spared[mode][[0, 4]] += own[[0, 4]]
             for position, ref in enumerate(node.inputs):
                 if self.graph[ref.name].kind not in LEAVES:
                     uses.setdefault(ref, []).append((name, position))
         read = np.zeros(self.num_assignments)
         for ref, where in uses.items():
             source = self._source(ref, where[0])
-            seconds[2:4] += self._conversions(ref, source, where)
+            converting = self._conversions(ref, source, where)
+            seconds[2:4] += converting
+            for mode in AGAIN:
+                alone = self.graph[ref.name].kind == "parameter" and len(where) == 1
+                unread = all((self.key(n), at) in again.unread[mode] for n, at in where)
+                if unread and not (alone and self.num_blocks(ref.name) == 1):
+                    spared[mode][2] += converting[0]
             if self.graph[ref.name].kind == "op" and ref.name not in block.nodes:
                 layouts, ids = source
                 held = [self.prices.local_bytes(self.graph.spec(ref), each) for each in layouts]
                 read += np.array(held, dtype=float)[ids]
         self.passes.append(seconds)
-        self.kept.append(kept)
+        self.spared.append(spared)
         self.late_passes.append(late)
         self.late += late.max(axis=0)
         self._hold(block, read)
+
+    def _replay(self, block: Block) -> Replay:
+        return replay(self.all_blocks.kinds[block.kind], self.graph, self.prices)
 
     def _late(self, name: str) -> float:
         """The share of an op's backward that is its weight's gradient: of ``linear`` half, and
@@ -148,13 +160,18 @@ class Stage(Choices):
 
     def _hold(self, block: Block, read: Floats) -> None:
         """Bytes that a block keeps, and makes again in its backward, in each mode."""
-        saved, selected, either = (
-            self._sum_of_parts(block, of) for of in (saved_parts, kept_parts, _either)
+        kept = partial(kept_parts, of=self._replay(block))
+
+        def either(*given: Any) -> set[Part]:
+            return {*saved_parts(*given), *kept(*given)}
+
+        saved, selected, both = (
+            self._sum_of_parts(block, of) for of in (saved_parts, kept, either)
         )
         self.late_bytes += self._sum_of_parts(block, self._late_parts)
         self.bytes.append({"none": saved, "selective": read + selected, "full": read})
         none = np.zeros(self.num_assignments)
-        self.made_again.append({"none": none, "selective": either - selected, "full": saved})
+        self.made_again.append({"none": none, "selective": both - selected, "full": saved})
 
     def _op(self, name: str) -> Floats:
         key = self.key(name)
@@ -309,8 +326,8 @@ class Stage(Choices):
 
     def _figures(self, block: int) -> list[Floats]:
         held = [self.bytes[block][mode] for mode in MODES]
-        late = self.late_passes[block]
-        return [self.passes[block], self.kept[block], late, *held, self.gathered[:, block]]
+        spared, late = [self.spared[block][mode] for mode in AGAIN], self.late_passes[block]
+        return [self.passes[block], *spared, late, *held, self.gathered[:, block]]
 
     def seconds(self, zero: int, modes: Modes, *, halved: bool = False) -> Floats:
         """Forward, backward, receive forward and backward, end: a row per assignment.
@@ -340,15 +357,13 @@ class Stage(Choices):
     def _without(self, every_late: Sequence[Floats]) -> list[dict[Recompute, Floats]]:
         """Per block and mode, seconds forward, and backward but for what is late."""
         found: list[dict[Recompute, Floats]] = []
-        for own, kept, late in zip(self.passes, self.kept, every_late, strict=True):
+        for own, spared, late in zip(self.passes, self.spared, every_late, strict=True):
             by_mode: dict[Recompute, Floats] = {}
             for mode in MODES:
                 passes = own.copy()
                 passes[[1, 5]] -= late
                 if mode != "none":
-                    passes[1::2] += passes[::2]
-                if mode == "selective":
-                    passes[1::2] -= kept[::2]
+                    passes[1::2] += passes[::2] - spared[mode][::2]
                 compute, communication, issue = passes.reshape(3, 2, -1)
                 by_mode[mode] = np.maximum(compute, issue) + communication
             found.append(by_mode)
@@ -395,10 +410,6 @@ class Stage(Choices):
                     yield Points(zero, modes, seconds, fits)
                 if number == 0 and len(fits) == self.num_assignments:
                     break
-
-
-def _either(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> set[Part]:
-    return {*saved_parts(node, layout, graph, prices), *kept_parts(node, layout, graph, prices)}
 
 
 def _new_only(columns: Sequence[Floats]) -> Iterator[Floats]:

@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoparallel.commands.simulate_page import simulated
 from autoparallel.cost_model.stage_costs import Overlap
+from autoparallel.options import parse_parallel
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planning import (
     PlanOptions,
@@ -44,6 +46,12 @@ CASE = BY_NAME["llama-3-405b"]
 TP, PP, DP = 8, 16, 128
 PUBLISHED_MFU = (0.38, 0.43)
 GIB = 2**30
+
+PLANNED = tuple(
+    f"tp={TP},pp={PP},dp={DP},zero=1,recompute=selective,{rest}"
+    for rest in ("schedule=1f1b", "schedule=interleaved,chunks=4", "schedule=interleaved,chunks=8")
+)
+"""Of the published degrees what fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +117,14 @@ def priced(program: Program, cluster: Cluster) -> Iterator[Row]:
         )
 
 
-def planned(program: Program, target: Target, cluster: Cluster, time_limit_seconds: float) -> Row:
-    """The planner's own."""
+def planned(
+    program: Program, target: Target, cluster: Cluster, time_limit_seconds: float, parallel: str
+) -> Row:
+    """The planner's own, with these degrees if any are given."""
     options = PlanOptions(
-        CASE.global_batch, CASE.seq, precision="bf16", time_limit_seconds=time_limit_seconds
-    )
+        CASE.global_batch, CASE.seq, precision="bf16", time_limit_seconds=time_limit_seconds,
+        forced=parse_parallel(parallel or None),
+    )  # fmt: skip
     began = time.perf_counter()
     with progress() as observe:
         found = plan_program(program, target, cluster, options, observe)
@@ -124,15 +135,16 @@ def planned(program: Program, target: Target, cluster: Cluster, time_limit_secon
         for stage in found.stages
     ]
     distinct = ", ".join(f"{stages.count(each)} x ({each})" for each in dict.fromkeys(stages))
-    recomputed = sum(b.recompute != "none" for stage in found.stages for b in stage.blocks)
+    modes = Counter(block.recompute for stage in found.stages for block in stage.blocks)
+    blocks = ", ".join(f"{number} {mode}" for mode, number in modes.items())
     ours = found.prediction
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
     return Row(
-        f"the planner's, found in {time.perf_counter() - began:.0f} s",
+        f"the planner's {parallel or 'own'}, found in {time.perf_counter() - began:.0f} s",
         ours.step_seconds, ours.model_flops_utilization, ours.peak_memory_bytes, usable,
         ours.bubble_fraction,
         f"{found.schedule}, {found.num_microbatches} micro-batches of {found.microbatch_size} "
-        f"rows, {recomputed} blocks recomputed: {distinct}",
+        f"rows, blocks recomputed: {blocks}; {distinct}",
     )  # fmt: skip
 
 
@@ -151,8 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(row)
         show(row, rows[0])
     if not asked.priced:
-        rows.append(planned(program, target, cluster, asked.time_limit))
-        show(rows[-1], rows[0])
+        for parallel in (*PLANNED, ""):
+            rows.append(planned(program, target, cluster, asked.time_limit, parallel))
+            show(rows[-1], rows[0])
     if asked.json:
         listed: list[dict[str, Any]] = [
             {name: getattr(row, name) for name in Row.__dataclass_fields__} for row in rows

@@ -50,7 +50,7 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
     bar, lost = found.ranking[0].step_seconds, []
     if not found.request.allows_one_stage and len(found.ranking[0].stages) > 1:
         bar = float("inf")
-    limit, mode = found.job.limits.memory_bytes, found.request.most_recomputed
+    limit, modes = found.job.limits.memory_bytes, found.request.recomputations
     num_blocks, walked = len(found.blocks.blocks), 0
     with found.job.stoppable():
         flops = block_flops(found.graph, found.blocks, found.job.rules)
@@ -71,7 +71,7 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
 
             try:
                 base = found.plan(way.base.candidate, with_others=False)
-                plan = fitting(own, base, limit, mode, bar=bar)
+                plan = fitting(own, base, limit, modes, bar=bar)
             except UsageError:
                 continue
             step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes

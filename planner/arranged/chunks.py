@@ -129,7 +129,7 @@ def _plan(
         base = of_one_mesh(found(plain), found, plain)
     assert request.forced.schedule is not None
     own = partial(cut, schedule=request.forced.schedule, count=count)
-    looped = fitting(own, base, every[0].job.limits.memory_bytes, request.most_recomputed)
+    looped = fitting(own, base, every[0].job.limits.memory_bytes, request.recomputations)
     best = _bounded(looped, every[0], (ranks,), count)
     check_memory(best, request, "the chunks of a rank")
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
@@ -313,17 +313,22 @@ def chunked(
     *,
     rules: Rules = default_rules,
 ) -> Plan:
-    """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it."""
+    """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it.
+
+    All ranks have the layouts of the first stage that has a kind of block: with one stage per
+    rank it has the most micro-batches in flight, here all ranks hold about as much as it.
+    """
     schedule, number = find_schedule(schedule).name, len(base.stages) * count
     ranks = known_schedule(schedule, number, base.num_microbatches, count).stage_rank
     starts = balanced(block_flops(graph, blocks, rules), number)
     recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
+    layouts: dict[str, NodeLayout] = {}
+    for stage in reversed(base.stages):
+        layouts.update(stage.layouts)
     stages = []
     for (start, stop), rank in zip(pairwise((*starts, len(blocks.blocks))), ranks, strict=True):
         own = base.stages[rank]
         run = blocks.blocks[start:stop]
-        layouts = {name: layout for stage in base.stages for name, layout in stage.layouts.items()}
-        layouts.update(own.layouts)
         stages.append(
             StagePlan(
                 blocks=tuple(BlockPlan(b.name, b.kind, recompute[b.name]) for b in run),

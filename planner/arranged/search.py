@@ -25,7 +25,7 @@ from ..plan import Alternative, Plan
 from ..pricing.choices import input_specs
 from ..pricing.slice_costs import MOST_UNITS, SliceShares, even_lengths, shares_by_work
 from ..pricing.stage_cost import StageCost
-from ..pricing.step import Pipeline, latency_seconds, simulate_stages
+from ..pricing.step import Pipeline, latency_seconds, simulated_step
 from ..replicas import check_replicas, with_replica_sums
 from ..search.report_plan import Candidate
 from ..search.search import Searched
@@ -117,12 +117,12 @@ def _both_ways(found: Searched, base: Candidate, bar: float) -> Iterator[Guess]:
         whole = [own + cost.step_seconds for own, cost in zip(work, summed, strict=True)]
         if max(map(sum, zip(whole, reversed(whole), strict=True))) >= bar * (1 + ROUNDING):
             return
-        timeline = simulate_stages(
+        step = simulated_step(
             Pipeline("chimera", count), summed, latency_seconds=latency_seconds(found.cluster)
         )
     except (PlanError, UsageError):
         return
-    yield Guess(timeline.step_seconds, base, "chimera")
+    yield Guess(step.seconds, base, "chimera")
 
 
 def _sliced(found: Searched, base: Candidate, bar: float) -> Iterator[Guess]:
@@ -152,11 +152,11 @@ def _sliced(found: Searched, base: Candidate, bar: float) -> Iterator[Guess]:
 
 def _step(found: Searched, costs: list[StageCost], count: int, shares: SliceShares) -> float:
     """The step in slices of these shares."""
-    timeline = simulate_stages(
+    step = simulated_step(
         Pipeline("terapipe", count, slices=shares), costs,
         latency_seconds=latency_seconds(found.cluster),
     )  # fmt: skip
-    return timeline.step_seconds
+    return step.seconds
 
 
 def _shares(found: Searched, lengths: tuple[int, ...], costs: list[StageCost]) -> SliceShares:

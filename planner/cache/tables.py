@@ -35,7 +35,7 @@ class PackedDecision:
     layouts: Ints
     seconds: Floats
     states: Floats
-    kept_seconds: Floats
+    spared_seconds: Floats
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def pack(model: KindModel) -> Packed:
     decisions = tuple(
         PackedDecision(
             decision.name, decision.members, _layout_numbers(decision, texts),
-            decision.seconds, decision.states, decision.kept_seconds,
+            decision.seconds, decision.states, decision.spared_seconds,
         )
         for decision in model.decisions
     )  # fmt: skip
@@ -100,7 +100,7 @@ def unpack(
     decisions = tuple(
         Decision(
             own.name, own.members, _choices(own, layouts),
-            own.seconds, own.states, own.kept_seconds,
+            own.seconds, own.states, own.spared_seconds,
         )
         for own in packed.decisions
     )  # fmt: skip

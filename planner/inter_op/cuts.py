@@ -36,6 +36,7 @@ class Cuts:
     at: Ints
     numbers: Ints
     lengths: Ints
+    _widths: dict[int, int] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.at)
@@ -50,10 +51,19 @@ class Cuts:
         found: Ints = padded[rows, rows + 1 + np.arange(size - 1)[None, :]]
         return found
 
+    @cached_property
+    def alike(self) -> Ints:
+        """Of each cut, how many classes from it on are those from the cut before it on."""
+        differs = self.band[1:] != self.band[:-1]
+        first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
+        return np.append(0, first)
+
     def width(self, num_blocks: int) -> int:
         """The most cuts that a run of so many blocks goes over."""
-        stops = np.searchsorted(self.at, self.at + num_blocks, side="right") - 1
-        return int((stops - np.arange(len(self.at))).max())
+        if num_blocks not in self._widths:
+            stops = np.searchsorted(self.at, self.at + num_blocks, side="right") - 1
+            self._widths[num_blocks] = int((stops - np.arange(len(self.at))).max())
+        return self._widths[num_blocks]
 
 
 @dataclass
@@ -66,6 +76,7 @@ class StageBand:
     cuts: Cuts
     by_class: tuple[Floats, Floats]
     bound: float
+    _made: dict[int, Floats] = field(default_factory=dict)
     _bands: dict[int, Floats] = field(default_factory=dict)
     _asked: list[int] = field(default_factory=lambda: [0, 0])
 
@@ -83,27 +94,48 @@ class StageBand:
     def width(self) -> int:
         return self.cuts.width(self.most_blocks)
 
-    @cached_property
-    def _classes(self) -> tuple[Floats, Floats]:
+    def _classes(self, which: int) -> Floats:
         """``by_class`` within the bound, with one that is no run at the end."""
-        once, slowest = (np.where(self._within, own, np.inf) for own in self.by_class)
-        return np.append(once, np.inf), np.append(slowest, np.inf)
+        if which not in self._made:
+            own = np.where(self._within, self.by_class[which], np.inf)
+            self._made[which] = np.append(own, np.inf)
+        return self._made[which]
 
     def rows(self, cuts: Ints) -> StageRows:
         """What it takes from some cuts on."""
         return StageRows(self, cuts)
 
-    def taken(self, which: int, cuts: Ints) -> Floats:
-        """Rows of the band of what a stage takes once or as the slowest.
+    def strip(self, cuts: range, columns: range, high: int) -> StageStrip:
+        """What it takes from cuts that follow each other to the cut ``high`` at most."""
+        rows = np.arange(cuts.start + 1, cuts.stop)
+        needed = np.minimum(columns.stop, high - rows)
+        alike = self.cuts.alike[cuts.start + 1 : cuts.stop]
+        return StageStrip(self, cuts, columns, bool((alike >= needed).all()))
 
-        The band is made when as many rows as it has were asked for.
-        """
-        self._asked[which] += cuts.size
+    def along(self, which: int, strip: StageStrip) -> Floats:
+        """``[j, cut]`` of a strip; of one cut, where all take the same."""
+        cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
+        if strip.is_alike:
+            return self._classes(which)[self.cuts.band[cuts.start, columns], None]
+        rows = slice(cuts.start, cuts.stop)
+        band = self._band(which, len(cuts))
+        if band is None:
+            return self._classes(which)[self.cuts.band[rows, columns]].T
+        return band[rows, columns].T
+
+    def taken(self, which: int, cuts: Ints) -> Floats:
+        """Rows of the band of what a stage takes once or as the slowest."""
+        band = self._band(which, cuts.size)
+        if band is None:
+            return self._classes(which)[self.cuts.band[cuts, : self.width]]
+        return band[cuts]
+
+    def _band(self, which: int, number: int) -> Floats | None:
+        """A band of which so many rows are asked for; made when as many were as it has."""
+        self._asked[which] += number
         if which not in self._bands and self._asked[which] > len(self.cuts):
-            self._bands[which] = self._classes[which][self.cuts.band[:, : self.width]]
-        if which in self._bands:
-            return self._bands[which][cuts]
-        return self._classes[which][self.cuts.band[cuts, : self.width]]
+            self._bands[which] = self._classes(which)[self.cuts.band[:, : self.width]]
+        return self._bands.get(which)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +152,25 @@ class StageRows:
     @property
     def slowest(self) -> Floats:
         return self.band.taken(1, self.cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class StageStrip:
+    """Rows and columns of a stage's bands; ``is_alike``: the rows are the same, as far as they are
+    of use."""
+
+    band: StageBand
+    cuts: range
+    columns: range
+    is_alike: bool
+
+    @property
+    def once(self) -> Floats:
+        return self.band.along(0, self)
+
+    @property
+    def slowest(self) -> Floats:
+        return self.band.along(1, self)
 
 
 @dataclass

@@ -20,13 +20,19 @@ from functools import cached_property
 
 import numpy as np
 
-from .cuts import Bands, Floats, Ints, StageBand, StageRows
+from .cuts import Bands, Floats, Ints, StageBand, StageRows, StageStrip
 
-Combine = Callable[[StageRows, Floats], Floats]
+Combine = Callable[[StageRows | StageStrip, Floats], Floats]
 """(a stage's seconds, the objective of all after it) → that from it on."""
 
 MOST_CELLS = 4_000_000
 """Cells of an array of one step; more moves are taken in turns."""
+
+MANY_CELLS = 1 << 13
+"""A move of more is taken by itself, in strips, which need no copies;"""
+
+STRIP_CELLS = 1 << 15
+"""of about as many cells, so that they stay near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +158,30 @@ class Sweep:
         if not len(chosen):
             return
         number = int((end - begin)[chosen].max()) + 1
+        if len(chosen) == 1 or number * band.width > MANY_CELLS:
+            for at in chosen:
+                own = range(begin[at], end[at] + 1)
+                found = self._in_strips(band, own, later, moves.stops[at])
+                yield np.array([at]), np.arange(own.start, own.stop)[None], found[None]
+            return
         at_once = max(1, MOST_CELLS // (number * band.width))
         for first in range(0, len(chosen), at_once):
             some = chosen[first : first + at_once]
             cuts = np.minimum(begin[some, None] + np.arange(number), len(self.bands.cuts) - 1)
             after = later.windows(moves.stops[some], cuts, band.width)
             yield some, cuts, self.combine(band.rows(cuts), after).min(axis=2)
+
+    def _in_strips(self, band: StageBand, cuts: range, later: _After, stop: int) -> Floats:
+        """The least objective of a stage to a position, from each of some cuts on."""
+        low, high = int(later.low[stop]), int(later.high[stop])
+        found = []
+        at_once = max(1, STRIP_CELLS // band.width)
+        for first in range(cuts.start, cuts.stop, at_once):
+            some = range(first, min(first + at_once, cuts.stop))
+            columns = range(max(0, low - some.stop), min(band.width, high - first))
+            after = later.strip(stop, some, columns)
+            found.append(self.combine(band.strip(some, columns, high), after).min(axis=0))
+        return np.concatenate(found)
 
     def least(self, num_stages: int) -> float:
         """The least objective of so many stages."""
@@ -228,6 +252,12 @@ class _After:
         found: Floats = every[self.row[stops][:, None], cuts]
         return found
 
+    def strip(self, stop: int, cuts: range, columns: range) -> Floats:
+        """``[j, cut]`` of the cut that is j + 1 cuts further, a view."""
+        step = self.values.strides[1]
+        start = self.values[self.row[stop], cuts.start + columns.start + 1 :]
+        return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))
+
 
 def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
     """By position the last cut that stages before it can come to within the bound; −1: none."""
@@ -256,19 +286,19 @@ def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
     return found
 
 
-def add(stage: StageRows, after: Floats) -> Floats:
+def add(stage: StageRows | StageStrip, after: Floats) -> Floats:
     """Σ of what the stages take once."""
     total: Floats = stage.once + after
     return total
 
 
-def larger(stage: StageRows, after: Floats) -> Floats:
+def larger(stage: StageRows | StageStrip, after: Floats) -> Floats:
     """The most that a stage takes as the slowest."""
     found: Floats = np.maximum(stage.slowest, after)
     return found
 
 
-def turning(stage: StageRows, after: Floats) -> Floats:
+def turning(stage: StageRows | StageStrip, after: Floats) -> Floats:
     """The longest way through a pipeline that turns around at one stage.
 
     A stage cannot begin before the first micro-batch has passed all stages before it, and

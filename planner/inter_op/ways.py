@@ -14,7 +14,7 @@ between kinds, goes no further.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -275,14 +275,21 @@ class _Space:
         """``[class, way]`` of a figure of each kind's ways."""
         return np.array([self._of(each.kind, figures[each.kind]) for each in self.run.classes[0]])
 
-    def _class_edges(self, which: int) -> Floats:
-        """``[class, way]``: of what a block reads, seconds forward (0) or bytes (2)."""
+    def _repeated(self, mode: int) -> Floats:
+        """``[class, way]``: of what a block reads, seconds forward where it is recomputed."""
+        return self._class_edges(0, lambda edge: self.model.repeats(edge)[mode])
+
+    def _read_bytes(self) -> Floats:
+        """``[class, way]``: of what a block reads."""
+        return self._class_edges(2, lambda edge: True)
+
+    def _class_edges(self, which: int, counts: Callable[[Edge], bool]) -> Floats:
+        """``[class, way]``: a figure of the edges that count."""
         none = np.zeros(self.num)
+        counted = {edge: own[which] for edge, own in self.edges.items() if counts(edge)}
+        classes = self.run.classes[0]
         return np.array(
-            [
-                sum((self.edges[e][which] for e in each.edges if e in self.edges), none)
-                for each in self.run.classes[0]
-            ]
+            [sum((counted[e] for e in own.edges if e in counted), none) for own in classes]
         )
 
     @cached_property
@@ -293,7 +300,7 @@ class _Space:
         """``[rung, way]`` of a micro-batch."""
         saved = self._per_class({k: w.saved for k, w in self.kinds.items()})[:, some]
         chosen = self._per_class({k: w.selected for k, w in self.kinds.items()})[:, some]
-        read = self._class_edges(2)[:, some]
+        read = self._read_bytes()[:, some]
         full, partly = on.full.astype(float), on.selective.astype(float)
         found: Floats = self._counts @ saved + full @ (read - saved)
         return found + partly @ (read + chosen - saved)
@@ -317,20 +324,21 @@ class _Space:
             self._per_class({k: w.seconds[:, zero, at] for k, w in kinds.items()})[:, some]
             for at in range(10)
         ]
-        kept = [
-            self._per_class({k: w.kept_seconds[:, at] for k, w in kinds.items()})[:, some]
-            for at in range(2)
-        ]
         if self.splits:
             for at, of in ((2, 0), (9, 1)):
                 field[at] -= self._per_class({k: w.late[:, of] for k, w in kinds.items()})[:, some]
-        full, partly = on.full.astype(float), on.selective.astype(float)
-        again = full + partly
-        computed = self._counts @ field[2] + again @ field[0] - partly @ kept[0]
-        passed = own[3] + again @ (field[1] + self._class_edges(0)[:, some]) + own[5]
-        issued = (self._counts - again) @ np.maximum(field[2], field[9])
-        issued += full @ np.maximum(field[2] + field[0], field[9] + field[8])
-        issued += partly @ np.maximum(field[2] + field[0] - kept[0], field[9] + field[8] - kept[1])
+        computed, passed = self._counts @ field[2], own[3] + own[5]
+        again = [on.full.astype(float), on.selective.astype(float)]
+        issued = (self._counts - sum(again)) @ np.maximum(field[2], field[9])
+        for mode, blocks in enumerate(again):
+            spared = [
+                self._per_class({k: w.spared_seconds[mode, :, at] for k, w in kinds.items()})
+                for at in range(3)
+            ]
+            device, host, sent = (each[:, some] for each in spared)
+            computed = computed + blocks @ (field[0] - device)
+            passed = passed + blocks @ (field[1] - sent + self._repeated(mode)[:, some])
+            issued += blocks @ np.maximum(field[2] + field[0] - device, field[9] + field[8] - host)
         backward = np.maximum(computed, issued) + passed
         forward = np.maximum(own[0], self._counts @ np.maximum(field[0], field[8]))
         forward = forward + own[1] + own[4]

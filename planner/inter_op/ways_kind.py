@@ -20,6 +20,7 @@ from ..intra_op.assignments import assignments
 from ..intra_op.kind_tables import End, KindTables
 from ..pricing.decisions import ZEROS, Floats
 from ..pricing.ladder import Ints
+from ..pricing.recompute import AGAIN
 from ..pricing.stage_model import Kept, KindModel, StageModel
 from ..pricing.structure import Edge
 
@@ -36,8 +37,9 @@ class KindWays:
     """A block's ways: ``choices[way, decision]`` and what each takes.
 
     ``seconds[way, zero]`` and ``states[way, zero]`` hold the fields of ``Seconds`` and
-    ``StateBytes``, conversions inside the block included; ``kept_seconds`` are those of
-    ``Choice``. ``saved``, ``selected`` and ``both`` are bytes kept by a block that is not, and
+    ``StateBytes``, conversions inside the block included; ``spared_seconds[mode,
+    way]`` is what recomputation does not run again: of device, of host, of such conversions.
+    ``saved``, ``selected`` and ``both`` are bytes kept by a block that is not, and
     that is selectively recomputed, and of what is in both; ``working`` of the largest op.
     ``late[way]``: seconds of the gradients of weights, of the device and of the host, and bytes
     kept for them, where they may be put off.
@@ -46,7 +48,7 @@ class KindWays:
     choices: Ints
     seconds: Floats
     states: Floats
-    kept_seconds: Floats
+    spared_seconds: Floats
     saved: Floats
     selected: Floats
     both: Floats
@@ -59,7 +61,7 @@ class KindWays:
     def only(self, rows: Ints) -> KindWays:
         """Some of the ways."""
         return KindWays(
-            self.choices[rows], self.seconds[rows], self.states[rows], self.kept_seconds[rows],
+            self.choices[rows], self.seconds[rows], self.states[rows], self.spared_seconds[:, rows],
             self.saved[rows], self.selected[rows], self.both[rows], self.working[rows],
             self.late[rows],
         )  # fmt: skip
@@ -74,14 +76,14 @@ class KindWays:
         return np.hstack([found, sooner, self.late[:, : 2 if time_only else 3]])
 
     def _columns(self, zero: int, *, time_only: bool) -> Floats:
-        own, kept = self.seconds[:, zero], self.kept_seconds
+        own = self.seconds[:, zero]
         seconds = [
             own[:, 0], own[:, 1], own[:, 4], own[:, 8], own[:, 2], own[:, 9],
             own[:, 3] + own[:, 5], own[:, 6] + own[:, 7],
         ]  # fmt: skip
         if time_only:
             return np.column_stack(seconds)
-        again = [own[:, 0] - kept[:, 0], own[:, 8] - kept[:, 1]]
+        again = [*(own[:, [0, 8, 1]] - self.spared_seconds).swapaxes(1, 2).reshape(-1, len(own))]
         states = self.states[:, zero]
         sizes = [
             states[:, :3].sum(axis=1), states[:, 3], self.saved, self.selected,
@@ -100,12 +102,12 @@ def kind_ways(model: StageModel, kind: str) -> KindWays:
     pairs = list(zip(own.decisions, choices.T, strict=True))
     seconds = np.zeros((len(choices), len(ZEROS), 10))
     states = np.zeros((len(choices), len(ZEROS), 4))
-    kept = np.zeros((len(choices), 2))
+    spared = np.zeros((len(AGAIN), len(choices), 3))
     working = np.zeros(len(choices))
     for decision, chosen in pairs:
         seconds += decision.seconds[:, chosen].swapaxes(0, 1)
         states += decision.states[:, chosen].swapaxes(0, 1)
-        kept += decision.kept_seconds[chosen]
+        spared[:, :, :2] += decision.spared_seconds[:, chosen]
     for sizes_of, chosen in zip(own.working_bytes, choices.T, strict=True):
         np.maximum(working, sizes_of[chosen], out=working)
     for zero in ZEROS:
@@ -114,12 +116,13 @@ def kind_ways(model: StageModel, kind: str) -> KindWays:
         forward, backward = _inside(model, own, edge, choices)
         seconds[:, :, 1] += forward[:, None]
         seconds[:, :, 3] += backward[:, None]
+        spared[:, :, 2] += np.outer(~np.array(model.repeats(edge)), forward)
     saved, selected = _held(own.saved, choices), _held(own.selected, choices)
     parts = sorted(saved.keys() | selected.keys())
     none = np.zeros(len(choices), dtype=bool)
     held = [(saved.get(part, none), selected.get(part, none), part[1]) for part in parts]
     return KindWays(
-        choices, seconds, states, kept,
+        choices, seconds, states, spared,
         _bytes([(own_saved, size) for own_saved, _, size in held], len(choices)),
         _bytes([(own_kept, size) for _, own_kept, size in held], len(choices)),
         _bytes([(one & other, size) for one, other, size in held], len(choices)),

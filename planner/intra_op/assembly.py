@@ -82,11 +82,15 @@ class Assembly:
         self._add_boundaries(costs)
         couplings = []
         for kind, count in weight.kinds.items():
-            again = weight.kinds_again.get(kind, 0)
+            partly = weight.kinds_selective.get(kind, 0)
+            full = weight.kinds_again.get(kind, 0) - partly
             for edge in self.model.kind(kind).edges:
+                repeats = self.model.repeats(edge)
+                again = full * repeats[0] + partly * repeats[1]
                 couplings.append(self._coupling(edge, count, again))
         for edge, count in weight.edges.items():
-            couplings.append(self._coupling(edge, count, weight.edges_again.get(edge, 0)))
+            again = weight.repeated(edge, self.model.repeats(edge))
+            couplings.append(self._coupling(edge, count, again))
         memory = None
         if setting.limit_bytes is not None:
             memory = self._memory(setting, weight)
@@ -122,7 +126,10 @@ class Assembly:
         decision = self.decisions[position]
         partly = weight.kinds_selective.get(owner, 0)
         cost: Floats = decision.seconds[setting.zero] @ np.array(per)
-        return cost - partly * decision.kept_seconds[:, 0] if partly else cost
+        if not again:
+            return cost
+        spared: Floats = np.array([again - partly, partly]) @ decision.spared_seconds[:, :, 0]
+        return cost - spared
 
     def _add_boundaries(self, costs: list[Floats]) -> None:
         model = self.model

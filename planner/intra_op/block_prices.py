@@ -178,7 +178,7 @@ class _Solver:
             assert family is not None
             own, number = family.crossing(edge), table.ndim - 1
             if own.link is not None:
-                table = table + _over_ends(own.link.factor(rates.again), number)[0]
+                table = table + _over_ends(own.link.factor(rates.mode), number)[0]
             if rates.mode != "none":
                 held = Factor((own.source,), (saved[:, None] * own.held_bytes)[None])
                 table = table + _over_ends(held, number)[0]

@@ -164,7 +164,7 @@ class Family:
             own = self.crossing(edge)
             counts = [run.edges.get(edge, 0) for run in runs]
             if own.link is not None:
-                factor = own.link.factor(rates.again)
+                factor = own.link.factor(rates.mode)
                 table = factor.table * _column(counts, factor.table.ndim)
                 factors.append(Factor(factor.scope, table))
             if rates.mode != "none" and saved.any():

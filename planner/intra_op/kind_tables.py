@@ -22,6 +22,7 @@ import numpy as np
 
 from ..classes import classes_of
 from ..plan import Recompute
+from ..pricing.recompute import AGAIN
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Edge
 from .elimination import (
@@ -64,11 +65,6 @@ class Rates:
     any_zero: bool = False
 
     @property
-    def again(self) -> float:
-        """How often the collectives of the forward run once more."""
-        return float(self.mode != "none")
-
-    @property
     def weights(self) -> Floats:
         """What a step's fields of ``Seconds`` count per micro-batch."""
         share = 1 / self.num_microbatches
@@ -106,17 +102,23 @@ class End:
 class EdgeTables:
     """An edge over the distinct sides of it: where each is, its classes, seconds per class.
 
-    The first is the source, the others are the uses: ``forward[source, use]``.
+    The first is the source, the others are the uses: ``forward[source, use]``. ``repeats``
+    says whether a recomputed block converts the value again, in each of ``AGAIN``.
     """
 
     nodes: tuple[str, ...]
     classes: tuple[Ints, ...]
     forward: Floats
     backward: Floats
+    repeats: tuple[bool, bool]
 
-    def seconds(self, again: float) -> Floats:
-        """Forward and backward, the forward ``again`` as often once more."""
-        both: Floats = self.forward * (1 + again) + self.backward
+    def is_repeated(self, mode: Recompute) -> bool:
+        """Whether the forward runs once more where blocks are recomputed in a mode."""
+        return mode in AGAIN and self.repeats[AGAIN.index(mode)]
+
+    def seconds(self, *, twice: bool) -> Floats:
+        """Forward, or ``twice``, and backward."""
+        both: Floats = self.forward * (1.0 + twice) + self.backward
         return both
 
 
@@ -142,6 +144,7 @@ def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
         (merged.source, *(classes for _, classes in sides)),
         merged.forward,
         merged.backward,
+        model.repeats(edge),
     )
 
 
@@ -180,18 +183,19 @@ class Link:
 
     tables: EdgeTables
     axes: tuple[tuple[int, Ints], ...]
-    _factors: dict[float, Factor] = field(default_factory=dict, repr=False)
+    _factors: dict[bool, Factor] = field(default_factory=dict, repr=False)
 
     @property
     def scope(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(variable for variable, _ in self.axes))
 
-    def factor(self, again: float) -> Factor:
-        """Its seconds, the forward ``again`` as often once more; made once."""
-        if again not in self._factors:
-            scope, table = lifted(self.tables.seconds(again), self.axes)
-            self._factors[again] = Factor(scope, table[None, None])
-        return self._factors[again]
+    def factor(self, mode: Recompute) -> Factor:
+        """Its seconds where all blocks run as ``mode`` says; made once."""
+        twice = self.tables.is_repeated(mode)
+        if twice not in self._factors:
+            scope, table = lifted(self.tables.seconds(twice=twice), self.axes)
+            self._factors[twice] = Factor(scope, table[None, None])
+        return self._factors[twice]
 
 
 @dataclass
@@ -294,7 +298,7 @@ class KindTables:
         found = self._solved.get(rates)
         if found is None:
             order = self.order
-            links = [self._memo.note(link.factor(rates.again)) for link in self.links]
+            links = [self._memo.note(link.factor(rates.mode)) for link in self.links]
             factors = [*self.fixed, *links, *self._own(rates)]
             found = eliminate(self.sizes, factors, order, self.kept, self._memo)
             rows, columns = rates.grid
@@ -306,11 +310,12 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Of all decisions' choices: seconds, kept ops' forward, bytes of states."""
+        """Of all decisions' choices: seconds, what recomputation spares ``[mode, choice]``, bytes
+        of states."""
         own = self.tables.decisions
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
-            np.concatenate([decision.kept_seconds[:, 0] for decision in own]),
+            np.concatenate([decision.spared_seconds[:, :, 0] for decision in own], axis=1),
             np.concatenate([decision.states[:, :, :3].sum(axis=2) for decision in own], axis=1),
         )
 
@@ -327,14 +332,12 @@ class KindTables:
 
     def _own(self, rates: Rates) -> list[Factor]:
         """What each choice costs by itself."""
-        seconds, kept_seconds, states = self._stacked
+        seconds, spared_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
         own = seconds[zeros] @ rates.weights
         if rates.mode != "none":
-            own = own + seconds[0, :, :2].sum(axis=1)
-        if rates.mode == "selective":
-            own = own - kept_seconds
+            own = own + seconds[0, :, :2].sum(axis=1) - spared_seconds[AGAIN.index(rates.mode)]
         cost = own[:, None]
         if rates.state_prices:
             prices = rates.prices(saved=False).reshape(shape)

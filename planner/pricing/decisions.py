@@ -26,6 +26,7 @@ from .outline import Choice as Choice
 from .outline import Ints, Outline, outline
 from .outline import is_own_parameter as is_own_parameter
 from .prices import Prices, Seconds, StateBytes
+from .recompute import AGAIN
 from .same import structure_key
 
 ZEROS = (0, 1, 2, 3)
@@ -44,8 +45,8 @@ class Decision:
     """Nodes that are decided together. ``members`` are op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` hold the fields of ``Seconds`` and
-    ``StateBytes``; ``kept_seconds[choice]`` the part of the forward, of device and host, that
-    selective recomputation does not run again.
+    ``StateBytes``; ``spared_seconds[mode, choice]`` the part of the forward, of device and
+    host, that recomputation in a mode (``AGAIN``) does not run again.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Decision:
     choices: tuple[Choice, ...]
     seconds: Floats = field(repr=False)
     states: Floats = field(repr=False)
-    kept_seconds: Floats = field(repr=False)
+    spared_seconds: Floats = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class _Priced:
 
     seconds: Floats
     states: Floats
-    kept_seconds: Floats
+    spared_seconds: Floats
 
 
 def decide(
@@ -82,13 +83,13 @@ def decide(
     every = _priced(own, graph, prices)
     rows = _undominated(own, every)
     seconds, states = every.seconds[:, rows], every.states[:, rows]
-    kept_seconds, decisions, start = every.kept_seconds[rows], [], 0
+    spared_seconds, decisions, start = every.spared_seconds[:, rows], [], 0
     for each in own.kept(rows):
         stop = start + len(each.choices)
         decisions.append(
             Decision(
                 each.members[0], each.members, each.choices,
-                seconds[:, start:stop], states[:, start:stop], kept_seconds[start:stop],
+                seconds[:, start:stop], states[:, start:stop], spared_seconds[:, start:stop],
             )
         )  # fmt: skip
         start = stop
@@ -100,9 +101,10 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     total = np.zeros((number, len(Seconds._fields)))
     for ways in own.rounds:
         total += ops[ways]
-    kept = np.zeros((number, 2))
-    for ways in own.kept_rounds:
-        kept += ops[ways][:, [_FORWARD, _ISSUE]]
+    spared = np.zeros((len(AGAIN), number, 2))
+    for mode, rounds in enumerate(own.spared_rounds):
+        for ways in rounds:
+            spared[mode] += ops[ways][:, [_FORWARD, _ISSUE]]
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
     states = np.zeros((len(ZEROS), number, len(StateBytes._fields)))
     if own.held_rounds:
@@ -113,7 +115,7 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
             states += held_bytes[:, holdings]
     if own.broken.any():
         seconds[:, :, _FORWARD] += own.broken * PENALTY_SECONDS
-    return _Priced(seconds, states, kept)
+    return _Priced(seconds, states, spared)
 
 
 def _op_seconds(own: Outline, graph: Graph, prices: Prices) -> Floats:
@@ -156,8 +158,8 @@ def _undominated(own: Outline, every: _Priced) -> Ints:
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:
-        again = every.seconds[0, :, _FORWARD] - every.kept_seconds[:, 0]
-        figures = np.column_stack([*every.seconds, *every.states, again])
+        again = every.seconds[0, :, [_FORWARD, _ISSUE]].T - every.spared_seconds
+        figures = np.column_stack([*every.seconds, *every.states, *again])
         figures = figures[:, (figures != figures[:1]).any(axis=0)]
         for groups in own.alike:
             size = groups.shape[1]
@@ -190,7 +192,7 @@ def parameter_decision(node: Node, prices: Prices, restriction: Restriction) -> 
     return Decision(
         node.name, (node.name,), _held_choices(node.name, layouts, prices), seconds,
         np.array([[states for _, states in each] for each in costs]),
-        np.zeros((len(layouts), 2)),
+        np.zeros((len(AGAIN), len(layouts), 2)),
     )  # fmt: skip
 
 

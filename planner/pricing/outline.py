@@ -21,7 +21,7 @@ from ..requests.pins import breaks
 from ..strategy import NodeLayout, splits
 from .choices import Restriction, Way, held_for, held_layouts, ways
 from .prices import Prices
-from .recompute import is_kept
+from .recompute import AGAIN, replay
 from .same import is_light
 
 Ints = NDArray[np.int64]
@@ -57,11 +57,12 @@ class Outline:
 
     ``computes`` are the distinct computations, a node with layouts that split alike;
     ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
-    ``rounds`` hold the first, second, … op of each decision as a way, ``kept_rounds`` those
-    that selective recomputation keeps, ``held_rounds`` its parameters as holdings; one past the
-    last stands for none. ``held`` are the distinct parameters as they are held, ``held_as``
-    says which each holding is. ``alike`` are candidates of a decision that look the same to
-    others, ``[group, member]``, those of one size together. ``broken`` counts pins.
+    ``rounds`` hold the first, second, … op of each decision as a way, ``spared_rounds`` those
+    that recomputation does not run again (in each way of ``AGAIN``), ``held_rounds`` its
+    parameters as holdings; one past the last stands for none. ``held`` are the distinct
+    parameters as they are held, ``held_as`` says which each holding is. ``alike`` are
+    candidates of a decision that look the same to others, ``[group, member]``, those of one
+    size together. ``broken`` counts pins.
     """
 
     decisions: tuple[Candidates, ...]
@@ -69,7 +70,7 @@ class Outline:
     computes_as: Ints
     inner: tuple[tuple[int, str, Way], ...]
     rounds: tuple[Ints, ...]
-    kept_rounds: tuple[Ints, ...]
+    spared_rounds: tuple[tuple[Ints, ...], ...]
     holdings: tuple[Holding, ...]
     held: tuple[tuple[str, Layout], ...]
     held_as: Ints
@@ -104,7 +105,8 @@ def outline(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> Outline:
     """The decisions of a block, in order of their first nodes."""
-    making = _Making(graph, prices, restriction)
+    spared = replay(block, graph, prices).spared
+    making = _Making(graph, prices, restriction, tuple(spared[mode] for mode in AGAIN))
     for draft in drafts(block, graph, prices, restriction, merge=merge):
         making.add(draft)
     return making.outline()
@@ -197,6 +199,7 @@ class _Making:
     graph: Graph
     prices: Prices
     restriction: Restriction
+    spared: tuple[frozenset[str], ...]
     decisions: list[Candidates] = field(default_factory=list)
     computes: dict[object, int] = field(default_factory=dict)
     first: list[tuple[str, NodeLayout]] = field(default_factory=list)
@@ -204,7 +207,7 @@ class _Making:
     computes_as: list[int] = field(default_factory=list)
     inner: list[tuple[int, str, Way]] = field(default_factory=list)
     holdings: dict[Holding, int] = field(default_factory=dict)
-    rows: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list)
+    rows: list[tuple[list[int], list[list[int]], list[int]]] = field(default_factory=list)
     alike: list[list[int]] = field(default_factory=list)
     broken: list[int] = field(default_factory=list)
 
@@ -234,10 +237,13 @@ class _Making:
                     for held in held_for(wanted, layouts[ref.name])
                 ]  # fmt: skip
             ops = [self._way(name, way) for name, way in option.items()]
-            kept = [self._way(name, way) for name, way in option.items() if is_kept(graph[name])]
+            spared = [
+                [self._way(name, way) for name, way in option.items() if name in own]
+                for own in self.spared
+            ]
             for own, numbers in partial:
                 choices.append(Choice(own))
-                self.rows.append((ops, kept, numbers))
+                self.rows.append((ops, spared, numbers))
                 self.broken.append(self._broken(own))
         members = (*draft.members, *(ref.name for _, _, ref in parameters))
         self._compare(members, choices)
@@ -280,7 +286,7 @@ class _Making:
 
     def outline(self) -> Outline:
         sizes = sorted({len(group) for group in self.alike})
-        ops, kept, holdings = zip(*self.rows, strict=True)
+        ops, spared, holdings = zip(*self.rows, strict=True)
         pairs = [(each.parameter, each.held) for each in self.holdings]
         held = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         return Outline(
@@ -289,7 +295,7 @@ class _Making:
             np.array(self.computes_as),
             tuple(self.inner),
             _rounds(ops, len(self.computes_as)),
-            _rounds(kept, len(self.computes_as)),
+            tuple(_rounds(own, len(self.computes_as)) for own in zip(*spared, strict=True)),
             tuple(self.holdings),
             tuple(held),
             np.array([held[pair] for pair in pairs], dtype=np.int64),

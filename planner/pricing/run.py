@@ -48,7 +48,8 @@ class Edge:
 class Weights:
     """How often kinds and edges occur: in all, and in recomputed blocks.
 
-    ``kinds_selective`` counts those of ``kinds_again`` that are selectively recomputed.
+    ``kinds_selective`` and ``edges_selective`` count those of ``kinds_again`` and
+    ``edges_again`` that are selectively recomputed.
     """
 
     kinds: Mapping[str, int]
@@ -56,6 +57,14 @@ class Weights:
     edges: Mapping[Edge, int]
     edges_again: Mapping[Edge, int]
     kinds_selective: Mapping[str, int] = field(default_factory=dict)
+    edges_selective: Mapping[Edge, int] = field(default_factory=dict)
+
+    def repeated(self, edge: Edge, repeats: tuple[bool, bool]) -> int:
+        """In how many blocks an edge's value is converted again; ``repeats``: whether a block is
+        one of them that is recomputed fully, and selectively."""
+        selective = self.edges_selective.get(edge, 0)
+        full = self.edges_again.get(edge, 0) - selective
+        return full * repeats[0] + selective * repeats[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +185,17 @@ class Run:
             again: Counter[str] = Counter()
             partly: Counter[str] = Counter()
             edges: Counter[Edge] = Counter()
+            edges_partly: Counter[Edge] = Counter()
             numbers = zip(self.block_classes, rung.full, rung.selective, strict=True)
             for own, full, some in numbers if rung.num_blocks else ():
                 again[own.kind] += full + some
                 partly[own.kind] += some
                 for edge in own.edges:
                     edges[edge] += full + some
-            self._weights[rung] = Weights(self.counts, again, self.edges, edges, partly)
+                    edges_partly[edge] += some
+            self._weights[rung] = Weights(
+                self.counts, again, self.edges, edges, partly, edges_partly
+            )
         return self._weights[rung]
 
     @cached_property

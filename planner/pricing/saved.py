@@ -7,6 +7,8 @@ and the bytes of its inputs and outputs. Sizes of states and activations: see ``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..graph import Graph, Node, Ref, TensorSpec
 from ..layout import Layout
 from ..strategy import NodeLayout
@@ -55,11 +57,15 @@ def layout_of(ref: Ref, node: Node, layout: NodeLayout) -> Layout:
 
 def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
     """The value whose memory a value lives in: itself, or what it is a view of."""
-    owners = prices.cache.get("storage")
+    return Ref(*storages(graph, prices)[ref.name, ref.index])
+
+
+def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
+    """The same of all values, found once."""
+    owners: Mapping[tuple[str, int], tuple[str, int]] | None = prices.cache.get("storage")
     if owners is None:
-        owners = prices.rules.storage_of(graph)
-        prices.cache["storage"] = owners
-    return Ref(*owners[ref.name, ref.index])
+        owners = prices.cache["storage"] = prices.rules.storage_of(graph)
+    return owners
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:

@@ -25,6 +25,7 @@ from .decisions import ZEROS, Floats
 from .ladder import Ladder, Rungs, num_rungs, only, rungs
 from .ladder_front import MOST_RUNGS, Blocks, front
 from .prices import Seconds
+from .recompute import AGAIN
 from .stage_model import StageModel
 from .structure import Edge, Run, Use, Weights
 from .whole_stage import StageCost as StageCost
@@ -38,17 +39,23 @@ SECONDS = len(Seconds._fields)
 class _KindFigures:
     """Of one block: seconds by ZeRO stage, states by ZeRO stage, bytes.
 
-    ``kept_seconds`` is what selective recomputation does not run again, of device and host;
-    ``selected_bytes`` what it keeps, of which ``overlap_bytes`` are of ``saved_bytes``.
+    ``spared_seconds[mode]`` (``AGAIN``) is what recomputation does not run again, of device, of
+    host and of conversions inside; ``selected_bytes`` what the selective one keeps, of which
+    ``overlap_bytes`` are of ``saved_bytes``.
     """
 
     seconds: Floats
     states: Floats
     saved_bytes: float
     working_bytes: float
-    kept_seconds: Floats
+    spared_seconds: Floats
     selected_bytes: float
     overlap_bytes: float
+
+    def again_seconds(self, mode: int) -> float:
+        """What recomputation in a mode takes on the device, without what is read from outside."""
+        spared = float(self.spared_seconds[mode, ::2].sum())
+        return float(self.seconds[0, :2].sum()) - spared
 
 
 class Figures:
@@ -86,10 +93,14 @@ class Figures:
         seconds = sum((d.seconds[:, c] for d, c in pairs), np.zeros((len(ZEROS), SECONDS)))
         for zero in ZEROS:
             seconds[zero] += self.model.block_sync(kind, zero)
+        spared = np.zeros((len(AGAIN), 3))
+        for decision, choice in pairs:
+            spared[:, :2] += decision.spared_seconds[:, choice]
         for edge in model.edges:
             forward, backward, _ = self._edge(edge)
             seconds[:, 1] += forward
             seconds[:, 3] += backward
+            spared[:, 2] += forward * ~np.array(self.model.repeats(edge))
         held = [model.held(number, choice) for number, choice in enumerate(own)]
         saved = {part for parts, _, _ in held for part in parts}
         selected = {part for _, _, parts in held for part in parts}
@@ -98,7 +109,7 @@ class Figures:
             sum((d.states[:, c] for d, c in pairs), np.zeros((len(ZEROS), 4))),
             float(sum(size for _, size in saved)),
             float(max((size for _, size, _ in held), default=0)),
-            sum((d.kept_seconds[c] for d, c in pairs), np.zeros(2)),
+            spared,
             float(sum(size for _, size in selected)),
             float(sum(size for _, size in saved & selected)),
         )
@@ -188,10 +199,13 @@ class Figures:
 
     def _block(self, kind: str, edges: tuple[Edge, ...]) -> tuple[float, ...]:
         """Of one block: seconds to run it again, fully and selectively; bytes kept in each mode."""
-        own, read = self.kinds[kind], [self.edge(edge) for edge in edges]
-        again = float(own.seconds[0, :2].sum()) + sum(edge[0] for edge in read)
-        held = sum(edge[2] for edge in read)
-        partly = again - float(own.kept_seconds[0])
+        own, read = self.kinds[kind], [(edge, self.edge(edge)) for edge in edges]
+        held = sum(figures[2] for _, figures in read)
+        again, partly = (
+            own.again_seconds(mode)
+            + sum(figures[0] for edge, figures in read if self.model.repeats(edge)[mode])
+            for mode in range(len(AGAIN))
+        )
         return again, partly, own.saved_bytes, held, held + own.selected_bytes
 
     def _transients(self, kinds: Sequence[_KindFigures], on: Rungs) -> Floats:
@@ -220,13 +234,13 @@ class Figures:
         if modes not in self._per_byte:
             rates, shares = [], []
             for kind in self.kinds.values():
-                again, saved = float(kind.seconds[0, :2].sum()), kind.saved_bytes
+                saved = kind.saved_bytes
                 if "full" in modes and saved > 0:
-                    rates.append(again / saved)
+                    rates.append(kind.again_seconds(0) / saved)
                     shares.append(1.0)
                 less = saved - kind.selected_bytes
                 if "selective" in modes and less > 0:
-                    rates.append((again - float(kind.kept_seconds[0])) / less)
+                    rates.append(kind.again_seconds(1) / less)
                     shares.append(less / saved)
             self._per_byte[modes] = min(rates, default=0.0), max(shares, default=0.0)
         return self._per_byte[modes]
@@ -293,9 +307,9 @@ class Figures:
     def _seconds(self, run: Run, weight: Weights, zero: int, *, splits: bool) -> Floats:
         seconds: Floats = self._own_seconds(run)[zero] + self._edge_seconds(run, weight)
         for kind, count in weight.kinds_again.items():
-            seconds[2:4] += count * self.kinds[kind].seconds[zero, :2]
-        for kind, count in weight.kinds_selective.items():
-            seconds[2] -= count * self.kinds[kind].kept_seconds[0]
+            partly = weight.kinds_selective.get(kind, 0)
+            spared = np.array([count - partly, partly]) @ self.kinds[kind].spared_seconds
+            seconds[2:4] += count * self.kinds[kind].seconds[zero, :2] - spared[[0, 2]]
         seconds[8:] = self._issued(weight, zero, splits=splits)
         return seconds
 
@@ -304,7 +318,8 @@ class Figures:
         ``splits`` until each half is."""
         found = np.zeros(2)
         for kind, count in weight.kinds.items():
-            own, kept = self.kinds[kind].seconds[zero, [0, 8, 2, 9]], self.kinds[kind].kept_seconds
+            own = self.kinds[kind].seconds[zero, [0, 8, 2, 9]]
+            full, some = self.kinds[kind].spared_seconds[:, :2]
             if splits:
                 late, _ = self._late_of(kind)
                 own[2:] -= late
@@ -313,8 +328,8 @@ class Figures:
             partly = weight.kinds_selective.get(kind, 0)
             found[0] += count * max(own[:2])
             found[1] += (count - again) * max(own[2:])
-            found[1] += (again - partly) * max(own[2:] + own[:2])
-            found[1] += partly * max(own[2:] + own[:2] - kept)
+            found[1] += (again - partly) * max(own[2:] + own[:2] - full)
+            found[1] += partly * max(own[2:] + own[:2] - some)
         return found
 
     def _edge_seconds(self, run: Run, weight: Weights) -> Floats:
@@ -323,7 +338,8 @@ class Figures:
         for edge, count in weight.edges.items():
             forward, backward, _ = self.edge(edge)
             seconds[1] += count * forward
-            seconds[3] += count * backward + weight.edges_again.get(edge, 0) * forward
+            again = weight.repeated(edge, self.model.repeats(edge)) if weight.edges_again else 0
+            seconds[3] += count * backward + again * forward
         for (name, index), count in run.sent.items():
             seconds[1:4:2] += count * self._at_boundary(name, index, whole=False)
         if run.has_loss:

@@ -28,7 +28,7 @@ from .kind_model import Held as Held
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
 from .prices import Prices, Seconds, boundary_layout
-from .recompute import kept_parts
+from .recompute import kept_parts, replay
 from .same import known
 from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Structure, Use
@@ -95,6 +95,7 @@ class StageModel:
     _targets_of: dict[Edge, _Targets] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
     _late: dict[object, Late] = field(default_factory=dict, repr=False)
+    _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
     _most_late: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def kind(self, kind: str) -> KindModel:
@@ -166,7 +167,7 @@ class StageModel:
             where,
             self._edges_inside(kind, where),
             bool(block.parameters),
-            self._holder(decisions),
+            self._holder(kind, decisions),
         )
 
     def _edges_inside(self, kind: str, where: Mapping[str, int]) -> tuple[Edge, ...]:
@@ -180,9 +181,10 @@ class StageModel:
                     uses.setdefault(ref, []).append(Use(kind, name, position))
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
-    def _holder(self, decisions: Sequence[Decision]) -> Callable[[int, int], Held]:
+    def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[[int, int], Held]:
         """``KindModel.held``, found when first asked for."""
         graph, prices = self.structure.graph, self.prices
+        again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], Held] = {}
         by_layout: dict[tuple[str, int], Held] = {}
         shared = ("held", graph.batch_size, prices.mesh.shape)
@@ -197,7 +199,7 @@ class StageModel:
                     by_split[own] = (
                         saved_parts(node, layout, graph, prices),
                         working_bytes(node, layout, graph, prices),
-                        kept_parts(node, layout, graph, prices),
+                        kept_parts(node, layout, graph, prices, of=again),
                     )
                 found = by_layout[key] = by_split[own]
             return found
@@ -281,6 +283,14 @@ class StageModel:
         if edge.first is not None:
             return self.received(edge.first)
         return self.made(edge.name, edge.index)
+
+    def repeats(self, edge: Edge) -> tuple[bool, bool]:
+        """Whether a recomputed block converts the value again, in each of ``AGAIN``."""
+        if edge not in self._repeats:
+            block = self.structure.blocks.kinds[edge.uses[0].kind]
+            own = replay(block, self.structure.graph, self.prices)
+            self._repeats[edge] = own.repeats((use.node, use.position) for use in edge.uses)
+        return self._repeats[edge]
 
     def spec(self, edge: Edge) -> TensorSpec:
         return self.structure.graph[edge.name].outputs[edge.index]

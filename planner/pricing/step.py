@@ -6,20 +6,28 @@ In: a schedule, how many micro-batches, what each stage costs. Out: the timeline
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...cost_model.actions import Edges, Schedule, chain
 from ...cost_model.cluster import Cluster
 from ...cost_model.free_ports import FreePorts
 from ...cost_model.ports import Ports
-from ...cost_model.simulator import simulate, step_seconds
+from ...cost_model.simulator import simulate, step_and_bubble, step_seconds
 from ...cost_model.stage_costs import Overlap, StageCosts
 from ...cost_model.timeline import Timeline
 from ..inter_op.branches import WeightedEdges
 from ..schedules.schedules import build_schedule
 from .slice_costs import SliceShares
 from .stage_cost import StageCost
+
+_UNSIMULATED = frozenset({
+    "activation_bytes", "static_bytes",
+    "forward_communication_seconds", "backward_communication_seconds",
+})  # fmt: skip
+_SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
+"""What a step and its bubble follow from; the rest is what a timeline says besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +59,74 @@ def simulate_stages(
     one they are summed after it. ``latency_seconds``: of every message, what keeps no other from
     being sent.
     """
+    own = _own_costs(pipeline, costs, latency_seconds)
+    return simulate(_own_table(pipeline, own), own, overlap=overlap)
+
+
+class Step(NamedTuple):
+    """Of a simulated step its seconds, and the share of them that ranks wait."""
+
+    seconds: float
+    bubble_fraction: float
+
+
+KnownSteps = dict[tuple[object, ...], Step]
+"""Simulated steps by all that they follow from."""
+
+
+def simulated_step(
+    pipeline: Pipeline,
+    costs: Sequence[StageCost],
+    *,
+    latency_seconds: float = 0.0,
+    known: KnownSteps | None = None,
+) -> Step:
+    """The step of a pipeline of these stages, without its timeline.
+
+    ``known`` has the steps of earlier calls, and takes this one.
+    """
+    own = _own_costs(pipeline, costs, latency_seconds)
+    key = (
+        pipeline.schedule, pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices,
+        *(_figures(getattr(own, name)) for name in _SIMULATED),
+    )  # fmt: skip
+    known = {} if known is None else known
+    if key not in known:
+        known[key] = Step(*step_and_bubble(_own_table(pipeline, own), own))
+    return known[key]
+
+
+def _figures(values: Sequence[object] | None) -> object:
+    return None if values is None else tuple(values)
+
+
+def _own_costs(
+    pipeline: Pipeline, costs: Sequence[StageCost], latency_seconds: float
+) -> StageCosts:
+    """What the simulator asks, without edges where they are those of a chain."""
     edges, slices = pipeline.edges, pipeline.slices
-    pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
-    if pairs == chain(len(costs)):
-        pairs = edges = None
+    if edges is not None and _pairs(edges) == chain(len(costs)):
+        edges = None
     own = stage_costs(costs, edges, latency_seconds=latency_seconds)
-    if slices is not None:
-        own = replace(
-            own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward
-        )
+    if slices is None:
+        return own
+    return replace(own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward)
+
+
+def _own_table(pipeline: Pipeline, own: StageCosts) -> Schedule:
+    """The pipeline's schedule, for as many stages and such edges as the costs are of."""
+    stages, slices = len(own.forward_seconds), pipeline.slices
     number, chunks = pipeline.num_microbatches, pipeline.num_chunks
-    if pairs is None and slices is None:
-        table = known_schedule(pipeline.schedule, len(costs), number, chunks)
-    else:
-        table = build_schedule(
-            pipeline.schedule, len(costs), number, num_chunks=chunks, edges=pairs,
-            slices=slices.lengths if slices is not None else (),
-        )  # fmt: skip
-    return simulate(table, own, overlap=overlap)
+    if own.edges is None and slices is None:
+        return known_schedule(pipeline.schedule, stages, number, chunks)
+    return build_schedule(
+        pipeline.schedule, stages, number, num_chunks=chunks, edges=own.edges,
+        slices=slices.lengths if slices is not None else (),
+    )  # fmt: skip
+
+
+def _pairs(edges: WeightedEdges) -> Edges:
+    return tuple((source, target) for source, target, _ in edges)
 
 
 @lru_cache(maxsize=16)
@@ -96,7 +154,7 @@ def simulate_figures(
         backward = tuple(i + w for i, w in zip(backward, weights, strict=True))
     if len(figures) == 1:
         return float(num_microbatches * (forward[0] + backward[0]) + end[0])
-    pairs = None if edges is None else tuple((source, target) for source, target, _ in edges)
+    pairs = None if edges is None else _pairs(edges)
     if pairs == chain(len(figures)):
         pairs = edges = None
     received = [(target, 1.0) for target in range(1, len(figures))]
@@ -167,6 +225,6 @@ def stage_costs(
         forward_communication_seconds=[e.forward_communication + e.forward_states for e in own],
         backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],
         weight_backward_seconds=late if len(late) == len(costs) else (),
-        edges=None if edges is None else tuple((source, target) for source, target, _ in edges),
+        edges=None if edges is None else _pairs(edges),
         send_latency_seconds=(latency_seconds,) * len(received),
     )

@@ -173,9 +173,9 @@ class Request:
         return self.forced.recompute
 
     @property
-    def most_recomputed(self) -> Recompute:
-        """How blocks may be recomputed that would not fit; "none" where that is given."""
-        return "none" if self.recompute is not None else self.features.recompute[-1]
+    def recomputations(self) -> tuple[Recompute, ...]:
+        """The ways that blocks may run in, the one that keeps most first."""
+        return self.features.recompute if self.recompute is None else (self.recompute,)
 
 
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -85,7 +86,7 @@ class CachedModel(StageModel):
     def _make_kind(self, kind: str) -> KindModel:
         packed = self.cache.get(KINDS, CODEC, kind)
         if packed is not MISSING:
-            return unpack(packed, self._holder)
+            return unpack(packed, partial(self._holder, kind))
         made = StageModel._make_kind(self, kind)
         if self.cache.shelf is not None:
             self.cache.put(pack(made), KINDS, CODEC, kind)

@@ -12,14 +12,13 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from ...cost_model.timeline import Timeline
 from ..inter_op.branches import Places, WeightedEdges, stage_depths, stage_edges
 from ..inter_op.inter_op import StageChoice
 from ..inter_op.pipeline_bound import least_seconds
 from ..intra_op.assembly import Setting
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..pricing.stage_cost import StageCost
-from ..pricing.step import Pipeline, latency_seconds, simulate_stages
+from ..pricing.step import Pipeline, Step, latency_seconds, simulated_step
 from ..schedules.held import Halves, is_split, most_held, splits
 from .job import Job
 from .quests import Draft, turning_seconds
@@ -195,20 +194,18 @@ def _step(
 ) -> tuple[float, float]:
     """Seconds of a step, and the share of them that devices wait."""
 
-    def run(number: int) -> Timeline:
+    def run(number: int) -> Step:
         least = latency_seconds(job.cluster)
-        return simulate_stages(
-            Pipeline(schedule, number, edges=needs), costs, latency_seconds=least
-        )
+        pipeline = Pipeline(schedule, number, edges=needs)
+        return simulated_step(pipeline, costs, latency_seconds=least, known=job.steps)
 
     few, more = _simulated_numbers(len(costs))
     if whole or is_whole(len(costs), count):
-        timeline = run(count)
-        return timeline.step_seconds, timeline.bubble_fraction
-    first = run(few).step_seconds
+        return run(count)
+    first = run(few).seconds
     second = run(more)
-    seconds = second.step_seconds + (count - more) * (second.step_seconds - first) / (more - few)
-    busy = (1 - second.bubble_fraction) * second.step_seconds * count / more
+    seconds = second.seconds + (count - more) * (second.seconds - first) / (more - few)
+    busy = (1 - second.bubble_fraction) * second.seconds * count / more
     return seconds, max(0.0, 1 - busy / seconds)
 
 

@@ -370,6 +370,7 @@ class Costs:
     effort: Effort
     places: list[PlaceCosts] = field(default_factory=list)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
+    _held: dict[int, int] = field(default_factory=dict)
 
     @property
     def version(self) -> int:
@@ -388,7 +389,11 @@ class Costs:
         return self._numbers[key]
 
     def in_flight(self, left: int, first: bool) -> int:
-        return 1 if first and left == 1 else self.held(left)
+        if first and left == 1:
+            return 1
+        if left not in self._held:
+            self._held[left] = self.held(left)
+        return self._held[left]
 
     def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
         """``inter_op.cuts.Seconds``: of what is known."""

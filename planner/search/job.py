@@ -31,6 +31,7 @@ from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Prices, Rules
 from ..pricing.stage_model import StageModel
+from ..pricing.step import KnownSteps
 from ..pricing.structure import Structure
 from ..requests.options import stage_numbers
 from ..requests.pins import Pins, by_template
@@ -68,8 +69,8 @@ class Job:
     No plan takes less than ``bounded()``, which waits for what is still bounded beside this
     process; 0 where no bound is known. ``others_bound`` is what plans of several stages per rank
     take at least in some sizes of micro-batches, ``others_bounded()`` in all, None where that was
-    not asked for. ``company`` is who searches which part of the micro-batch sizes, ``beyond`` what
-    ``excess_bytes`` others have.
+    not asked for. ``steps`` are those that were simulated. ``company`` is who searches which part
+    of the micro-batch sizes, ``beyond`` what ``excess_bytes`` others have.
     """
 
     structure: Structure
@@ -84,6 +85,7 @@ class Job:
     cache: dict[Any, Any] = field(default_factory=dict)
     graphs: dict[int, Structure] = field(default_factory=dict)
     solvers: dict[object, IntraOp] = field(default_factory=dict)
+    steps: KnownSteps = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
     bounded: Callable[[], float] = float
@@ -130,7 +132,8 @@ class Job:
         other.effort.deadline = self.effort.deadline
         return replace(
             self, structure=other.structure, effort=other.effort, began=other.began,
-            cache=other.cache, graphs=other.graphs, solvers=other.solvers, seconds=other.seconds,
+            cache=other.cache, graphs=other.graphs, solvers=other.solvers, steps=other.steps,
+            seconds=other.seconds,
         )  # fmt: skip
 
     def at(self, rows: int) -> Structure:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .quests import TOLERANCE, Draft, Quest
 
-MOST_CHUNKS = 4
+MOST_CHUNKS = 8
 """Stages per rank."""
 
 MOST_LOOPED = 4

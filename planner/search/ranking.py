@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
 from ..placement.placement import learned_pipelines
+from ..pricing.step import KnownSteps
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
 from .beside import Company
@@ -55,11 +56,13 @@ class Explored:
     """What following some micro-batch sizes came to: drafts with what they take when simulated,
     the fastest first, and those to be cut again with about what they take then.
 
-    ``is_open``: something may yet fit; ``excess_bytes`` by how much the rest does not.
+    ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
+    by how much the rest does not.
     """
 
     drafts: tuple[tuple[float, Draft], ...]
     loops: tuple[tuple[float, Draft], ...]
+    steps: KnownSteps
     is_open: bool
     excess_bytes: list[float]
 
@@ -172,7 +175,8 @@ class Ranking:
         for each in self._by_speed():
             least.setdefault(self.drawn[id(each)], each.step_seconds)
         drafts = tuple((seconds, draft) for draft, seconds in least.items())
-        return Explored(drafts, tuple(self.loops), self.is_open, self.job.excess_bytes)
+        job = self.job
+        return Explored(drafts, tuple(self.loops), job.steps, self.is_open, job.excess_bytes)
 
     def _first(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
         """Explores the first part; of several this one is bounded while the others go on."""
@@ -192,6 +196,7 @@ class Ranking:
     def _take_in(self, found: Explored) -> None:
         """Takes in another part's drafts, those that are near the best or to be cut again."""
         self.job.beyond += found.excess_bytes
+        self.job.steps.update(found.steps)
         self.is_open |= found.is_open
         for seconds, draft in found.drafts:
             if seconds < self._step_seconds * NEAR:

@@ -5,8 +5,10 @@ import pytest
 import torch
 from capture_models import small_gpt, small_gpt2, small_llama
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoparallel.passes.deferred_init import materialize, plain_build, record_build
+from autoparallel.passes.recording import record
 
 
 class Inits(nn.Module):
@@ -24,6 +26,41 @@ class Inits(nn.Module):
         self.table = torch.arange(6.0).outer(torch.ones(3))
         self.rate = float(torch.linspace(0, 1, 5)[2])
         self.tied = self.linear.weight
+
+
+def quickly_made() -> list[Tensor]:
+    """Tensors by the ops that ``quick_fakes`` answers, and others."""
+    base = torch.empty(4, 6, dtype=torch.float64).t()
+    view = base[1:3].detach()
+    whole = torch.empty(2, 3, 4, 4, memory_format=torch.channels_last)
+    known = torch.tensor(3.0).detach()
+    parameter = nn.Parameter(torch.ones(5), requires_grad=False)
+    others = [torch.zeros(3, dtype=torch.int32), torch.zeros(2, device="meta"), torch.ones(())]
+    return [base, view, whole, whole.detach(), known, parameter, parameter.data, *others]
+
+
+def form(tensor: Tensor) -> tuple[object, ...]:
+    return (
+        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device,
+        tensor.requires_grad, isinstance(tensor, nn.Parameter),
+        getattr(tensor, "constant", None) is not None,
+    )  # fmt: skip
+
+
+def shared(tensors: list[Tensor]) -> list[list[bool]]:
+    storages = [each.untyped_storage()._cdata for each in tensors]
+    return [[one == other for other in storages] for one in storages]
+
+
+def test_recorded_tensors_are_those_of_the_fake_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        expected = quickly_made()
+    found, log = record(quickly_made)
+    assert [form(each) for each in found] == [form(each) for each in expected]
+    assert shared(found) == shared(expected)
+    assert {"aten::empty", "aten::detach", "aten::zeros", "aten::ones"} <= {
+        c.name for c in log.calls
+    }
 
 
 BUILDS = {

@@ -141,6 +141,18 @@ def test_recomputation_keeps_block_inputs_and_pays_one_block_in_the_backward() -
     assert again < full.kept + block
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("parallel", ["dp=2", "tp=2"])
+def test_recomputed_blocks_keep_what_is_predicted(parallel: str, mode: str) -> None:
+    """Of a layer of GPT selectively what it reads, queries, keys, values, attention, the sum after
+    it and the first product of the MLP; neither the second, nor the projection of attention."""
+    own = f"{parallel},recompute={mode}"
+    predicted = planned("gpt", own, 32)[0].stages[0].prediction.memory_bytes["activations"]
+    found = exact("gpt", own, 32).kept
+    assert predicted == pytest.approx(found, rel=0.002)
+    assert found < 0.65 * exact("gpt", parallel, 32).kept
+
+
 def test_gradients_grow_while_activations_go() -> None:
     """The first backward holds neither all of both; a later one holds all gradients."""
     plan, graph, blocks = planned("mlp_mixer", "dp=2", None)

@@ -20,7 +20,7 @@ from autoparallel.planner.arranged.priced import Wanted, priced
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import Evaluator, evaluate
 from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.schedules import build_schedule
@@ -148,7 +148,7 @@ def test_a_plan_that_holds_too_much_is_recomputed_until_it_fits() -> None:
     tight = plan(*deep(), SLOW, replace(request, memory_limit_bytes=(most + least) // 2))
     assert least <= tight.prediction.peak_memory_bytes <= (most + least) // 2
     modes = [block.recompute for stage in tight.stages for block in stage.blocks]
-    assert 0 < modes.count("full") < len(modes)
+    assert 0 < modes.count("none") < len(modes)
     assert free.prediction.step_seconds < tight.prediction.step_seconds
     assert tight.prediction.step_seconds < whole.prediction.step_seconds
     priced = evaluate(*deep(), tight, SLOW)
@@ -165,13 +165,14 @@ def test_what_fits_is_recomputed_no_more_than_it_must_be() -> None:
     free = cut(recomputed(base, names, "none"))
     whole = cut(base)
     most, least = (each.prediction.peak_memory_bytes for each in (free, whole))
-    assert fitting(cut, base, most, "full") == free
+    modes: tuple[Recompute, ...] = ("none", "full")
+    assert fitting(cut, base, most, modes) == free
     limit = (3 * most + least) / 4
-    some = fitting(cut, base, limit, "full")
+    some = fitting(cut, base, limit, modes)
     assert some.prediction.peak_memory_bytes <= limit
     assert free.prediction.step_seconds < some.prediction.step_seconds
     assert some.prediction.step_seconds < whole.prediction.step_seconds
-    assert fitting(cut, base, most, "none") == whole
+    assert fitting(cut, base, most, ("full",)) == whole
 
 
 def cut(base: Plan) -> Plan:

@@ -75,7 +75,7 @@ def test_no_stage_that_fits_takes_less_than_its_blocks(seed: int) -> None:
 
 def test_where_memory_binds_the_bound_is_above_that_without() -> None:
     """With no more than the best holds with everything recomputed."""
-    graph, blocks = mlp(8, rows=256)
+    graph, blocks = mlp(16, rows=256)
     asked = Request(256, forced=Forced(pp=4, schedule="1f1b", num_microbatches=8))
     every = [replace(asked, forced=replace(asked.forced, recompute=m)) for m in ("full", "none")]
     least, most = (ranked(graph, blocks, SLOW, own)[1][0].peak_bytes for own in every)

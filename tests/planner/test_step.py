@@ -1,11 +1,19 @@
 """The step of priced stages: the same seconds as by hand, with and without overlap."""
 
+import random
+
 import pytest
 
 from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.planner.pricing.prices import Seconds
 from autoparallel.planner.pricing.stage_cost import StageCost
-from autoparallel.planner.pricing.step import Pipeline, simulate_stages, stage_costs
+from autoparallel.planner.pricing.step import (
+    KnownSteps,
+    Pipeline,
+    simulate_stages,
+    simulated_step,
+    stage_costs,
+)
 
 
 def stage(**seconds: float) -> StageCost:
@@ -52,3 +60,44 @@ def test_stages_may_share_a_rank():
     stages = [stage(forward_compute=1.0, backward_compute=2.0) for _ in range(4)]
     timeline = simulate_stages(Pipeline("interleaved-1f1b", 4, num_chunks=2), stages)
     assert timeline.bubble_fraction == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_without_its_timeline_is_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    number = rng.randint(1, 5)
+    costs = [
+        stage(
+            forward_compute=rng.uniform(0.5, 2), forward_communication=rng.choice([0.0, 0.25]),
+            backward_compute=rng.uniform(1, 4), gradient_sync=rng.choice([0.0, 1.5]),
+            optimizer=rng.uniform(0, 1), receive=rng.choice([0.0, 0.3, 2.0]),
+        )
+        for _ in range(number)
+    ]  # fmt: skip
+    edges = None
+    if number > 2 and rng.random() < 0.5:  # the first stage feeds all between, these the last
+        inner = range(1, number - 1)
+        edges = (*((0, at, 1.0) for at in inner), *((at, number - 1, 0.5) for at in inner))
+    name = rng.choice(["1f1b", "gpipe", "eager-1f1b", *([] if edges else ["zb-h1"])])
+    pipeline = Pipeline(name, 2 * number, edges=edges)
+    latency = rng.choice([0.0, 0.1])
+    timeline = simulate_stages(pipeline, costs, latency_seconds=latency)
+    found = simulated_step(pipeline, costs, latency_seconds=latency)
+    assert found == (timeline.step_seconds, timeline.bubble_fraction)
+
+
+def test_a_known_step_is_that_of_the_same_figures_only() -> None:
+    known: KnownSteps = {}
+    first = simulated_step(GPIPE, PAIR, known=known)
+    assert simulated_step(GPIPE, list(PAIR), known=known) == first
+    assert len(known) == 1
+    slower = [PAIR[0], stage(forward_compute=1.5, backward_compute=3.0)]
+    others = [
+        simulated_step(GPIPE, PAIR, latency_seconds=0.5, known=known),
+        simulated_step(Pipeline("1f1b", 4), PAIR, known=known),
+        simulated_step(Pipeline("gpipe", 5), PAIR, known=known),
+        simulated_step(GPIPE, slower, known=known),
+    ]
+    assert len(known) == 5
+    plain = simulate_stages(GPIPE, slower)
+    assert others[-1].seconds == plain.step_seconds != first.seconds

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autoparallel.planner.inter_op.cuts import Bands, Cuts, Floats
+from autoparallel.planner.inter_op import sweep as sweep_module
+from autoparallel.planner.inter_op.cuts import Bands, Cuts, Floats, StageBand
 from autoparallel.planner.inter_op.sweep import (
     Combine,
     Move,
@@ -22,6 +24,7 @@ from autoparallel.planner.inter_op.sweep import (
 )
 
 Stages = list[tuple[int, int, Move]]
+Values = Sequence[Mapping[int, Floats]]
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,70 @@ def test_equal_seconds_share_a_band() -> None:
     case = random_case(1)
     bands = Bands(case.cuts, lambda left, place, first: case.seconds(1, 0, True))
     assert bands.stage(1, 0, True) is bands.stage(2, 0, False)
+
+
+def long_case(seed: int) -> Case:
+    """Alike blocks between a first and a last one of their own, cut at all places or at some."""
+    rng = random.Random(seed)
+    blocks, end = rng.randint(20, 40), rng.randint(2, 5)
+    fixed = rng.random() < 0.5
+    pairs = [(a, a + 1) for a in range(end)]
+    if not fixed:
+        pairs = [(a, b) for a in range(end) for b in range(a + 1, end + 1)]
+    moves = tuple(Move(a, b, b - a - 1, a, b - a) for a, b in pairs)
+    some = sorted(rng.sample(range(1, blocks), 12)) if rng.random() < 0.4 else range(1, blocks)
+    at = np.array([0, *some, blocks])
+    lengths = at[None, :] - at[:, None]
+    kinds = (at == 0)[:, None] + 2 * (at == blocks)[None, :]
+    numbers = np.where(lengths > 0, lengths - 1 + blocks * kinds, 4 * blocks)
+    lengths_of = np.tile(np.arange(1, blocks + 1), 4)
+    made = {}
+    for left in range(1, end + 1):
+        for place in range(end):
+            for first in (True, False):
+                once = lengths_of / (place + 1) + np.array([rng.uniform(0, 1) for _ in lengths_of])
+                is_other = np.repeat(np.arange(4), blocks) != first + 2 * (left == 1)
+                once[is_other | (lengths_of > 16 * (place + 1))] = np.inf
+                made[left, place, first] = once, once * rng.uniform(1, 3)
+    return Case(Tiling(end, moves, end, fixed=fixed), Cuts(at, numbers, lengths_of), made)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_strips_come_to_the_same_as_whole_arrays(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, rng = long_case(seed), random.Random(seed)
+    in_strips = Sweep._in_strips
+    for combine in (add, larger, turning):
+        for bound in (np.inf, rng.uniform(20, 80)):
+            every = []
+            for many, strip in ((10**9, 10**9), (0, 7), (0, 100)):
+                monkeypatch.setattr(sweep_module, "MANY_CELLS", many)
+                monkeypatch.setattr(sweep_module, "STRIP_CELLS", strip)
+                monkeypatch.setattr(Sweep, "_in_strips", in_strips if strip < 10**9 else by_rows)
+                bands = Bands(case.cuts, case.seconds, bound)
+                every.append(Sweep.of(case.tiling, bands, combine).values)
+            whole, *others = every
+            for other in others:
+                assert same_where_known(other, whole)
+            numbers = [case.tiling.most] if case.tiling.fixed else range(1, case.tiling.most + 1)
+            for number in numbers:
+                assert len({float(each[number].get(0, [np.inf])[0]) for each in every}) == 1
+
+
+def same_where_known(found: Values, whole: Values) -> bool:
+    """Whether values are the same. Arrays of several moves go on after the last useful cut of
+    some: there only they may have one."""
+    for own, theirs in zip(found, whole, strict=True):
+        for at, values in own.items():
+            is_known = np.isfinite(values)
+            if not np.array_equal(values[is_known], theirs[at][is_known]):
+                return False
+    return True
+
+
+def by_rows(self: Sweep, band: StageBand, cuts: range, later: Any, stop: int) -> Floats:
+    """A move's least by whole rows of its band."""
+    rows, stops = np.arange(cuts.start, cuts.stop)[None], np.array([stop])
+    found: Floats = self.combine(band.rows(rows), later.windows(stops, rows, band.width))
+    return found.min(axis=2)[0]

@@ -1,0 +1,205 @@
+"""Recomputing a block without what no gradient reads, and without what it has kept.
+
+In: a block's graph, its ops marked by ``replayed`` with what ``planner.replay`` says of
+them. Out: the same graph, whose marked ops know whether they run in a forward or again in a
+backward, and a pair of contexts for ``torch.utils.checkpoint``. A ``kept`` sum is remembered in
+the forward and given back in the backward; a ``spared`` op or collective is not run there; of a
+``product`` that is spared autograd keeps what it reads, and the product itself is not computed.
+Other matrix products, convolutions and attention are kept as their kernels return them.
+
+What is not computed is there as a hollow tensor, one element that is read as if it were all of
+them, and is not a number: should anything read it after all, the gradients show it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .replayed import KEPT, MARK, PRODUCT, SPARED
+
+aten = torch.ops.aten
+
+COSTLY = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""What selective recomputation keeps: outputs that cost much to make for their size."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hollow:
+    """A tensor that is not computed again, by what it looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Hollow:
+        return _Hollow(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def tensor(self) -> Tensor:
+        nothing = float("nan") if self.dtype.is_floating_point else 0
+        one = torch.full((), nothing, dtype=self.dtype, device=self.device)
+        return one.expand(self.shape).requires_grad_(self.requires_grad)
+
+
+@dataclass
+class Recomputing:
+    """Whether a block is in a forward or runs again, and what is remembered between the two.
+
+    ``keeps_costly``: results of costly kernels are kept (``selective``), or none (``full``).
+    """
+
+    keeps_costly: bool
+    memory: deque[Any] | None = None
+    is_again: bool = False
+    is_spared: bool = False
+
+    def contexts(self) -> tuple[Context, Context]:
+        """The contexts of one forward and of its repetition, for ``checkpoint``."""
+        memory: deque[Any] = deque()
+        return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
+
+    def mark(self, graph: fx.GraphModule) -> None:
+        """Has the marked ops of a block's graph ask what is to be done, in place."""
+        for node in graph.graph.nodes:
+            how = node.meta.get(MARK)
+            if how is None or isinstance(node.target, _Marked):
+                continue
+            called = graph.get_submodule(node.target) if node.op == "call_module" else node.target
+            node.op, node.target = "call_function", _MARKED[how](self, called)
+        graph.recompile()
+
+
+class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what costly kernels return, or gives it back; others run."""
+
+    def __init__(self, block: Recomputing, memory: deque[Any], *, is_again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._block, self._memory, self._is_again = block, memory, is_again
+
+    def __enter__(self) -> Context:
+        block = self._block
+        block.memory, block.is_again, block.is_spared = self._memory, self._is_again, False
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._block.memory = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @property
+    def kept(self) -> Iterator[Tensor]:
+        """What is kept now for the repetition."""
+        return _tensors(self._memory)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        block = self._block
+        if func not in COSTLY or not (block.keeps_costly or block.is_spared):
+            return func(*args, **(kwargs or {}))
+        if self._is_again:
+            return _given_back(self._memory.popleft())
+        results = func(*args, **(kwargs or {}))
+        self._memory.append(_remembered(results, hollow=block.is_spared))
+        return results
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, tuple | deque):
+        for each in held:
+            yield from _tensors(each)
+
+
+def _remembered(results: Any, *, hollow: bool) -> Any:
+    """A kernel's results without their history; hollow ones where they are spared."""
+    if isinstance(results, tuple | list):
+        return tuple(_remembered(each, hollow=hollow) for each in results)
+    if not isinstance(results, Tensor):
+        return results
+    return _Hollow.of(results) if hollow else results.detach()
+
+
+def _given_back(remembered: Any) -> Any:
+    if isinstance(remembered, tuple):
+        return tuple(map(_given_back, remembered))
+    return remembered.tensor() if isinstance(remembered, _Hollow) else remembered
+
+
+@dataclass(eq=False)
+class _Marked:
+    """An op of a block's graph; outside of a recomputed block it just runs."""
+
+    block: Recomputing
+    called: Callable[..., Any]
+    __name__: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.__name__ = f"{type(self).__name__.strip('_').lower()}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        memory = self.block.memory
+        if memory is None:
+            return self.called(*args, **kwargs)
+        return self._run(memory, *args, **kwargs)
+
+    def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Kept(_Marked):
+    def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
+        if self.block.is_again:
+            result, requires_grad = memory.popleft()
+            return result.requires_grad_(requires_grad)
+        result = self._keeping_nothing(*args, **kwargs)
+        memory.append((result.detach(), result.requires_grad))
+        return result
+
+    def _keeping_nothing(self, *args: Any, **kwargs: Any) -> Any:
+        """What it calls; for its gradient it must keep nothing, as it is not run again."""
+        with torch.autograd.graph.saved_tensors_hooks(self._refuse, self._refuse):
+            return self.called(*args, **kwargs)
+
+    def _refuse(self, tensor: Tensor) -> Tensor:
+        raise AssertionError(f"{self.called} keeps a tensor: it cannot be left out")
+
+
+class _Spared(_Kept):
+    def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
+        if self.block.is_again:
+            return memory.popleft().tensor()
+        result = self._keeping_nothing(*args, **kwargs)
+        memory.append(_Hollow.of(result))
+        return result
+
+
+class _Product(_Marked):
+    def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
+        self.block.is_spared = True
+        result = self.called(*args, **kwargs)
+        self.block.is_spared = False
+        return result
+
+
+_MARKED: dict[str, type[_Marked]] = {KEPT: _Kept, SPARED: _Spared, PRODUCT: _Product}

@@ -1,0 +1,130 @@
+"""What a recomputed block runs again and keeps: of layers taken apart by hand."""
+
+from __future__ import annotations
+
+import pytest
+from small_graphs import leaf, op, weight
+
+from autoparallel.planner import rules
+from autoparallel.planner.graph import Block, Graph, Node, Ref
+from autoparallel.planner.plan import Recompute
+from autoparallel.planner.replay import AGAIN, Replay, find_replay
+
+ROWS, WIDTH, INNER = 8, 16, 64
+
+
+def linear(name: str, data: str, out: int, into: int) -> list[Node]:
+    key = f"{name}.weight"
+    return [
+        weight(key, out, into),
+        op(name, "linear.default", (Ref(data), Ref(key)), ROWS, out),
+    ]
+
+
+def wide(name: str, path: str, *reads: str) -> Node:
+    return op(name, path, tuple(map(Ref, reads)), ROWS, WIDTH)
+
+
+def attention_then_mlp() -> list[Node]:
+    """h = x + proj(tanh(query(x · x))), x' = h + down(relu(up(h · h)))."""
+    return [
+        leaf("start", ROWS, WIDTH),
+        *linear("x", "start", WIDTH, WIDTH),
+        wide("first norm", "mul.Tensor", "x", "x"),
+        *linear("query", "first norm", WIDTH, WIDTH),
+        wide("tanh", "tanh.default", "query"),
+        *linear("proj", "tanh", WIDTH, WIDTH),
+        wide("h", "add.Tensor", "x", "proj"),
+        wide("second norm", "mul.Tensor", "h", "h"),
+        *linear("up", "second norm", INNER, WIDTH),
+        op("relu", "relu.default", (Ref("up"),), ROWS, INNER),
+        *linear("down", "relu", WIDTH, INNER),
+        wide("out", "add.Tensor", "h", "down"),
+    ]
+
+
+def replay_of(nodes: list[Node], first: str) -> Replay:
+    """Of the block from ``first`` on."""
+    loss = op("loss", "mean.default", (Ref(nodes[-1].name),))
+    graph = Graph((*nodes, loss), Ref("loss"), ROWS)
+    names = [node.name for node in nodes if node.kind == "op"]
+    block = Block("b", "b", tuple(names[names.index(first) :]), ())
+    return find_replay(block, graph, rules, rules.storage_of(graph))
+
+
+def test_a_residual_sum_is_kept_for_the_product_that_goes_into_it() -> None:
+    found = replay_of(attention_then_mlp(), "first norm")
+    assert found.kept == {"query", "h", "up"}
+    assert found.spared["selective"] == {"query", "proj", "h", "up", "down", "out"}
+    assert found.repeats([("first norm", 0), ("h", 0)]) == (True, True)
+    assert found.repeats([("h", 1)]) == (True, False), "proj is not reduced again"
+    assert found.repeats([("second norm", 0), ("out", 0)]) == (True, True)
+    assert found.repeats([("down", 0)]) == (True, True), "its weight's gradient reads that"
+
+
+def test_nothing_after_the_last_that_keeps_is_run_again() -> None:
+    """The last product keeps what it reads, and is not computed for that."""
+    found = replay_of(attention_then_mlp(), "first norm")
+    assert found.spared["full"] == {"down", "out"}
+    assert found.repeats([("out", 1)]) == (False, False)
+    assert found.repeats([("out", 0), ("second norm", 0)]) == (True, True)
+
+
+def test_a_product_that_a_gradient_reads_is_kept_itself() -> None:
+    """The sum goes into a product with the product that it is made of."""
+    nodes = [
+        leaf("start", ROWS, WIDTH),
+        *linear("x", "start", WIDTH, WIDTH),
+        *linear("proj", "x", WIDTH, WIDTH),
+        wide("sum", "add.Tensor", "x", "proj"),
+        wide("both", "mul.Tensor", "sum", "proj"),
+    ]
+    found = replay_of(nodes, "proj")
+    assert found.kept == {"proj"}
+    assert found.spared["selective"] == {"proj"}
+    assert found.spared["full"] == frozenset()
+
+
+def test_two_products_into_one_sum_keep_that_alone() -> None:
+    """As where attention and MLP read the same: x + attention(x) + mlp(x), read on."""
+    nodes = [
+        leaf("start", ROWS, WIDTH),
+        *linear("x", "start", WIDTH, WIDTH),
+        *linear("attention", "x", WIDTH, WIDTH),
+        *linear("mlp", "x", WIDTH, WIDTH),
+        wide("both", "add.Tensor", "attention", "mlp"),
+        wide("h", "add.Tensor", "x", "both"),
+        wide("square", "mul.Tensor", "h", "h"),
+    ]
+    found = replay_of(nodes, "attention")
+    assert found.kept == {"h"}
+    assert found.spared["selective"] == {"attention", "mlp", "both", "h"}
+    assert found.unread["selective"] == {("both", 0), ("both", 1), ("h", 0), ("h", 1)}
+
+
+def test_a_sum_that_is_larger_is_made_again() -> None:
+    """What is kept is then the product: it is in half of the sum's number format."""
+    nodes = [
+        leaf("start", ROWS, WIDTH),
+        *linear("x", "start", WIDTH, WIDTH),
+        *linear("proj", "x", WIDTH, WIDTH),
+        op("wide", "add.Tensor", (Ref("x"), Ref("proj")), 2, ROWS, WIDTH),
+        op("square", "mul.Tensor", (Ref("wide"), Ref("wide")), 2, ROWS, WIDTH),
+    ]
+    found = replay_of(nodes, "proj")
+    assert found.kept == {"proj"}
+    assert found.spared["selective"] == {"proj"}
+
+
+@pytest.mark.parametrize("mode", AGAIN)
+def test_of_a_block_that_keeps_nothing_nothing_is_run_again(mode: Recompute) -> None:
+    nodes = [
+        leaf("start", ROWS, WIDTH),
+        *linear("x", "start", WIDTH, WIDTH),
+        wide("twice", "add.Tensor", "x", "x"),
+        wide("turned", "neg.default", "twice"),
+    ]
+    found = replay_of(nodes, "twice")
+    assert found.spared[mode] == {"twice", "turned"}
+    assert found.kept == frozenset()
+    assert found.repeats([("twice", 0), ("twice", 1)]) == (False, False)
