@@ -175,10 +175,12 @@ def test_pipeline_across_slow_links_and_tensors_inside_fast_ones() -> None:
     way; tensor parallelism 4 sums of 4 MB; data parallelism the gradients of 12·H² weights,
     805 MB in 4 bytes, once per step of 4 rows. Inside a host 4 sums of 4 MB for each of the 4
     rows, 67 MB, are again less than the 805 MB of gradients. So: one stage per host, split
-    by tensors.
+    by tensors. Under 1F1B, the schedule of their day: one that splits backwards fills the waits of
+    more and smaller stages, and the second host then has two.
     """
     program = gpt(4, 4096, 32, 512, 2048)
-    found = planned(program, "2x4xV100@ethernet-10g", Request(4, precision="bf16"))
+    request = Request(4, precision="bf16", forced=Forced(schedule="1f1b"))
+    found = planned(program, "2x4xV100@ethernet-10g", request)
     assert [(stage.devices, stage.mesh.axes, stage.mesh.shape) for stage in found.stages] == [
         ((0, 1, 2, 3), ("tp",), (4,)),
         ((4, 5, 6, 7), ("tp",), (4,)),
