@@ -38,6 +38,11 @@ from .balanced import Floats, balanced
 MOST_ACTIONS = 16_384
 """Stages times micro-batches that are simulated here."""
 
+NUM_CHUNKS = (*range(2, 5), 6, MOST_CHUNKS)
+FEW_CHUNKS, MOST_STAGES = 4, 128
+"""Numbers of stages per rank that are tried; more than a few only where that makes no more stages
+than this, as the work of pricing and simulating a pipeline grows with them."""
+
 ROUNDING = 1e-9
 """A bound is below what is simulated by so much, as both are sums of rounded numbers."""
 
@@ -150,9 +155,11 @@ def ways(
         ranks, count = len(base.candidate.stages), base.candidate.num_microbatches
         for name in schedules:
             low, high = find_schedule(name).chunks
-            for chunks in range(max(low, 2), min(high, MOST_CHUNKS) + 1):
+            for chunks in NUM_CHUNKS:
                 number = ranks * chunks
-                if number <= len(flops) and number * count <= MOST_ACTIONS:
+                is_few = chunks <= FEW_CHUNKS or number <= MOST_STAGES
+                is_few &= number <= len(flops) and number * count <= MOST_ACTIONS
+                if is_few and max(low, 2) <= chunks <= high:
                     if number not in starts:
                         starts[number] = balanced(flops, number)
                     yield Way(base, name, chunks, base.shares(starts[number]))

@@ -33,6 +33,9 @@ MOST_FEW = 2_000
 MOST_CLIMBED = 8
 """How often the winner's cuts are moved by a block."""
 
+MOST_STAGES = 8
+"""Of more, which take long to simulate, no cut is moved."""
+
 Stages = tuple[StageChoice, ...]
 
 
@@ -61,6 +64,8 @@ def passed_over(
         return
     for _ in range(MOST_CLIMBED):
         winner = best()[1]
+        if len(winner.pipeline.stages) > MOST_STAGES:
+            return
         yield from better((winner.rows, each) for each in shifted(winner.pipeline.stages))
         if best()[1] is winner or is_late():
             return
