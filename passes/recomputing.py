@@ -5,7 +5,8 @@ them. Out: the same graph, whose marked ops know whether they run in a forward o
 backward, and a pair of contexts for ``torch.utils.checkpoint``. A ``kept`` sum is remembered in
 the forward and given back in the backward; a ``spared`` op or collective is not run there; of a
 ``product`` that is spared autograd keeps what it reads, and the product itself is not computed.
-Other matrix products, convolutions and attention are kept as their kernels return them.
+Other matrix products, convolutions and attention are kept as their kernels return them, but for
+those inside of an op that is run ``again``.
 
 What is not computed is there as a hollow tensor, one element that is read as if it were all of
 them, and is not a number: should anything read it after all, the gradients show it.
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .replayed import KEPT, MARK, PRODUCT, SPARED
+from .replayed import AGAIN, KEPT, MARK, PRODUCT, SPARED
 
 aten = torch.ops.aten
 
@@ -202,4 +203,15 @@ class _Product(_Marked):
         return result
 
 
-_MARKED: dict[str, type[_Marked]] = {KEPT: _Kept, SPARED: _Spared, PRODUCT: _Product}
+class _Again(_Marked):
+    def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
+        keeps, self.block.keeps_costly = self.block.keeps_costly, False
+        try:
+            return self.called(*args, **kwargs)
+        finally:  # a repetition ends in the midst of an op
+            self.block.keeps_costly = keeps
+
+
+_MARKED: dict[str, type[_Marked]] = {
+    KEPT: _Kept, SPARED: _Spared, PRODUCT: _Product, AGAIN: _Again
+}  # fmt: skip

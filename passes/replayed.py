@@ -14,12 +14,12 @@ from torch import fx
 from ..planner.graph import Node
 from ..planner.plan import Recompute
 from ..planner.replay import Replay, is_costly
-from .ops import returns_several
+from .ops import is_pointwise, is_view, returns_several
 
 MARK = "when recomputed"
-KEPT, SPARED, PRODUCT = "kept", "spared", "product"
+KEPT, SPARED, PRODUCT, AGAIN = "kept", "spared", "product", "again"
 """Marks: the result is kept; it is not run again; of a product only what autograd keeps is
-made again, not the product."""
+made again, not the product; it is run again, and nothing that is computed inside is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,18 @@ class Replayed:
         how = self._mark(node)
         if how is None:
             return
-        for result in results:
+        for result in results if how != AGAIN else ():
             result.meta[MARK] = SPARED
         results[-1 if how == KEPT else 0].meta[MARK] = how
 
     def _mark(self, node: Node) -> str | None:
-        """Of costly ops that are kept the kernels' results are: they have no mark."""
+        """Of costly ops that are kept the kernels' results are: they have no mark.
+
+        Ops that run again may have such kernels inside, as a layer of experts has.
+        """
         if node.name not in self.replay.spared[self.mode]:
-            return None
+            is_plain = is_pointwise(node.op) or is_view(node.op)
+            return None if self.mode == "full" or is_plain else AGAIN
         is_kept = self.mode == "selective" and node.name in self.replay.kept
         if is_costly(node):
             return None if is_kept else PRODUCT
