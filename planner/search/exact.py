@@ -325,7 +325,7 @@ def _scheduled(job: Job, rows: int, stages: tuple[StageChoice, ...]) -> Iterator
 
 
 def stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
-    """Every cut of the blocks on every tiling of the devices."""
+    """Every cut of the blocks on every tiling of the devices, as far as cuts are free."""
     num_blocks = len(job.structure.blocks.blocks)
 
     def extend(
@@ -346,6 +346,6 @@ def stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[St
     for tiling, number in tilings(job.cluster, numbers, job.costs(rows).place, mixed=mixed):
         if number <= min(tiling.most, num_blocks):
             for stages in extend(tiling, number, 0, 0):
-                if stages not in seen:
+                if stages not in seen and job.begins_as_asked(stages):
                     seen.add(stages)
                     yield stages

@@ -22,7 +22,7 @@ from ..cache.cache import NO_CACHE, Cache
 from ..errors import TimeLimitError, UsageError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import inner_size
-from ..inter_op.inter_op import Floats, Table
+from ..inter_op.inter_op import Floats, StageChoice, Table
 from ..inter_op.mesh_proposals import Proposals, proposals
 from ..inter_op.submesh import meshes, num_row_parts, restriction, submesh_sizes
 from ..intra_op.intra_op import SMALL_GRAPH, Effort, IntraOp, Limits
@@ -152,9 +152,17 @@ class Job:
 
     @cached_property
     def classes(self) -> RunClasses:
-        found = run_classes(self.structure)
-        begins = stage_begins(self.structure.graph, self.structure.blocks, self.request.stage_at)
-        return without_inner(found, begins)
+        return without_inner(run_classes(self.structure), self._begins)
+
+    @cached_property
+    def _begins(self) -> tuple[int, ...]:
+        """The blocks at which stages are to begin."""
+        own = self.structure
+        return tuple(stage_begins(own.graph, own.blocks, self.request.stage_at))
+
+    def begins_as_asked(self, stages: Sequence[StageChoice]) -> bool:
+        """Whether stages begin wherever they are to."""
+        return {choice.start for choice in stages}.issuperset(self._begins)
 
     @cached_property
     def proposals(self) -> Proposals:
@@ -164,11 +172,8 @@ class Job:
     @cached_property
     def stage_numbers(self) -> tuple[int, ...]:
         """The numbers of stages to try. Raises ``UsageError`` where there is none."""
-        structure, begins = self.structure, self.request.stage_at
-        least = len({0, *stage_begins(structure.graph, structure.blocks, begins)})
-        return stage_numbers(
-            self.request, self.cluster, len(structure.blocks.blocks), least_stages=least
-        )
+        blocks, least = self.structure.blocks.blocks, len({0, *self._begins})
+        return stage_numbers(self.request, self.cluster, len(blocks), least_stages=least)
 
     @cached_property
     def place_key(self) -> Any:

@@ -53,7 +53,11 @@ def passed_over(
 
     def better(pipelines: Iterable[tuple[int, Stages]]) -> Iterator[Draft]:
         known = {(draft.rows, draft.pipeline.stages) for draft in drafts}
-        new = [each for each in pipelines if each not in known]
+        new = [
+            (rows, stages)
+            for rows, stages in pipelines
+            if (rows, stages) not in known and job.begins_as_asked(stages)
+        ]
         for least, draft in promising(job, new, best()[0], is_late):
             if least < best()[0]:
                 yield draft

@@ -88,7 +88,7 @@ def test_what_a_lost_process_should_have_done_is_done_here(
 
     monkeypatch.setattr(Beside, "start", staticmethod(start))
     monkeypatch.setattr(beside, "LATE_SECONDS", 0.0)
-    limit = 60.0 if how == "killed" else 6.0  # as long is a process waited for that is silent
+    limit = 60.0 if how == "killed" else 15.0  # as long is a process waited for that is silent
     found = planned(2, time_limit_seconds=limit)
     assert len(lost) == 2  # of the other part, and of the bound of this one
     assert found.stages == alone.stages
