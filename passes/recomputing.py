@@ -14,6 +14,7 @@ them, and is not a number: should anything read it after all, the gradients show
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -148,7 +149,7 @@ def _given_back(remembered: Any) -> Any:
 
 
 @dataclass(eq=False)
-class _Marked:
+class _Marked(ABC):
     """An op of a block's graph; outside of a recomputed block it just runs."""
 
     block: Recomputing
@@ -164,8 +165,9 @@ class _Marked:
             return self.called(*args, **kwargs)
         return self._run(memory, *args, **kwargs)
 
+    @abstractmethod
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """Runs in a recomputed block, in its forward or again."""
 
 
 class _Kept(_Marked):

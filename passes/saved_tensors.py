@@ -26,7 +26,7 @@ from ..cost_model.memory import policy
 from ..planner.graph import Blocks, Graph
 from ..planner.layout import Layout, Mesh, local_shape
 from ..planner.plan import Plan
-from .recomputing import Context, Recomputing
+from .recomputing import Recomputing
 from .stage_program import BlockProgram, StageProgram, build_stage
 from .state_traffic import (
     GRADIENTS,
@@ -285,23 +285,15 @@ class _Run:
             with self.live.making(RECOMPUTED):
                 return tuple(block.module(*values))
 
-        made: list[Context] = []
-        options: dict[str, Any] = {}
-        if block.recompute == "selective":
-            recomputing = Recomputing(keeps_costly=True)
-            recomputing.mark(block.module)
-
-            def contexts() -> tuple[Context, Context]:
-                made.extend(recomputing.contexts())
-                return made[0], made[1]
-
-            options["context_fn"] = contexts
-        outputs: tuple[Tensor, ...] = checkpoint(
-            run, *inputs, use_reentrant=False, preserve_rng_state=False, **options
-        )
-        for context in made[:1]:
-            self.live.mark(context.kept, SAVED, over=False)
-        return outputs
+        checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        if block.recompute == "full":
+            return tuple(checkpointed(run, *inputs))
+        recomputing = Recomputing(keeps_costly=True)
+        recomputing.mark(block.module)
+        forward, again = recomputing.contexts()
+        outputs = checkpointed(run, *inputs, context_fn=lambda: (forward, again))
+        self.live.mark(forward.kept, SAVED, over=False)
+        return tuple(outputs)
 
     def _value(self, known: Mapping[str, Tensor], key: str) -> Tensor:
         """A block's input; counts over all micro-batches are scalars made up here."""

@@ -176,10 +176,8 @@ class _Replays:
         sums = set(replaced.values())
         again: set[str] = set()
         kept: set[str] = set()
-        wanted: list[str] = []
-        for name in list(self.nodes)[: self._stop]:
-            if name in self._makes or (self._keeps(name) and not is_costly(self.nodes[name])):
-                wanted.append(name)
+        keeping = (name for name in self._reached if self._keeps(name))
+        wanted = [name for name in keeping if name not in self._products]
         wanted += [ref.name for refs in self._saved.values() for ref in refs]
         wanted += [ref.name for name in self._products for ref in self.nodes[name].inputs]
         while wanted:

@@ -158,8 +158,8 @@ def ways(
             for chunks in NUM_CHUNKS:
                 number = ranks * chunks
                 is_few = chunks <= FEW_CHUNKS or number <= MOST_STAGES
-                is_few &= number <= len(flops) and number * count <= MOST_ACTIONS
-                if is_few and max(low, 2) <= chunks <= high:
+                can_be = low <= chunks <= high and number <= len(flops)
+                if can_be and is_few and number * count <= MOST_ACTIONS:
                     if number not in starts:
                         starts[number] = balanced(flops, number)
                     yield Way(base, name, chunks, base.shares(starts[number]))

@@ -82,11 +82,8 @@ class Assembly:
         self._add_boundaries(costs)
         couplings = []
         for kind, count in weight.kinds.items():
-            partly = weight.kinds_selective.get(kind, 0)
-            full = weight.kinds_again.get(kind, 0) - partly
             for edge in self.model.kind(kind).edges:
-                repeats = self.model.repeats(edge)
-                again = full * repeats[0] + partly * repeats[1]
+                again = weight.repeated_inside(kind, self.model.repeats(edge))
                 couplings.append(self._coupling(edge, count, again))
         for edge, count in weight.edges.items():
             again = weight.repeated(edge, self.model.repeats(edge))

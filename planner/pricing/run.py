@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..graph import Ref
 from ..plan import Recompute
 from .ladder import Rung
 
+T = TypeVar("T")
 Origin = Literal["block", "parameter", "received"]
 
 
@@ -62,9 +63,18 @@ class Weights:
     def repeated(self, edge: Edge, repeats: tuple[bool, bool]) -> int:
         """In how many blocks an edge's value is converted again; ``repeats``: whether a block is
         one of them that is recomputed fully, and selectively."""
-        selective = self.edges_selective.get(edge, 0)
-        full = self.edges_again.get(edge, 0) - selective
-        return full * repeats[0] + selective * repeats[1]
+        return _repeated(self.edges_again, self.edges_selective, edge, repeats)
+
+    def repeated_inside(self, kind: str, repeats: tuple[bool, bool]) -> int:
+        """The same of a value that blocks of a kind make and read themselves."""
+        return _repeated(self.kinds_again, self.kinds_selective, kind, repeats)
+
+
+def _repeated(
+    again: Mapping[T, int], partly: Mapping[T, int], of: T, repeats: tuple[bool, bool]
+) -> int:
+    selective = partly.get(of, 0)
+    return (again.get(of, 0) - selective) * repeats[0] + selective * repeats[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,11 +53,7 @@ def passed_over(
 
     def better(pipelines: Iterable[tuple[int, Stages]]) -> Iterator[Draft]:
         known = {(draft.rows, draft.pipeline.stages) for draft in drafts}
-        new = [
-            (rows, stages)
-            for rows, stages in pipelines
-            if (rows, stages) not in known and job.begins_as_asked(stages)
-        ]
+        new = [each for each in pipelines if each not in known]
         for least, draft in promising(job, new, best()[0], is_late):
             if least < best()[0]:
                 yield draft
@@ -70,7 +66,8 @@ def passed_over(
         winner = best()[1]
         if len(winner.pipeline.stages) > MOST_STAGES:
             return
-        yield from better((winner.rows, each) for each in shifted(winner.pipeline.stages))
+        moved = filter(job.begins_as_asked, shifted(winner.pipeline.stages))
+        yield from better((winner.rows, each) for each in moved)
         if best()[1] is winner or is_late():
             return
 
