@@ -5,11 +5,27 @@ from __future__ import annotations
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).resolve().parent
+
 # A job that a shell starts in the background ignores SIGINT, and so would what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+ONE_AT_A_TIME = ("api", "benchmarks", "runtime")
+"""Folders whose tests start processes, and wait for them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several workers (``-n``) one has all tests that start processes, which use every core
+    and have limits to their patience; the others go file by file."""
+    for item in items:
+        place = item.path.relative_to(HERE)
+        group = "processes" if place.parts[0] in ONE_AT_A_TIME or len(place.parts) == 1 else place
+        item.add_marker(pytest.mark.xdist_group(str(group)))
 
 
 @pytest.fixture(autouse=True, scope="session")
