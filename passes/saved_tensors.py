@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from ..cost_model.memory import policy
@@ -65,6 +66,16 @@ class StageActivations:
     inputs: int
     forward: Mapping[str, int]
     backward: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where a backward begins, and what its gradient looks like; ``held``: the loss."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    held: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -236,11 +247,12 @@ class _Run:
             live.begin_peak()
             outputs = self._forward(stays, brought)
             forward = self._peak()
-            live.mark(outputs.values(), SAVED, over=False)
-            kept = live.by_category[SAVED] + live.by_category.get(INPUTS, 0)
+            ends = self._ends(outputs)
+            del outputs
+            kept = live.by_category.get(SAVED, 0) + live.by_category.get(INPUTS, 0)
             del brought
             live.begin_peak()
-            self._backward(outputs)
+            self._backward(ends)
             backward = self._peak()
         return StageActivations(kept, input_bytes, forward, backward)
 
@@ -300,14 +312,29 @@ class _Run:
         found = known.get(key)
         return torch.ones(()) if found is None else found
 
-    def _backward(self, outputs: dict[str, Tensor]) -> None:
+    def _ends(self, outputs: Mapping[str, Tensor]) -> list[_End]:
+        """What a backward begins at; of what is sent only the place in autograd's graph is
+        kept, as ``runtime.executor`` does."""
+        self.live.mark(
+            (value for key, value in outputs.items() if key == self.program.loss), SAVED, over=False
+        )
+        return [
+            _End(
+                get_gradient_edge(value), value.shape, value.dtype,
+                value if key == self.program.loss else None,
+            )
+            for key, value in outputs.items()
+            if value.requires_grad
+        ]  # fmt: skip
+
+    def _backward(self, ends: list[_End]) -> None:
         self.is_backward = True
         self.traffic.stage_backward_begins()
-        tensors = [value for value in outputs.values() if value.requires_grad]
-        outputs.clear()
-        if tensors:
-            gradients = [torch.empty_like(value) for value in tensors]
-            torch.autograd.backward(tensors, gradients)
+        if ends:
+            gradients = [torch.empty(end.shape, dtype=end.dtype) for end in ends]
+            edges = [end.edge for end in ends]
+            ends.clear()
+            torch.autograd.backward(edges, gradients)
         self.traffic.stage_backward_ends()
 
 

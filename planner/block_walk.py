@@ -20,7 +20,7 @@ from .plan import Recompute
 from .pricing.choices import inner_collectives, input_specs
 from .pricing.outline import is_own_parameter
 from .pricing.prices import Prices, Seconds, StateBytes, boundary_layout
-from .pricing.recompute import AGAIN, kept_parts, replay
+from .pricing.recompute import AGAIN, kept_parts, read_parts, replay
 from .pricing.saved import Part, saved_parts, working_bytes
 from .pricing.slice_costs import carried_bytes, is_attention
 from .pricing.weight_backward import late_parts, late_seconds
@@ -46,12 +46,14 @@ class Setting:
 class Layouts:
     """Of a block's nodes, and of what it takes from elsewhere as in ``Reads``.
 
-    Of values those in which the stage has them, None of those that it has to receive yet; of
-    leaves those in which they are held, None where that is nowhere said.
+    Of values those in which the stage has them, None of those that it has to receive yet, and
+    whether an earlier block of the stage reads them ``again``, which keeps them then; of leaves
+    those in which they are held, None where that is nowhere said.
     """
 
     nodes: tuple[NodeLayout, ...]
     values: tuple[Layout | None, ...]
+    again: tuple[bool, ...]
     leaves: tuple[NodeLayout | None, ...]
     parameters: tuple[Layout, ...]
 
@@ -136,6 +138,7 @@ class _BlockWalk:
         uses: dict[Ref, list[tuple[str, int]]] = {}
         parts: dict[Part, None] = {}
         selected: dict[Part, None] = {}
+        batch: dict[Part, None] = {}
         late: dict[Part, None] = {}
         for name, layout in zip(self.reads.block.nodes, self.layouts.nodes, strict=True):
             node = graph[name]
@@ -154,6 +157,8 @@ class _BlockWalk:
                 selected.update(
                     dict.fromkeys(kept_parts(node, layout, graph, prices, of=self.replay))
                 )
+            elif mode == "full":
+                batch.update(dict.fromkeys(read_parts(node, layout, graph, prices)))
             late.update(dict.fromkeys(late_parts(node, layout, graph, prices)))
             for at, own in enumerate(late_seconds(node, layout, graph, prices)):
                 self.late[at] += own
@@ -168,9 +173,11 @@ class _BlockWalk:
             self.kept_bytes += _total(parts)
             return 0.0, _total(late)
         inputs = sum(
-            prices.local_bytes(graph.spec(ref), self.made[ref]) for ref in self.reads.values
+            prices.local_bytes(graph.spec(ref), self.made[ref])
+            for ref, again in zip(self.reads.values, self.layouts.again, strict=True)
+            if not again
         )
-        self.kept_bytes += inputs + _total(selected)
+        self.kept_bytes += inputs + _total(selected) + _total(batch)
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:

@@ -165,6 +165,14 @@ class _Replays:
         costly = (name for name in self._reached if is_costly(self.nodes[name]))
         return frozenset(name for name in costly if name not in self._makes)
 
+    @cached_property
+    def _called(self) -> frozenset[str]:
+        """Costly ops that are called again for what they keep, their kernels' results given back
+        or not computed: whatever they read is wanted."""
+        return frozenset(
+            name for name in self._reached if is_costly(self.nodes[name]) and self._keeps(name)
+        )
+
     def _keeps(self, name: str) -> bool:
         return bool(self._saved[name]) or name in self._makes
 
@@ -179,7 +187,7 @@ class _Replays:
         keeping = (name for name in self._reached if self._keeps(name))
         wanted = [name for name in keeping if name not in self._products]
         wanted += [ref.name for refs in self._saved.values() for ref in refs]
-        wanted += [ref.name for name in self._products for ref in self.nodes[name].inputs]
+        wanted += [ref.name for name in self._called for ref in self.nodes[name].inputs]
         while wanted:
             name = wanted.pop()
             if name not in self.nodes or name in again or name in kept:
@@ -204,8 +212,8 @@ class _Replays:
             return None
         most, name = self.nodes[kept].spec.num_bytes, kept
         while True:
-            users = [user for user in self._users[name] if user in again]
-            if len(users) != 1:
+            users = [user for user in self._users[name] if user in again or user in self._called]
+            if len(users) != 1 or users[0] in self._called:
                 return None
             (name,) = users
             node = self.nodes[name]
@@ -223,8 +231,8 @@ class _Replays:
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, spared: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Uses by what does not run again; products are gone through for what they keep."""
-        for name in spared - self._products:
+        """Uses by what does not run again; costly ops are called for what they keep."""
+        for name in spared - self._called:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:
                     yield name, position

@@ -91,6 +91,7 @@ class StageWalk:
     held: Halves
     made: dict[Ref, Layout] = field(default_factory=dict)
     shared: dict[str, Layout] = field(default_factory=dict)
+    read: set[Ref] = field(default_factory=set)
     found: list[BlockCost] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -140,9 +141,10 @@ class StageWalk:
         nodes = self._nodes(reads.block)
         parameters = tuple([self._number(name) for name in reads.parameters])
         values = tuple([self.made.get(ref) for ref in reads.values])
+        again = tuple([ref in self.read for ref in reads.values])
         leaves = tuple([self.numbers.get(name) for name in reads.leaves])
         form = self.walked.forms.forms[self.start + len(self.found)]
-        key = form, mode, nodes, values, leaves, parameters
+        key = form, mode, nodes, values, again, leaves, parameters
         found = None if self.prices.asked else self.costs.get(key)
         layouts = self.walked.layouts
         if found is None:
@@ -150,11 +152,13 @@ class StageWalk:
             given = Layouts(
                 tuple(layouts[number] for number in nodes),
                 values,
+                again,
                 tuple(None if number is None else layouts[number] for number in leaves),
                 tuple(layouts[number].outputs[0] for number in parameters),
             )
             found = self.costs[key] = block_cost(of_form, given, mode, self.setting)
         self.made.update(zip(reads.values, found.values, strict=True))
+        self.read.update(reads.values)
         for ref, place, _ in reads.sends:
             self.made[ref] = layouts[nodes[place]].outputs[ref.index]
         for name, number, shared in zip(reads.parameters, parameters, reads.shared, strict=True):

@@ -26,7 +26,7 @@ from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, Layout
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.prices import Prices, boundary_layout
-from autoparallel.planner.pricing.recompute import AGAIN, Replay, kept_parts, replay
+from autoparallel.planner.pricing.recompute import AGAIN, Replay, kept_parts, read_parts, replay
 from autoparallel.planner.pricing.saved import Part, saved_parts, working_bytes
 from autoparallel.planner.pricing.seconds import Seconds
 from autoparallel.planner.strategy import NodeLayout
@@ -89,6 +89,7 @@ class Stage(Choices):
         self.receive = np.zeros((2, num))
         self.ends = np.zeros((2, num))
         self.working = np.zeros(num)
+        self.read: set[Ref] = set()
         self.arrived: dict[Ref, tuple[list[Layout], Ints]] = {}
         for block in self.blocks:
             self._price_block(block)
@@ -122,7 +123,9 @@ class Stage(Choices):
                 unread = all((self.key(n), at) in again.unread[mode] for n, at in where)
                 if unread and not (alone and self.num_blocks(ref.name) == 1):
                     spared[mode][2] += converting[0]
-            if self.graph[ref.name].kind == "op" and ref.name not in block.nodes:
+            is_new = ref not in self.read
+            if self.graph[ref.name].kind == "op" and ref.name not in block.nodes and is_new:
+                self.read.add(ref)
                 layouts, ids = source
                 held = [self.prices.local_bytes(self.graph.spec(ref), each) for each in layouts]
                 read += np.array(held, dtype=float)[ids]
@@ -169,7 +172,8 @@ class Stage(Choices):
             self._sum_of_parts(block, of) for of in (saved_parts, kept, either)
         )
         self.late_bytes += self._sum_of_parts(block, self._late_parts)
-        self.bytes.append({"none": saved, "selective": read + selected, "full": read})
+        batch = self._sum_of_parts(block, read_parts)
+        self.bytes.append({"none": saved, "selective": read + selected, "full": read + batch})
         none = np.zeros(self.num_assignments)
         self.made_again.append({"none": none, "selective": both - selected, "full": saved})
 

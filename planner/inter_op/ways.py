@@ -218,7 +218,7 @@ class _Space:
         ]
         forward, backward = model.conversions(edge)
         sizes = [model.prices.local_bytes(model.spec(edge), each) for each in options.layouts]
-        held = np.array(sizes, dtype=np.float64)[rows] * (edge.origin != "parameter")
+        held = np.array(sizes, dtype=np.float64)[rows] * edge.is_held
         return distinct_sum(forward, rows, wanted), distinct_sum(backward, rows, wanted), held
 
     def _of(self, kind: str, column: Floats) -> Floats:
@@ -300,10 +300,11 @@ class _Space:
         """``[rung, way]`` of a micro-batch."""
         saved = self._per_class({k: w.saved for k, w in self.kinds.items()})[:, some]
         chosen = self._per_class({k: w.selected for k, w in self.kinds.items()})[:, some]
-        read = self._read_bytes()[:, some]
+        others = self._read_bytes()[:, some]
+        read = others + self._per_class({k: w.read for k, w in self.kinds.items()})[:, some]
         full, partly = on.full.astype(float), on.selective.astype(float)
         found: Floats = self._counts @ saved + full @ (read - saved)
-        return found + partly @ (read + chosen - saved)
+        return found + partly @ (others + chosen - saved)
 
     def transient_bytes(self, on: Rungs, some: Ints) -> Floats:
         """``[rung, way]``: the largest op; whole parameters, or a block that is made again."""

@@ -40,7 +40,8 @@ class KindWays:
     ``StateBytes``, conversions inside the block included; ``spared_seconds[mode,
     way]`` is what recomputation does not run again: of device, of host, of such conversions.
     ``saved``, ``selected`` and ``both`` are bytes kept by a block that is not, and
-    that is selectively recomputed, and of what is in both; ``working`` of the largest op.
+    that is selectively recomputed, and of what is in both; ``read`` are parts of the batch, which
+    one that is recomputed keeps anyway; ``working`` of the largest op.
     ``late[way]``: seconds of the gradients of weights, of the device and of the host, and bytes
     kept for them, where they may be put off.
     """
@@ -51,6 +52,7 @@ class KindWays:
     spared_seconds: Floats
     saved: Floats
     selected: Floats
+    read: Floats
     both: Floats
     working: Floats
     late: Floats
@@ -62,8 +64,8 @@ class KindWays:
         """Some of the ways."""
         return KindWays(
             self.choices[rows], self.seconds[rows], self.states[rows], self.spared_seconds[:, rows],
-            self.saved[rows], self.selected[rows], self.both[rows], self.working[rows],
-            self.late[rows],
+            self.saved[rows], self.selected[rows], self.read[rows], self.both[rows],
+            self.working[rows], self.late[rows],
         )  # fmt: skip
 
     def columns(self, zero: int, *, time_only: bool, splits: bool = False) -> Floats:
@@ -87,7 +89,7 @@ class KindWays:
         states = self.states[:, zero]
         sizes = [
             states[:, :3].sum(axis=1), states[:, 3], self.saved, self.selected,
-            self.saved - self.both, self.working,
+            self.read, self.saved - self.both, self.working,
         ]  # fmt: skip
         return np.column_stack([*seconds, *again, *sizes])
 
@@ -125,6 +127,7 @@ def kind_ways(model: StageModel, kind: str) -> KindWays:
         choices, seconds, states, spared,
         _bytes([(own_saved, size) for own_saved, _, size in held], len(choices)),
         _bytes([(own_kept, size) for _, own_kept, size in held], len(choices)),
+        _bytes([(own, part[1]) for part, own in _held(own.read, choices).items()], len(choices)),
         _bytes([(one & other, size) for one, other, size in held], len(choices)),
         working,
         _late(model, own, choices),

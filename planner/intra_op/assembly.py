@@ -187,14 +187,17 @@ class Assembly:
         shared: list[SharedBytes] = []
         for kind, count in weight.kinds.items():
             model = self.model.kind(kind)
-            partly = weight.kinds_selective.get(kind, 0)
-            kept = count - weight.kinds_again.get(kind, 0)
+            again, partly = weight.kinds_again.get(kind, 0), weight.kinds_selective.get(kind, 0)
+            kept = count - again
+            if again > partly:
+                fully = (again - partly) * setting.in_flight
+                shared += self._saved(kind, model.read, float(fully))
             if kept:
                 shared += self._saved(kind, model.saved, float(kept * setting.in_flight))
             if partly:
                 shared += self._saved(kind, model.selected, float(partly * setting.in_flight))
         for edge, again in weight.edges_again.items():
-            if edge.origin != "parameter":
+            if edge.is_held:
                 side = self._source(edge)
                 held = self._held_bytes(edge) * (again * setting.in_flight)
                 linear[side.decision] = linear[side.decision] + held[side.classes]

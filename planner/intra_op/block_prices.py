@@ -43,7 +43,7 @@ recompute it as to keep it."""
 @dataclass(frozen=True)
 class Neighbours:
     """Of each kind the edges from a block of it to the next, and which blocks have just those;
-    of each kind the fewest bytes that any block of it reads from others."""
+    of each kind the fewest bytes that any block of it is the first to read of others."""
 
     edges: Mapping[str, tuple[Edge, ...]]
     linked: tuple[bool, ...]
@@ -60,11 +60,12 @@ class Neighbours:
                 for ref, uses in structure.outside[at]
                 if structure.graph[ref.name].kind == "op"
             ]
-            num_bytes = sum(structure.graph.spec(ref).num_bytes for ref, _ in values)
+            firsts = structure.first_values(at)
+            num_bytes = sum(structure.graph.spec(ref).num_bytes for ref in firsts)
             read[block.kind] = min(num_bytes, read.get(block.kind, num_bytes))
             follows = at > 0 and blocks[at - 1].kind == block.kind
             near = (e for e in values if follows and structure.position[e[0].name] == at - 1)
-            found.append(tuple(structure.inner_edge(ref, uses) for ref, uses in near))
+            found.append(tuple(structure.inner_edge(at, ref, uses) for ref, uses in near))
         commonest: dict[str, Counter[tuple[Edge, ...]]] = {}
         for block, own in zip(blocks, found, strict=True):
             if own:

@@ -83,7 +83,7 @@ class Family:
         source, firsts = self._place(maker)
         options = model.source(edge)
         held = np.zeros(len(firsts))
-        if edge.origin != "parameter":
+        if edge.is_held:
             spec = model.spec(edge)
             sizes = [model.prices.local_bytes(spec, layout) for layout in options.layouts]
             held = np.array(sizes, dtype=np.float64)[options.of_choice[firsts]]
@@ -167,7 +167,7 @@ class Family:
                 factor = own.link.factor(rates.mode)
                 table = factor.table * _column(counts, factor.table.ndim)
                 factors.append(Factor(factor.scope, table))
-            if rates.mode != "none" and saved.any():
+            if rates.mode != "none" and edge.is_held and saved.any():
                 held = saved[None, :, None] * own.held_bytes
                 factors.append(Factor((own.source,), held * _column(counts, 3)))
         return factors

@@ -322,7 +322,7 @@ class KindTables:
     @cached_property
     def _kept_bytes(self) -> dict[Recompute, Floats]:
         """Of all decisions' choices the bytes kept, where blocks are recomputed in a mode."""
-        modes: tuple[Recompute, ...] = ("none", "selective")
+        modes: tuple[Recompute, ...] = ("none", "selective", "full")
         return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
@@ -342,7 +342,7 @@ class KindTables:
         if rates.state_prices:
             prices = rates.prices(saved=False).reshape(shape)
             cost = cost + prices[:, :, None] * states[zeros][:, None]
-        if rates.saved_prices and rates.mode != "full":
+        if rates.saved_prices and any(self._keeps[rates.mode]):
             prices = rates.prices(saved=True).reshape(shape)
             cost = cost + prices[:, :, None] * self._kept_bytes[rates.mode]
         if rates.any_zero:
@@ -366,7 +366,7 @@ class KindTables:
     def _keeps(self) -> dict[Recompute, list[bool]]:
         """Of each decision whether one of its choices keeps anything, in a mode."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
-        found: dict[Recompute, list[bool]] = {"full": [False] * (len(ends) + 1)}
+        found: dict[Recompute, list[bool]] = {}
         for mode, sizes in self._kept_bytes.items():
             found[mode] = [bool(own.any()) for own in np.split(sizes, ends)]
         return found

@@ -22,8 +22,9 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Per decision and choice the storages that are kept, with their bytes."""
 
 
-Held = tuple[tuple[Part, ...], int, tuple[Part, ...]]
-"""Of a choice: what autograd keeps, the most that a member works on, what is selected."""
+Held = tuple[tuple[Part, ...], int, tuple[Part, ...], tuple[Part, ...]]
+"""Of a choice: what autograd keeps, the most that a member works on, what is selected, what is
+read of the batch."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class KindModel:
 
     ``where`` finds the decision of a member. ``edges`` are the values read inside the block
     by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
-    autograd keeps, ``selected`` those that selective recomputation keeps; ``working_bytes``
+    autograd keeps, ``selected`` those that selective recomputation keeps, ``read`` those of
+    the batch, which any keeps; ``working_bytes``
     per decision and choice the most that a member's inputs and outputs take. ``held`` finds
-    the three for one choice of a decision: most meshes never need them for all. ``priced`` keeps
+    the four for one choice of a decision: most meshes never need them for all. ``priced`` keeps
     what is found of a choice of every decision.
     """
 
@@ -66,9 +68,15 @@ class KindModel:
     def selected(self) -> Kept:
         return self._every(2)
 
+    @cached_property
+    def read(self) -> Kept:
+        return self._every(3)
+
     def parts(self, mode: Recompute) -> Kept:
-        """What a block keeps from its forward to its backward, but for what it reads."""
-        return {"none": self.saved, "selective": self.selected, "full": ()}[mode]
+        """What a block keeps from its forward to its backward, but for other blocks' values."""
+        if mode == "none":
+            return self.saved
+        return self.selected if mode == "selective" else self.read
 
     def kept_bytes(self, mode: Recompute) -> Floats:
         """Bytes kept by each choice of all decisions, a storage counted with its first keeper.

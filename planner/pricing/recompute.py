@@ -26,8 +26,9 @@ def kept_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
 ) -> tuple[Part, ...]:
     """What selective recomputation keeps of an op on a rank: each storage and its local bytes."""
+    batch = read_parts(node, layout, graph, prices)
     if node.name not in of.kept:
-        return ()
+        return batch
     found = [
         (f"{node.name}:{index}", prices.local_bytes(spec, placed))
         for index, (spec, placed) in enumerate(zip(node.outputs, layout.outputs, strict=True))
@@ -39,7 +40,18 @@ def kept_parts(
     outputs = tuple(
         prices.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
     )
-    extra = prices.rules.saved_extra_bytes(node, inputs, outputs)
+    extra = prices.rules.kept_extra_bytes(node, inputs, outputs)
     if extra:
         found.append((f"{node.name}:extra", int(extra)))
+    return (*batch, *found)
+
+
+def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
+    """What any recomputation keeps of the batch for an op on a rank: the inputs that it reads."""
+    pairs = zip(node.inputs, layout.inputs, strict=True)
+    found = {
+        (f"{ref.name}:{ref.index}", prices.local_bytes(graph.spec(ref), each)): None
+        for ref, each in pairs
+        if graph[ref.name].kind == "input"
+    }
     return tuple(found)

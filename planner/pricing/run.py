@@ -36,6 +36,8 @@ class Edge:
 
     ``name``/``index``: of a block's value its template; of a parameter its key; of a
     received value the template of who made it, with ``first``, the stage's first use of it.
+    ``again``: an earlier block of the stage reads the value too. It is kept once for all: what
+    the blocks that are recomputed read counts with the first reader.
     """
 
     origin: Origin
@@ -43,6 +45,12 @@ class Edge:
     index: int
     uses: tuple[Use, ...]
     first: Use | None = None
+    again: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the block keeps the value, if it is recomputed, for itself and later readers."""
+        return self.origin != "parameter" and not self.again
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,9 @@ Alike = tuple[str, tuple[Edge, ...]]
 
 def _class_key(own: Alike) -> Any:
     kind, edges = own
-    return kind, [(e.origin, e.name, e.index, e.uses, [e.first] if e.first else []) for e in edges]
+    return kind, [
+        (e.origin, e.name, e.index, e.uses, [e.first] if e.first else [], e.again) for e in edges
+    ]
 
 
 @dataclass(frozen=True)

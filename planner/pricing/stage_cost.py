@@ -41,7 +41,8 @@ class _KindFigures:
 
     ``spared_seconds[mode]`` (``AGAIN``) is what recomputation does not run again, of device, of
     host and of conversions inside; ``selected_bytes`` what the selective one keeps, of which
-    ``overlap_bytes`` are of ``saved_bytes``.
+    ``overlap_bytes`` are of ``saved_bytes``, and ``read_bytes`` are parts of the batch, which the
+    full one keeps too.
     """
 
     seconds: Floats
@@ -51,6 +52,7 @@ class _KindFigures:
     spared_seconds: Floats
     selected_bytes: float
     overlap_bytes: float
+    read_bytes: float
 
     def again_seconds(self, mode: int) -> float:
         """What recomputation in a mode takes on the device, without what is read from outside."""
@@ -102,20 +104,23 @@ class Figures:
             seconds[:, 3] += backward
             spared[:, 2] += forward * ~np.array(self.model.repeats(edge))
         held = [model.held(number, choice) for number, choice in enumerate(own)]
-        saved = {part for parts, _, _ in held for part in parts}
-        selected = {part for _, _, parts in held for part in parts}
+        saved = {part for parts, _, _, _ in held for part in parts}
+        selected = {part for _, _, parts, _ in held for part in parts}
+        read = {part for _, _, _, parts in held for part in parts}
         return _KindFigures(
             seconds,
             sum((d.states[:, c] for d, c in pairs), np.zeros((len(ZEROS), 4))),
             float(sum(size for _, size in saved)),
-            float(max((size for _, size, _ in held), default=0)),
+            float(max((size for _, size, _, _ in held), default=0)),
             spared,
             float(sum(size for _, size in selected)),
             float(sum(size for _, size in saved & selected)),
+            float(sum(size for _, size in read)),
         )
 
     def edge(self, edge: Edge) -> tuple[float, float, float]:
-        """Seconds forward and backward of an edge's conversions, bytes of its value."""
+        """Seconds forward and backward of an edge's conversions, bytes of its value if they
+        count here."""
         found = self.edges.get(edge)
         if found is None:
             found = self._edge(edge)
@@ -137,7 +142,7 @@ class Figures:
         return (
             float(sum(forward[row, each] for each in sorted(wanted))),
             float(sum(backward[row, each] for each in sorted(wanted))),
-            float(held if edge.origin != "parameter" else 0),
+            float(held if edge.is_held else 0),
         )
 
     def unrecomputed(self) -> tuple[Floats, Floats, Floats, Floats]:
@@ -206,7 +211,9 @@ class Figures:
             + sum(figures[0] for edge, figures in read if self.model.repeats(edge)[mode])
             for mode in range(len(AGAIN))
         )
-        return again, partly, own.saved_bytes, held, held + own.selected_bytes
+        return (
+            again, partly, own.saved_bytes, held + own.read_bytes, held + own.selected_bytes
+        )  # fmt: skip
 
     def _transients(self, kinds: Sequence[_KindFigures], on: Rungs) -> Floats:
         """Per ZeRO stage and rung: the largest op, whole parameters and a block made again."""

@@ -7,7 +7,7 @@ its two ends may choose. Everything is made when first asked for and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from .kind_model import Held as Held
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
 from .prices import Prices, Seconds, boundary_layout
-from .recompute import kept_parts, replay
+from .recompute import kept_parts, read_parts, replay
 from .same import known
 from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Structure, Use
@@ -200,6 +200,7 @@ class StageModel:
                         saved_parts(node, layout, graph, prices),
                         working_bytes(node, layout, graph, prices),
                         kept_parts(node, layout, graph, prices, of=again),
+                        read_parts(node, layout, graph, prices),
                     )
                 found = by_layout[key] = by_split[own]
             return found
@@ -211,9 +212,10 @@ class StageModel:
                 nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
                 own = [of_layout(node, layouts[node.name]) for node in nodes]
                 by_choice[number, choice] = (
-                    tuple(dict.fromkeys(part for saved, _, _ in own for part in saved)),
-                    max((size for _, size, _ in own), default=0),
-                    tuple(dict.fromkeys(part for _, _, selected in own for part in selected)),
+                    _distinct(saved for saved, _, _, _ in own),
+                    max((size for _, size, _, _ in own), default=0),
+                    _distinct(selected for _, _, selected, _ in own),
+                    _distinct(read for _, _, _, read in own),
                 )
             return by_choice[number, choice]
 
@@ -382,6 +384,10 @@ class StageModel:
         if not self.kind(kind).has_parameters:
             return Seconds()
         return self.prices.block_sync(zero)
+
+
+def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:
+    return tuple(dict.fromkeys(part for own in parts for part in own))
 
 
 def loss_layout(layout: Layout) -> Layout:

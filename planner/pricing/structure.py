@@ -244,21 +244,35 @@ class Structure:
 
     def _edges(self, at: int, start: int, received: dict[Ref, Use]) -> tuple[Edge, ...]:
         """A block's edges in a run from a block on; equal ones are one object."""
-        own = tuple([self._edge(ref, uses, start, received) for ref, uses in self.outside[at]])
+        outside = self.outside[at]
+        own = tuple([self._edge(at, ref, uses, start, received) for ref, uses in outside])
         return self._known.setdefault((self.blocks.blocks[at].kind, own), own)
 
-    def _edge(self, ref: Ref, uses: tuple[Use, ...], start: int, received: dict[Ref, Use]) -> Edge:
+    def _edge(
+        self, at: int, ref: Ref, uses: tuple[Use, ...], start: int, received: dict[Ref, Use]
+    ) -> Edge:
         if self.graph[ref.name].kind == "parameter":
             return Edge("parameter", self.parameter_key(ref.name), 0, uses)
         template = self.blocks.template[ref.name]
+        again = self.first_reader(ref, start) != at
         if self.position[ref.name] >= start:
-            return Edge("block", template, ref.index, uses)
+            return Edge("block", template, ref.index, uses, None, again)
         first = received.setdefault(ref, uses[0])
-        return Edge("received", template, ref.index, uses, first)
+        return Edge("received", template, ref.index, uses, first, again)
 
-    def inner_edge(self, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """The edge of a value that a block of the same run makes."""
-        return self._edge(ref, uses, 0, {})
+    def first_reader(self, ref: Ref, start: int) -> int:
+        """The first block from ``start`` on that reads another one's value."""
+        made = self.position[ref.name]
+        return next(at for at in self.readers[ref] if at >= start and at != made)
+
+    def first_values(self, at: int) -> list[Ref]:
+        """The values of other blocks that a block is the first to read, in any run."""
+        values = (ref for ref, _ in self.outside[at] if self.graph[ref.name].kind == "op")
+        return [ref for ref in values if self.first_reader(ref, 0) == at]
+
+    def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
+        """The edge to a block of a value that a block of the same run makes."""
+        return self._edge(at, ref, uses, 0, {})
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
         sent: Counter[tuple[str, int]] = Counter()

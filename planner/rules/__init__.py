@@ -1,6 +1,6 @@
 """Op rules: how each op may be split, what it computes, and what autograd keeps of it."""
 
-from .saved import saved, saved_extra_bytes
+from .saved import kept_extra_bytes, saved, saved_extra_bytes
 from .storage import storage_of
 from .strategies import axis_strategies, has_rule
 from .table import RULES
@@ -11,6 +11,7 @@ __all__ = [
     "Work",
     "axis_strategies",
     "has_rule",
+    "kept_extra_bytes",
     "saved",
     "saved_extra_bytes",
     "storage_of",

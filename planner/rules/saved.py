@@ -53,6 +53,7 @@ _KEPT = {
         "tril triu cumsum flip roll diff sum mean view reshape "
         "_unsafe_view view_copy flatten unflatten squeeze unsqueeze expand repeat tile "
         "repeat_interleave "
+        "view_as_complex view_as_real "
         "permute transpose swapaxes swapdims t mT numpy_T movedim moveaxis slice narrow split "
         "split_with_sizes chunk tensor_split unsafe_split unsafe_chunk select unbind cat concat "
         "concatenate stack pad constant_pad_nd pixel_shuffle pixel_unshuffle upsample_nearest1d "
@@ -77,6 +78,8 @@ def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
         return ()
     refs = node.inputs
     inputs = None if graph is None else [graph.spec(ref) for ref in refs]
+    if inputs is not None and writes_scores(node, inputs):
+        return ()
     kept = [refs[at] for at in saved_inputs(node, inputs, count=len(refs))]
     kept += [Ref(node.name, index) for index in saved_outputs(node)]
     return tuple(dict.fromkeys(kept))
@@ -142,6 +145,9 @@ def saved_extra_bytes(
             inputs[3].shape[0] * inputs[0].shape[-1]
         )
         return expert_pairs(node, inputs) * gathered * out.itemsize
+    if writes_scores(node, inputs):
+        factors = sum(spec.numel for spec in inputs[:3])
+        return (factors + _num_scores(inputs)) * statistic
     if name == "scaled_dot_product_attention":
         return prod(out.shape[:-1]) * statistic
     if name in ("layer_norm", "rms_norm"):
@@ -159,6 +165,34 @@ def saved_extra_bytes(
     if name in ("dropout", "feature_dropout") and not is_identity(node, inputs, outputs):
         return out.numel
     return 0
+
+
+def kept_extra_bytes(
+    node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> int:
+    """The bytes of what a costly op's kernels return besides its outputs: what is kept where
+    they are not run again."""
+    if not writes_scores(node, inputs):
+        return saved_extra_bytes(node, inputs, outputs)
+    out = outputs[0]
+    wide = max(_STATISTIC_BYTES, out.itemsize)
+    return _num_scores(inputs) * wide + out.numel * (wide - out.itemsize)
+
+
+def writes_scores(node: Node, inputs: Sequence[TensorSpec]) -> bool:
+    """Whether an attention runs as two products and a softmax, as it does where its mask has a
+    gradient: PyTorch's flash attention has none of that.
+
+    It keeps its own copies of queries, keys and values, and the softmax's result, in float32
+    at least (``_scaled_dot_product_attention_math``, ATen/native/transformers/attention.cpp).
+    """
+    is_attention = packet(node.op) == "scaled_dot_product_attention"
+    return is_attention and len(inputs) > 3 and inputs[3].requires_grad
+
+
+def _num_scores(inputs: Sequence[TensorSpec]) -> int:
+    query, key = inputs[:2]
+    return query.numel // query.shape[-1] * key.shape[-2]
 
 
 def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:

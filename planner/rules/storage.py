@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ..graph import Graph, Node
 from .case import Case
-from .saved import is_identity
+from .saved import is_identity, writes_scores
 from .table import ELEMENTWISE, packet
 from .views import moved_order
 
@@ -97,6 +97,10 @@ def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
         step = case.argument(4, "step", 1) if name == "slice" else 1
         dim = case.dims(1 if name in ("slice", "narrow") else 2, "dim", 0)[0]
         return tuple(stride * step if at == dim else stride for at, stride in enumerate(strides))
+    if name == "view_as_complex":
+        return tuple(stride // 2 for stride in strides[:-1])
+    if name == "view_as_real":
+        return (*(stride * 2 for stride in strides), 1)
     if name in _TAKES:
         dim = case.dims(1, "dim", 0)[0]
         return strides[:dim] + strides[dim + 1 :]
@@ -107,14 +111,15 @@ def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
 def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides | None:
     """The strides of a new tensor, where the op lays it out like an input.
 
-    Elementwise ops keep the order of the dims; attention writes heads inside positions.
+    Elementwise ops keep the order of the dims; attention that of the queries.
     """
     name, shape = packet(node.op), node.spec.shape
-    if name == "scaled_dot_product_attention" and len(shape) == 4:
-        return dense(shape, (0, 2, 1, 3))
-    if name not in ELEMENTWISE:
+    is_attention = name == "scaled_dot_product_attention"
+    if is_attention and writes_scores(node, [graph.spec(ref) for ref in node.inputs]):
         return None
-    for ref in node.inputs:
+    if name not in ELEMENTWISE and not is_attention:
+        return None
+    for ref in node.inputs[:1] if is_attention else node.inputs:
         if graph.spec(ref).shape == shape:
             held = strides[ref.name, ref.index]
             return dense(shape, sorted(range(len(shape)), key=lambda dim: -held[dim]))

@@ -3,14 +3,15 @@
 In: the graph, the classes of runs, a number of devices D, what a parameter takes. Out: for every
 class bytes that no way to run it on D devices holds less than: each tensor is cut into at most
 D parts. A stage holds its states; of every block what autograd keeps or, if the block is
-recomputed, what it reads from other blocks; in the backward of each block what autograd keeps
-of it in any case, made again or not; and what its largest op reads and writes. No table is
-made for this, so runs that cannot fit cost nothing.
+recomputed, what it is the first to read of other blocks; in the backward of each block what
+autograd keeps of it in any case, made again or not; and what its largest op reads and writes. No
+table is made for this, so runs that cannot fit cost nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -24,18 +25,21 @@ from .runs import Floats, RunClasses
 
 @dataclass(frozen=True, slots=True)
 class _BlockSizes:
-    """Tensors of a block by their bytes: saved, read from other blocks, states; of its ops what
-    each reads and writes."""
+    """Tensors of a block by their bytes: saved, states; of its ops what each reads and writes.
+
+    ``read``: of each block of the kind what it is the first to read of other blocks' values.
+    """
 
     saved: tuple[int, ...]
-    read: tuple[int, ...]
+    read: tuple[tuple[int, ...], ...]
     states: tuple[tuple[int, int], ...]
     ops: tuple[tuple[int, ...], ...]
 
     def on(self, num_devices: int) -> tuple[float, float, float]:
         """On so many devices: what the block always holds, what besides while it runs
         backward, its largest op."""
-        saved, read = (sum(n // num_devices for n in own) for own in (self.saved, self.read))
+        saved = sum(n // num_devices for n in self.saved)
+        read = min(sum(n // num_devices for n in own) for own in self.read)
         states = sum(numel // num_devices * size for numel, size in self.states)
         largest = max((sum(n // num_devices for n in own) for own in self.ops), default=0)
         held = min(saved, read)
@@ -76,16 +80,12 @@ class LeastBytes:
     def _of_block(self, block: Block, prices: Prices) -> _BlockSizes:
         graph, nodes = self.structure.graph, [self.structure.graph[name] for name in block.nodes]
         saved: dict[Ref, int] = {}
-        read: dict[Ref, int] = {}
         for node in nodes:
             if any(spec.requires_grad for spec in node.outputs):
                 for ref in prices.rules.saved(node, graph):
                     root = storage(ref, graph, prices)
                     if graph[root.name].kind in ("op", "input"):
                         saved[root] = graph.spec(root).num_bytes
-            for ref in node.inputs:
-                if graph[ref.name].kind == "op" and ref.name not in block.nodes:
-                    read[ref] = graph.spec(ref).num_bytes
         ops = [
             [graph.spec(ref).num_bytes for ref in dict.fromkeys(node.inputs)]
             + [spec.num_bytes for spec in node.outputs]
@@ -93,7 +93,7 @@ class LeastBytes:
         ]
         return _BlockSizes(
             tuple(saved.values()),
-            tuple(read.values()),
+            self._first_read[block.kind],
             tuple(
                 _states(graph[name].spec, prices.policy)
                 for name in block.parameters
@@ -101,6 +101,16 @@ class LeastBytes:
             ),
             tuple(map(tuple, ops)),
         )
+
+    @cached_property
+    def _first_read(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """By kind ``_BlockSizes.read``."""
+        structure, found = self.structure, dict[str, dict[tuple[int, ...], None]]()
+        for at, block in enumerate(structure.blocks.blocks):
+            values = structure.first_values(at)
+            sizes = tuple(structure.graph.spec(ref).num_bytes for ref in values)
+            found.setdefault(block.kind, {})[sizes] = None
+        return {kind: tuple(every) for kind, every in found.items()}
 
 
 def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:

@@ -15,17 +15,20 @@ def edges_one_by_one(structure: Structure, start: int, stop: int) -> list[tuple[
     """By block, from the definition: what the run makes, what it receives first by which use."""
     graph, template = structure.graph, structure.blocks.template
     received: dict[Ref, Use] = {}
+    read: set[Ref] = set()
     found = []
     for at in range(start, stop):
         own = []
         for ref, uses in structure.outside[at]:
+            again = ref in read
+            read.add(ref)
             if graph[ref.name].kind == "parameter":
                 own.append(Edge("parameter", structure.parameter_key(ref.name), 0, uses))
             elif structure.position[ref.name] >= start:
-                own.append(Edge("block", template[ref.name], ref.index, uses))
+                own.append(Edge("block", template[ref.name], ref.index, uses, None, again))
             else:
                 first = received.setdefault(ref, uses[0])
-                own.append(Edge("received", template[ref.name], ref.index, uses, first))
+                own.append(Edge("received", template[ref.name], ref.index, uses, first, again))
         found.append(tuple(own))
     return found
 
