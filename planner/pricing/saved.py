@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ..graph import Graph, Node, Ref, TensorSpec
 from ..layout import Layout
+from ..rules.storage import copy_of
 from ..strategy import NodeLayout
 from .choices import input_specs
 from .prices import Prices
@@ -24,10 +25,10 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
         return ()
     found: dict[Part, None] = {}
     for ref in prices.rules.saved(node, graph):
-        root = storage(ref, graph, prices)
+        root, spec = memory_of(ref, node, graph, prices)
         if not _is_kept(ref, root, node, layout, graph):
             continue
-        num_bytes = prices.local_bytes(graph.spec(root), layout_of(ref, node, layout))
+        num_bytes = prices.local_bytes(spec, layout_of(ref, node, layout))
         found[f"{root.name}:{root.index}", num_bytes] = None
     extra = prices.rules.saved_extra_bytes(node, *_local_specs(node, layout, graph, prices))
     if extra:
@@ -53,6 +54,17 @@ def layout_of(ref: Ref, node: Node, layout: NodeLayout) -> Layout:
     if ref.name == node.name:
         return layout.outputs[ref.index]
     return layout.inputs[node.inputs.index(ref)]
+
+
+def memory_of(ref: Ref, node: Node, graph: Graph, prices: Prices) -> tuple[Ref, TensorSpec]:
+    """The value whose memory holds what an op keeps of an input or output: its own copy of it,
+    or what the value is a view of."""
+    if ref.name != node.name:
+        copied = copy_of(node.name, node.inputs.index(ref))
+        if copied in storages(graph, prices):
+            return Ref(*copied), graph.spec(ref)
+    root = storage(ref, graph, prices)
+    return root, graph.spec(root)
 
 
 def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:

@@ -25,7 +25,7 @@ from ..rules.table import packet
 from ..strategy import NodeLayout
 from .choices import input_specs
 from .prices import Prices
-from .saved import Part, layout_of, storage
+from .saved import Part, layout_of, memory_of
 
 _CONVOLUTION = (0, (1, 2))
 
@@ -58,11 +58,11 @@ def late_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
     if not late_share(node, graph, prices):
         return ()
     data = node.args[POSITIONS[packet(node.op)][0]]
-    root = storage(data, graph, prices)
+    root, spec = memory_of(data, node, graph, prices)
     made = prices.local_bytes(node.spec, layout.outputs[0])
     found = [(f"{node.name}:gradient", made)]
     if graph[root.name].kind in ("op", "input"):
-        size = prices.local_bytes(graph.spec(root), layout_of(data, node, layout))
+        size = prices.local_bytes(spec, layout_of(data, node, layout))
         found.append((f"{root.name}:{root.index}", size))
     return tuple(found)
 

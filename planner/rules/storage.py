@@ -1,13 +1,16 @@
 """Which tensors share memory: the views of one storage.
 
 In: a graph. Out: for each output the output that owns its memory. Strides are followed
-through the views, so a ``contiguous`` or ``reshape`` is known to copy or not.
-Source: at::detail::computeStride (PyTorch's ATen/TensorUtils.cpp).
+through the views, so a ``contiguous`` or ``reshape`` is known to copy or not; and so is a product
+of matrices, which wants its factors as rows or as a batch of matrices.
+Sources: at::detail::computeStride (PyTorch's ATen/TensorUtils.cpp), at::matmul
+(ATen/native/LinearAlgebra.cpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 from ..graph import Graph, Node
 from .case import Case
@@ -33,10 +36,14 @@ _RESHAPES = frozenset(
 )
 _CUTS = frozenset(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split"))
 _TAKES = frozenset(("select", "unbind"))
+_PRODUCTS = frozenset(("linear", "matmul"))
 
 
 def storage_of(graph: Graph) -> Mapping[Key, Key]:
-    """For each (node, output index) the one whose memory it lies in (itself, if no view)."""
+    """For each (node, output index) the one whose memory it lies in (itself, if no view).
+
+    An input that an op copies for itself is there as what ``copy_of`` says, its own owner.
+    """
     owners: dict[Key, Key] = {}
     strides: dict[Key, Strides] = {}
     for node in graph:
@@ -51,7 +58,30 @@ def storage_of(graph: Graph) -> Mapping[Key, Key]:
             else:
                 owners[key] = key
                 strides[key] = _fresh(node, graph, strides) or contiguous(spec.shape)
+        owners.update((key, key) for key in _copies(node, graph, strides))
     return owners
+
+
+def copy_of(name: str, position: int) -> Key:
+    """How an op's own copy of its input at a position goes by."""
+    return name, -1 - position
+
+
+def _copies(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Iterator[Key]:
+    name = packet(node.op)
+    if name not in _PRODUCTS:
+        return
+    factors = node.inputs[: 1 if name == "linear" else 2]
+    shapes = [graph.spec(ref).shape for ref in factors]
+    batch = max((shape[:-2] for shape in shapes), key=len)
+    if name == "linear" or min(map(len, shapes)) < 3:
+        batch = ()  # folded into rows
+    for position, (ref, shape) in enumerate(zip(factors, shapes, strict=True)):
+        if len(shape) < 3 or (batch and shape[:-2] != batch):
+            continue
+        wanted = (prod(batch), *shape[-2:]) if batch else (prod(shape[:-1]), shape[-1])
+        if reshaped(shape, strides[ref.name, ref.index], wanted) is None:
+            yield copy_of(node.name, position)
 
 
 def _case(node: Node, graph: Graph) -> Case:

@@ -18,7 +18,7 @@ import numpy as np
 from ...cost_model.memory import PrecisionPolicy
 from ..graph import Block, Ref, TensorSpec
 from ..pricing.prices import Prices
-from ..pricing.saved import storage
+from ..pricing.saved import memory_of
 from ..pricing.structure import Structure
 from .runs import Floats, RunClasses
 
@@ -83,9 +83,9 @@ class LeastBytes:
         for node in nodes:
             if any(spec.requires_grad for spec in node.outputs):
                 for ref in prices.rules.saved(node, graph):
-                    root = storage(ref, graph, prices)
+                    root, spec = memory_of(ref, node, graph, prices)
                     if graph[root.name].kind in ("op", "input"):
-                        saved[root] = graph.spec(root).num_bytes
+                        saved[root] = spec.num_bytes
         ops = [
             [graph.spec(ref).num_bytes for ref in dict.fromkeys(node.inputs)]
             + [spec.num_bytes for spec in node.outputs]

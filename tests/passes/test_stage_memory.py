@@ -153,6 +153,16 @@ def test_recomputed_blocks_keep_what_is_predicted(parallel: str, mode: str) -> N
     assert found < 0.65 * exact("gpt", parallel, 32).kept
 
 
+def test_a_stage_does_not_hold_what_it_has_sent() -> None:
+    """Recomputed fully it keeps what its blocks read: of tokens and of so many layers."""
+    plan, graph, blocks = planned("gpt", "pp=2,schedule=1f1b,microbatches=4,recompute=full", 32)
+    run = run_microbatch(graph, blocks, plan, 0, Moment(is_first=True, is_last=True))
+    layers = len(plan.stages[0].blocks) - 1
+    assert layers > 1
+    boundary = graph.batch_size * 32 * 512 * 4
+    assert run.kept - run.inputs == layers * boundary
+
+
 def test_gradients_grow_while_activations_go() -> None:
     """The first backward holds neither all of both; a later one holds all gradients."""
     plan, graph, blocks = planned("mlp_mixer", "dp=2", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from small_graphs import leaf, op, weight
 
@@ -100,6 +102,51 @@ def test_two_products_into_one_sum_keep_that_alone() -> None:
     assert found.kept == {"h"}
     assert found.spared["selective"] == {"attention", "mlp", "both", "h"}
     assert found.unread["selective"] == {("both", 0), ("both", 1), ("h", 0), ("h", 1)}
+
+
+def test_a_product_with_a_frozen_weight_still_reads_what_it_is_given() -> None:
+    """It keeps its weight alone, but is called again: no sum stands for the value it reads."""
+    nodes = [
+        leaf("start", ROWS, WIDTH),
+        *linear("x", "start", WIDTH, WIDTH),
+        *linear("proj", "x", WIDTH, WIDTH),
+        wide("h", "add.Tensor", "x", "proj"),
+        wide("square", "mul.Tensor", "h", "h"),
+        *linear("frozen", "proj", WIDTH, WIDTH),
+        wide("out", "add.Tensor", "square", "frozen"),
+    ]
+    replaced = replay_of(
+        [node for node in nodes if "frozen" not in node.name and node.name != "out"], "proj"
+    )
+    assert replaced.kept == {"h"}
+    still = [
+        replace(node, outputs=(replace(node.spec, requires_grad=False),))
+        if node.name == "frozen.weight"
+        else node
+        for node in nodes
+    ]
+    assert replay_of(still, "proj").kept == {"proj"}
+    found = replay_of(still, "proj")
+    assert "frozen" in found.spared["selective"]
+    assert found.repeats([("frozen", 0)]) == (True, True)
+
+
+def test_attention_with_a_learned_mask_makes_its_scores_again_with_it() -> None:
+    """The mask is read when the softmax runs again, though no gradient keeps it."""
+    shape = (ROWS, 2, 3, 4)
+    nodes = [
+        leaf("start", *shape),
+        op("heads", "mul.Tensor", (Ref("start"), Ref("start")), *shape),
+        op("bias", "mul.Tensor", (Ref("start"), Ref("start")), ROWS, 2, 3, 3),
+        op("mask", "add.Tensor", (Ref("bias"), Ref("bias")), ROWS, 2, 3, 3),
+        op("attention", "scaled_dot_product_attention.default",
+           (Ref("heads"), Ref("heads"), Ref("heads"), Ref("mask")), *shape),
+    ]  # fmt: skip
+    found = replay_of(nodes, "mask")
+    assert found.kept == {"attention"}
+    assert found.spared["selective"] == {"attention"}
+    assert found.repeats([("attention", 3)]) == (True, True)
+    assert found.repeats([("attention", 0)]) == (True, True)
 
 
 def test_a_sum_that_is_larger_is_made_again() -> None:

@@ -12,7 +12,14 @@ from op_cases import OpCase, cases, graph_of, spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
-from autoparallel.planner.rules import saved, saved_extra_bytes, storage_of, work
+from autoparallel.planner.rules import (
+    kept_extra_bytes,
+    saved,
+    saved_extra_bytes,
+    storage_of,
+    work,
+)
+from autoparallel.planner.rules.storage import copy_of
 from autoparallel.register import register_op, registered_rules
 
 EXACT = (
@@ -110,6 +117,104 @@ def test_saved_bytes_are_what_autograd_keeps(case: OpCase) -> None:
         listed[storage.data_ptr()] = storage.nbytes()
     extra = saved_extra_bytes(found, [graph.spec(ref) for ref in found.inputs], found.outputs)
     assert sum(listed.values()) + extra == sum(kept.values())
+
+
+def _kept_storages(run: Any) -> dict[int, torch.Tensor]:
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept[0] = run()  # so that nothing that is freed has another's address
+    del kept[0]
+    return kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_attention_whose_mask_has_a_gradient_keeps_its_scores(dtype: str, rows: int) -> None:
+    """Against autograd: copies of queries, keys and values, and the weights, in float32."""
+    made = getattr(torch, dtype)
+    q, k, v = (torch.randn(2, 5, 3, 4, dtype=made, requires_grad=True) for _ in range(3))
+    mask = torch.randn(rows, 3, 5, 5, dtype=made, requires_grad=True)
+
+    def attend() -> torch.Tensor:
+        heads = (each.transpose(1, 2) * 1 for each in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*heads, mask)
+
+    kept = _kept_storages(attend)
+    inputs = (*(spec(2, 3, 5, 4, dtype=dtype),) * 3, spec(rows, 3, 5, 5, dtype=dtype))
+    names = [Ref(name) for name in "qkvm"]
+    found = node("scaled_dot_product_attention.default", tuple(names), inputs[0])
+    leaves = [Node(ref.name, "input", "", (), {}, (own,))
+              for ref, own in zip(names, inputs, strict=True)]  # fmt: skip
+    assert saved(found, Graph((*leaves, found), Ref("y"), 2)) == ()
+    own = sum(each.untyped_storage().nbytes() for each in kept.values())
+    assert saved_extra_bytes(found, inputs, found.outputs) == own == 4 * (3 * 120 + 2 * 3 * 5 * 5)
+    scores = 4 * 150 + (120 * 2 if dtype == "bfloat16" else 0)
+    assert kept_extra_bytes(found, inputs, found.outputs) == scores, "and the result in float32"
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_attention_lays_its_result_out_as_its_queries(contiguous: bool) -> None:
+    """As PyTorch's flash attention does: joining the heads copies where heads come first."""
+    first = torch.randn(2, 5, 12, requires_grad=True)
+    shapes = [("view.default", (2, 5, 3, 4)), ("transpose.int", (2, 3, 5, 4))]
+    shapes += [("contiguous.default", (2, 3, 5, 4))] * contiguous
+    nodes = [Node("x", "input", "", (), {}, (spec(2, 5, 12),))]
+    for path, shape in shapes:
+        more: tuple[Any, ...] = {"view": (shape,), "transpose": (1, 2)}.get(path.split(".")[0], ())
+        nodes.append(Node(f"n{len(nodes)}", "op", f"aten.{path}", (Ref(nodes[-1].name), *more),
+                          {}, (spec(*shape),)))  # fmt: skip
+    heads = Ref(nodes[-1].name)
+    nodes += [
+        Node("a", "op", "aten.scaled_dot_product_attention.default", (heads,) * 3, {},
+             (spec(2, 3, 5, 4),)),
+        Node("t", "op", "aten.transpose.int", (Ref("a"), 1, 2), {}, (spec(2, 5, 3, 4),)),
+        Node("y", "op", "aten.reshape.default", (Ref("t"), (2, 5, 12)), {}, (spec(2, 5, 12),)),
+    ]  # fmt: skip
+    own = first.view(2, 5, 3, 4).transpose(1, 2)
+    own = own.contiguous() if contiguous else own
+    attention = torch.nn.functional.scaled_dot_product_attention(own, own, own)
+    joined = attention.transpose(1, 2).reshape(2, 5, 12)
+    is_view = joined.untyped_storage().data_ptr() == attention.untyped_storage().data_ptr()
+    owners = storage_of(Graph(tuple(nodes), Ref("y"), 2))
+    assert (owners["y", 0] == ("a", 0)) == is_view == (not contiguous)
+
+
+@pytest.mark.parametrize(
+    ("op", "left", "right", "turned"),
+    [
+        ("linear", (2, 5, 4), (6, 4), False), ("linear", (2, 4, 5), (6, 4), True),
+        ("linear", (1, 4, 5), (6, 4), True), ("matmul", (2, 5, 4), (2, 4, 6), False),
+        ("matmul", (2, 3, 5, 4), (2, 3, 4, 6), False), ("matmul", (2, 5, 3, 4), (2, 3, 4, 6), True),
+    ],
+)  # fmt: skip
+def test_a_product_copies_what_it_cannot_read_as_rows(
+    op: str, left: tuple[int, ...], right: tuple[int, ...], turned: bool
+) -> None:
+    """Against autograd: what it keeps of its first factor is that one's memory, or its own."""
+    dims = (1, 2)
+    data = torch.randn(left, requires_grad=True) * 1
+    other = torch.randn(right, requires_grad=True)
+    used = data.transpose(*dims) if turned else data
+    run = torch.nn.functional.linear if op == "linear" else torch.matmul
+    kept = _kept_storages(lambda: run(used, other))
+    nodes = [
+        Node("x", "input", "", (), {}, (spec(*left),)),
+        Node("w", "input", "", (), {}, (spec(*right),)),
+        Node("d", "op", "aten.mul.Scalar", (Ref("x"), 1), {}, (spec(*left),)),
+    ]
+    if turned:
+        nodes.append(Node("t", "op", "aten.transpose.int", (Ref("d"), *dims), {},
+                          (spec(*used.shape),)))  # fmt: skip
+    made = run(used, other).shape
+    product = node(f"{op}.default", (Ref(nodes[-1].name if turned else "d"), Ref("w")),
+                   spec(*made))  # fmt: skip
+    owners = storage_of(Graph((*nodes, product), Ref("y"), 2))
+    assert (copy_of("y", 0) in owners) == (data.untyped_storage().data_ptr() not in kept)
 
 
 def _keeps_a_mask(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
