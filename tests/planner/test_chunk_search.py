@@ -145,8 +145,9 @@ def test_a_plan_that_holds_too_much_is_recomputed_until_it_fits() -> None:
     whole = plan(*deep(), SLOW, replace(request, forced=replace(forced, recompute="full")))
     most, least = (each.prediction.peak_memory_bytes for each in (free, whole))
     assert least < most
-    tight = plan(*deep(), SLOW, replace(request, memory_limit_bytes=(most + least) // 2))
-    assert least <= tight.prediction.peak_memory_bytes <= (most + least) // 2
+    limit = least + 2 * (most - least) // 3
+    tight = plan(*deep(), SLOW, replace(request, memory_limit_bytes=limit))
+    assert least <= tight.prediction.peak_memory_bytes <= limit
     modes = [block.recompute for stage in tight.stages for block in stage.blocks]
     assert 0 < modes.count("none") < len(modes)
     assert free.prediction.step_seconds < tight.prediction.step_seconds

@@ -31,8 +31,8 @@ ZOO = (
 NEAR = 0.005
 TWICE = {"bart": 0.02, "clip": 0.015, "cohere": 0.03, "exaone4": 0.03, "t5": 0.02, "whisper": 0.02}
 """Where more is left: without recomputation each block that reads a value is priced to keep it;
-so is each that reads one part of the batch. Cohere: two stages both hold their tied embedding's
-product in other layouts."""
+so is each that reads one part of the batch. Cohere: no op keeps what its second stage receives,
+which the stage holds all the same."""
 
 
 def options(parallel: str) -> PlanOptions:
