@@ -21,9 +21,7 @@ ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
 
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
-def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(
-    schedule: str, pp: int
-) -> None:
+def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(schedule: str, pp: int) -> None:
     graph, blocks = mlp(8, rows=8)
     request = Request(8, forced=Forced(pp=pp, schedule=schedule))
     forced = plan(graph, blocks, SLOW, request)
