@@ -23,7 +23,7 @@ from ..pricing.sources import with_sources
 from ..replicas import check_replicas
 from ..requests.request import Request, divisors
 from ..schedules.schedules import build_schedule
-from .chunks import check_memory, of_one_mesh, usable_bytes
+from .forced_chunks import check_memory, of_one_mesh, usable_bytes
 from .priced import priced
 
 

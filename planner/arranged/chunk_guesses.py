@@ -121,16 +121,16 @@ class Guess:
 
 def fastest(
     bases: Iterable[Candidate], schedules: Sequence[str], flops: Sequence[float], *,
-    most: int, bar: float,
+    most: int, bar: float, numbers: Sequence[int] = NUM_CHUNKS,
 ) -> list[Guess]:  # fmt: skip
     """The ``most`` guesses that take least, all less than ``bar`` seconds, the best first.
 
-    ``flops`` are those of the blocks.
+    ``flops`` are those of the blocks, ``numbers`` of stages per rank.
     """
     found: list[Guess] = []
     every = [
         (least_seconds(way), number, way)
-        for number, way in enumerate(ways(bases, schedules, flops))
+        for number, way in enumerate(ways(bases, schedules, flops, numbers))
     ]
     for least, number, way in sorted(every, key=itemgetter(0)):
         limit = found[most - 1].seconds if len(found) >= most else bar
@@ -146,20 +146,22 @@ def fastest(
 
 
 def ways(
-    bases: Iterable[Candidate], schedules: Sequence[str], flops: Sequence[float]
-) -> Iterator[Way]:
-    """Every way to cut the candidates that is not too large."""
+    bases: Iterable[Candidate], schedules: Sequence[str], flops: Sequence[float],
+    numbers: Sequence[int] = NUM_CHUNKS,
+) -> Iterator[Way]:  # fmt: skip
+    """Every way to cut the candidates that is not too large, or the only one asked for."""
     weights = np.array(flops)
     starts: dict[int, tuple[int, ...]] = {}
     for base in (Base.of(each, weights) for each in bases):
         ranks, count = len(base.candidate.stages), base.candidate.num_microbatches
         for name in schedules:
             low, high = find_schedule(name).chunks
-            for chunks in NUM_CHUNKS:
+            for chunks in numbers:
                 number = ranks * chunks
                 is_few = chunks <= FEW_CHUNKS or number <= MOST_STAGES
+                is_few = is_few and number * count <= MOST_ACTIONS
                 can_be = low <= chunks <= high and number <= len(flops)
-                if can_be and is_few and number * count <= MOST_ACTIONS:
+                if can_be and (is_few or len(numbers) == 1):
                     if number not in starts:
                         starts[number] = balanced(flops, number)
                     yield Way(base, name, chunks, base.shares(starts[number]))

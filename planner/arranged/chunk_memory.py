@@ -1,18 +1,24 @@
 """Plans that hold more or less than the plan that they were made of: recomputed as memory asks.
 
 In: a plan of one stage per rank, how it is cut and priced, and the bytes of a device. Out: the
-plan cut, with no more recomputed than must be. What is held changes by the same bytes with every
-block of a rank, so the rank's share follows from two plans, with all blocks run in one way or
-in the next (not recomputed, selectively, fully). A heuristic: which blocks these are is not
-searched.
+plan cut, with no more recomputed than must be. What is held changes by about the same bytes with
+every block of a stage, so how many blocks follows from two plans, with all blocks run in one way
+or in the next (not recomputed, selectively, fully); where that is too few, by what lasts only for
+a while, the rest is asked of the same again. A heuristic: other mixes are not searched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..plan import Plan, Recompute
+from ..evaluate import BRIEF
+from ..plan import Plan, Recompute, StagePlan
+from ..pricing.whole_stage import together
+
+MOST_MIXES = 3
+"""How often a mix of two ways is made that may not fit yet."""
 
 Cut = Callable[[Plan], Plan]
 """A plan of one stage per rank → the plan cut and priced."""
@@ -51,21 +57,52 @@ def fitting(
         high = uniform(modes[at - 1])
     every = [found, low[1], high[1]]
     if _peak(low[1]) <= limit_bytes < _peak(high[1]) and _step(high[1]) < bar:
-        changed = _to_recompute(low[1], high[1], limit_bytes)
-        every.append(cut(recomputed(high[0], changed, modes[at])))
+        room = limit_bytes
+        for more in range(MOST_MIXES):
+            changed = _to_recompute(low[1], high[1], room, more)
+            every.append(cut(recomputed(high[0], changed, modes[at])))
+            excess = _peak(every[-1]) - limit_bytes
+            if excess <= 0:
+                break
+            room -= excess
     return min((plan for plan in every if _peak(plan) <= limit_bytes), key=_step, default=found)
 
 
-def _to_recompute(low: Plan, high: Plan, limit_bytes: float) -> set[str]:
+def _to_recompute(low: Plan, high: Plan, limit_bytes: float, more: int) -> set[str]:
     """The blocks to recompute as in ``low``, which fits, the others as in ``high``, which does
-    not: of each rank as many as its memory asks, evenly."""
-    few, many = _rank_bytes(low), _rank_bytes(high)
+    not: of each rank as few as its memory asks, and some ``more``."""
     found: set[str] = set()
-    for rank, names in _rank_blocks(low).items():
-        room, takes = limit_bytes - few[rank], many[rank] - few[rank]
-        share = min(1.0, room / takes) if takes > 0 else 1.0
-        found |= {name for at, name in enumerate(names) if not _is_chosen(at, share)}
+    for stages in _ranks(high).values():
+        excess = _rank_bytes(high, stages) - limit_bytes
+        if excess > 0:
+            saved = {stage: _saved(low, high, stage) for stage in stages}
+            found |= _fewest(high, saved, excess, more)
     return found
+
+
+def _saved(low: Plan, high: Plan, stage: int) -> float:
+    """What a block of a stage holds less if recomputed, on average."""
+    return (_lasting(high, stage) - _lasting(low, stage)) / len(high.stages[stage].blocks)
+
+
+def _fewest(high: Plan, saved: Mapping[int, float], excess: float, more: int) -> set[str]:
+    """As few blocks of some stages as hold so much less: first where a block saves the most,
+    which is in stages with the most micro-batches in flight."""
+    found: set[str] = set()
+    for stage in sorted(saved, key=lambda own: -saved[own]):
+        for name in _commonest_first(high.stages[stage]):
+            if excess <= 0:
+                more -= 1
+            if excess > 0 or more >= 0:
+                excess -= saved[stage]
+                found.add(name)
+    return found
+
+
+def _commonest_first(stage: StagePlan) -> list[str]:
+    """A stage's blocks, those first of which there are many alike."""
+    counts = Counter(block.kind for block in stage.blocks)
+    return [block.name for block in sorted(stage.blocks, key=lambda own: -counts[own.kind])]
 
 
 def recomputed(base: Plan, names: Collection[str], mode: Recompute) -> Plan:
@@ -80,29 +117,28 @@ def recomputed(base: Plan, names: Collection[str], mode: Recompute) -> Plan:
     return replace(base, stages=tuple(stages))
 
 
-def _is_chosen(index: int, share: float) -> bool:
-    return int((index + 1) * share) > int(index * share)
-
-
 def _names(base: Plan) -> set[str]:
     return {block.name for stage in base.stages for block in stage.blocks}
 
 
-def _rank_blocks(found: Plan) -> dict[frozenset[int], list[str]]:
-    """The blocks that each rank runs; another cut gives it others."""
-    blocks: dict[frozenset[int], list[str]] = {}
-    for stage in found.stages:
-        blocks.setdefault(frozenset(stage.devices), []).extend(b.name for b in stage.blocks)
-    return blocks
+def _ranks(found: Plan) -> dict[frozenset[int], list[int]]:
+    """The stages that each rank runs."""
+    stages: dict[frozenset[int], list[int]] = {}
+    for number, stage in enumerate(found.stages):
+        stages.setdefault(frozenset(stage.devices), []).append(number)
+    return stages
 
 
-def _rank_bytes(found: Plan) -> dict[frozenset[int], float]:
-    """What each rank holds for all its stages, about: what is transient counts in each."""
-    held: dict[frozenset[int], float] = {}
-    for stage in found.stages:
-        rank = frozenset(stage.devices)
-        held[rank] = held.get(rank, 0.0) + sum(stage.prediction.memory_bytes.values())
-    return held
+def _rank_bytes(found: Plan, stages: Iterable[int]) -> float:
+    """What a rank holds for all its stages."""
+    own = (found.stages[stage].prediction.memory_bytes for stage in stages)
+    return sum(together(own, once=BRIEF).values())
+
+
+def _lasting(found: Plan, stage: int) -> float:
+    """What a stage holds while others of its rank run."""
+    own = found.stages[stage].prediction.memory_bytes
+    return sum(size for name, size in own.items() if name not in BRIEF)
 
 
 def _peak(found: Plan) -> int:

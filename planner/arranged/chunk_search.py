@@ -23,7 +23,7 @@ from ..search.candidates import edges
 from ..search.report_plan import Candidate
 from ..search.search import Searched
 from .balanced import block_flops
-from .chunk_guesses import Way, fastest
+from .chunk_guesses import NUM_CHUNKS, Way, fastest
 from .chunk_memory import fitting
 from .priced import Wanted
 
@@ -55,8 +55,9 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
     with found.job.stoppable():
         flops = block_flops(found.graph, found.blocks, found.job.rules)
         every = fastest(
-            bases(found), found.request.chunked_schedules, flops, most=MOST_PRICED, bar=bar
-        )
+            bases(found), found.request.chunked_schedules, flops,
+            most=MOST_PRICED, bar=bar, numbers=_numbers(found),
+        )  # fmt: skip
         for guess in every:
             way = guess.way
             if guess.seconds >= bar or walked >= MOST_WALKED or time.perf_counter() > deadline:
@@ -84,6 +85,12 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
     return best, lost
 
 
+def _numbers(found: Searched) -> tuple[int, ...]:
+    """The numbers of stages per rank that are tried."""
+    asked = found.request.forced.chunks
+    return NUM_CHUNKS if asked is None else (asked,)
+
+
 def bases(found: Searched) -> list[Candidate]:
     """The candidates to cut: their ranks alike, the least work first, each pipeline once."""
     best = found.ranking[0].step_seconds
@@ -97,7 +104,7 @@ def bases(found: Searched) -> list[Candidate]:
             costs = [answer.cost for _, answer in each.answers]
             busiest = max(c.forward_seconds + c.backward_seconds for c in costs)
             seconds = each.num_microbatches * busiest
-            key = each.rows, each.stages, meshes.pop()
+            key = each.rows, len(each.stages), meshes.pop()
             if seconds < best:
                 work.setdefault(key, (seconds, number, each))
     return [each for *_, each in sorted(work.values(), key=lambda own: own[:2])[:MOST_BASES]]

@@ -1,18 +1,23 @@
 """Several stages (chunks) per pipeline rank: a plan for schedules that run such.
 
-In: what ``search.plan`` takes, with ``chunks=C`` or a schedule of several chunks forced. Out: a
-plan of ``pp * C`` stages on ``pp`` sets of devices. The layouts, ZeRO stages and recomputation
-are those that the search finds for ``pp`` stages; the blocks are then cut into ``pp * C`` runs
-whose largest has the fewest FLOPs, and the step is priced by ``evaluate`` under the schedule.
+In: what ``search.plan`` takes. Out: the fastest plan of those of one stage per rank and of several,
+or of the schedule that is forced.
 
-Stages of one rank have one mesh, so where the search gives ranks different meshes it is asked
-again with the degrees of the largest stage.
+A plan of ``C`` stages per rank has ``R * C`` stages on ``R`` sets of devices. The layouts, ZeRO
+stages and recomputation are those that the search finds for ``R`` stages; the blocks are then cut
+into ``R * C`` runs whose largest has the fewest FLOPs, and the step is priced by ``evaluate`` under
+the schedule. The pipelines next to the best are tried so (``chunk_search``).
+
+Across unlike hosts, or where stages or layouts are asked for, or where none of these can be cut,
+only the best of one stage per rank is, and that if its schedule is forced. Stages of one rank have
+one mesh, so where the search gives ranks different meshes it is asked again (``forced_chunks``).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -31,8 +36,8 @@ from ..pricing.sources import with_sources
 from ..pricing.stage_cost import StageCost
 from ..pricing.step import known_schedule
 from ..requests.options import microbatch_rows
-from ..requests.request import Forced, Request, divisors
-from ..schedules.schedules import LOOPED, build_schedule, find_schedule
+from ..requests.request import Request
+from ..schedules.schedules import find_schedule
 from ..search import search
 from ..search.job import Job
 from ..search.loops import MOST_CHUNKS
@@ -43,11 +48,16 @@ from .balanced import balanced, block_flops
 from .chunk_bound import chunk_bound, chunk_bound_of
 from .chunk_memory import fitting
 from .chunk_search import Cut, cut_again
+from .forced_chunks import (
+    check_memory,
+    fitting_microbatches,
+    num_chunks,
+    num_ranks,
+    of_one_mesh,
+    refused,
+)
 from .priced import Wanted, priced
 from .search import Arranging, arranged
-
-OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
-"""Schedules of two chunks where nothing is said."""
 
 
 def plan(
@@ -117,22 +127,33 @@ def _plan(
     )
     count = num_chunks(request.forced)
     if count == 1:
-        best = _best(searched(request), cut, arranging, deadline)
-        return with_sources(best, graph, blocks, basis=basis, rules=rules)
-    ranks = _num_ranks(request.forced, count, len(blocks.blocks))
+        only = _best(searched(request), cut, arranging, deadline)
+        return with_sources(only, graph, blocks, basis=basis, rules=rules)
+    ranks = num_ranks(request.forced, count, len(blocks.blocks))
+    best: Plan | None = None
+    if _may_be_cut_again(cluster, request):
+        with suppress(UsageError, InfeasibleError):
+            best = _best(searched(request), cut, arranging, deadline)
+    if best is None:
+        base = _base(request, found, ranks, count)
+        assert request.forced.schedule is not None
+        own = partial(cut, schedule=request.forced.schedule, count=count)
+        looped = fitting(own, base, every[0].job.limits.memory_bytes, request.recomputations)
+        best = _bounded(looped, every[0], (ranks,), count)
+        check_memory(best, request, "the chunks of a rank")
+    return with_sources(best, graph, blocks, basis=basis, rules=rules)
+
+
+def _base(request: Request, found: Callable[[Request], Plan], ranks: int, count: int) -> Plan:
+    """A plan of one stage per rank, to be cut into so many under the schedule that is forced."""
     plain = replace(request, forced=replace(request.forced, schedule=None, chunks=None))
     base = of_one_mesh(found(plain), found, plain)
-    num_microbatches = _microbatches(request, base.num_microbatches, ranks, count)
+    num_microbatches = fitting_microbatches(request, base.num_microbatches, ranks, count)
     if num_microbatches != base.num_microbatches:
         forced = replace(plain.forced, num_microbatches=num_microbatches)
         plain = replace(plain, forced=forced)
         base = of_one_mesh(found(plain), found, plain)
-    assert request.forced.schedule is not None
-    own = partial(cut, schedule=request.forced.schedule, count=count)
-    looped = fitting(own, base, every[0].job.limits.memory_bytes, request.recomputations)
-    best = _bounded(looped, every[0], (ranks,), count)
-    check_memory(best, request, "the chunks of a rank")
-    return with_sources(best, graph, blocks, basis=basis, rules=rules)
+    return base
 
 
 def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: float) -> Plan:
@@ -144,12 +165,11 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     request, winner = found.request, found.ranking[0]
     other: Plan | None = None
     lost: list[Alternative] = []
-    is_uniform = _is_uniform(found.cluster)
     is_done = found.job.stopped and request.allows_one_stage
-    if is_uniform and not request.pins and not request.stage_at and not is_done:
+    if _may_be_cut_again(found.cluster, request) and not is_done:
         other, lost = _under_others(found, cut, arranging, deadline)
     if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
-        raise _refused(
+        raise refused(
             "no pipeline that was found can be run by the schedules that are allowed",
             "one of the schedules of one stage per rank",
         )
@@ -196,6 +216,10 @@ def _under_others(
     return best or looped, [*lost, *slower]
 
 
+def _may_be_cut_again(cluster: Cluster, request: Request) -> bool:
+    return _is_uniform(cluster) and not request.pins and not request.stage_at
+
+
 def _is_uniform(cluster: Cluster) -> bool:
     return all(host == cluster.hosts[0] for host in cluster.hosts)
 
@@ -207,7 +231,9 @@ def _has_chunks(cluster: Cluster, request: Request) -> bool:
 
 def _bound_of_chunks(job: Job, rows: tuple[int, ...]) -> float:
     """``chunk_bound`` of some micro-batch sizes, for all that a plan may have."""
-    return chunk_bound_of(job, rows, job.stage_numbers, MOST_CHUNKS, job.request.chunked_schedules)
+    request = job.request
+    most = request.forced.chunks or MOST_CHUNKS
+    return chunk_bound_of(job, rows, job.stage_numbers, most, request.chunked_schedules)
 
 
 def _gauged(other: Plan, found: search.Searched) -> Plan:
@@ -226,7 +252,8 @@ def _gauged(other: Plan, found: search.Searched) -> Plan:
     elif found.request.chunked_schedules:
         names = found.request.chunked_schedules
         known = job.others_bounded()
-        least = chunk_bound(job, job.stage_numbers, MOST_CHUNKS, names) if known is None else known
+        most = found.request.forced.chunks or MOST_CHUNKS
+        least = chunk_bound(job, job.stage_numbers, most, names) if known is None else known
     else:
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         least = work_bound(job, rows)
@@ -243,65 +270,6 @@ def _bounded(
     least = chunk_bound(found.job, numbers, most_chunks, names)
     step = looped.prediction.step_seconds
     return replace(looped, solver=search.solver_info(step, found, least))
-
-
-def num_chunks(forced: Forced) -> int:
-    """The stages per rank that are asked for. Raises UsageError AP546 where that cannot be."""
-    count = forced.chunks
-    if count is None:
-        return 2 if forced.schedule in OF_TWO else 1
-    if count > 1 and forced.schedule not in (*LOOPED, *OF_TWO):
-        raise _refused(
-            f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
-            f"schedule=, one of {', '.join(LOOPED)}",
-        )
-    return count
-
-
-def _num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
-    if forced.pp is None or forced.pp < 2:
-        raise _refused(f"chunks={count} without a pipeline of several ranks", "pp=2 or more")
-    if forced.pp * count > num_blocks:
-        raise _refused(
-            f"pp={forced.pp} × chunks={count} stages, the model has {num_blocks} blocks",
-            "fewer chunks",
-        )
-    return forced.pp
-
-
-def _refused(what: str, fix: str) -> UsageError:
-    return UsageError("AP546", what, where="--parallel", fix=fix)
-
-
-def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
-    """``base``, or what is found with the degrees of its largest stage, if its meshes differ."""
-    if len({stage.mesh for stage in base.stages}) == 1:
-        return base
-    largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
-    degrees = dict(zip(largest.axes, largest.shape, strict=True))
-    if set(degrees) <= {"dp", "ep", "cp", "tp"}:
-        dp, tp, cp = degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("cp")
-        own = replace(asked.forced, dp=dp, tp=tp, cp=cp, ep=degrees.get("ep"))
-        base = found(replace(asked, forced=own))
-    if len({stage.mesh for stage in base.stages}) > 1:
-        raise _refused("the ranks of the pipeline have different meshes", "dp= and tp=")
-    return base
-
-
-def _microbatches(request: Request, found: int, ranks: int, count: int) -> int:
-    """The number that was found if the schedule can run it, else the next larger it can."""
-    name = request.forced.schedule
-    assert name is not None
-    is_free = request.forced.num_microbatches is None and request.microbatch_size is None
-    for number in divisors(request.global_batch) if is_free else ():
-        if number >= found:
-            try:
-                build_schedule(name, ranks * count, number, num_chunks=count)
-            except UsageError:
-                continue
-            return number
-    build_schedule(name, ranks * count, found, num_chunks=count)
-    return found
 
 
 def chunked(
@@ -366,21 +334,3 @@ def _needed(
         held_so = leaf_layout(tuple(wanted), kind == "buffer", whole)
         found[name] = NodeLayout((), (held_so,) * len(graph[name].outputs))
     return dict(sorted(found.items()))
-
-
-def usable_bytes(found: Plan, request: Request) -> int:
-    """What a plan may take of each device."""
-    ranks = [rank for stage in found.stages for rank in stage.devices]
-    limit = min(found.cluster.device(rank).usable_memory_bytes for rank in ranks)
-    return request.memory_limit_bytes or limit
-
-
-def check_memory(found: Plan, request: Request, what: str) -> None:
-    """Raises InfeasibleError AP301 where ``what``, together, do not fit a rank."""
-    excess = found.prediction.peak_memory_bytes - usable_bytes(found, request)
-    if excess > 0:
-        raise InfeasibleError(
-            "AP301",
-            f"{what} do not fit: they lack {excess / 1e9:.2f} GB",
-            fix="fewer chunks, recompute=full, or zero=1 or more",
-        )

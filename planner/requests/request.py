@@ -18,6 +18,9 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
 CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
 """What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
 
+CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b": "interleaved"}
+"""What these can be called."""
+
 ARRANGED_SCHEDULES = ("chimera", "terapipe")
 """What the best pipelines are tried under as they are (``arranged_search``)."""
 
@@ -129,8 +132,8 @@ class Request:
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """The schedules that a plan may have."""
-        if self.forced.schedule is not None:
+        """The schedules that a plan may have, or a pipeline that is then cut again."""
+        if self.forced.schedule is not None and not self._forces_chunks:
             return (self.forced.schedule,)
         allowed = tuple(name for name in SCHEDULES if self.features.allows(name))
         return allowed or SCHEDULES
@@ -139,14 +142,20 @@ class Request:
     def allows_one_stage(self) -> bool:
         """Whether a rank of a pipeline may have one stage; if not, pipelines are only searched
         so to be cut again."""
-        return self.forced.schedule is not None or any(map(self.features.allows, SCHEDULES))
+        if self.forced.schedule is not None:
+            return not self._forces_chunks
+        return any(map(self.features.allows, SCHEDULES))
 
     @property
     def chunked_schedules(self) -> tuple[str, ...]:
-        """The schedules of several stages per rank that a plan may have, where none is forced."""
+        """The schedules of several stages per rank that a plan may have."""
         if self.forced.schedule is not None:
-            return ()
+            return (CHUNKED_NAMES[self.forced.schedule],) if self._forces_chunks else ()
         return tuple(name for name in CHUNKED_SCHEDULES if self.features.allows(name))
+
+    @property
+    def _forces_chunks(self) -> bool:
+        return self.forced.schedule in CHUNKED_NAMES
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:

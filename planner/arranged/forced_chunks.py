@@ -1,0 +1,114 @@
+"""What is asked of a plan of several stages per rank, where its schedule is forced.
+
+In: what is forced, and a plan of one stage per rank. Out: how many stages a rank has, on how many
+ranks, of how many micro-batches; the same plan on ranks that are alike; and whether it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..errors import InfeasibleError, UsageError
+from ..plan import Plan
+from ..requests.features import Features
+from ..requests.request import Forced, Request, divisors
+from ..schedules.schedules import LOOPED, build_schedule
+
+OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
+"""Schedules of two chunks where nothing is said."""
+
+
+def num_chunks(forced: Forced) -> int:
+    """The stages per rank that are asked for. Raises UsageError AP546 where that cannot be."""
+    count = forced.chunks
+    if count is None:
+        return 2 if forced.schedule in OF_TWO else 1
+    if count > 1 and forced.schedule not in (*LOOPED, *OF_TWO):
+        raise refused(
+            f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
+            f"schedule=, one of {', '.join(LOOPED)}",
+        )
+    return count
+
+
+def num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
+    """The ranks of a pipeline of so many stages each. Raises UsageError AP546."""
+    if forced.pp is None or forced.pp < 2:
+        raise refused(f"chunks={count} without a pipeline of several ranks", "pp=2 or more")
+    if forced.pp * count > num_blocks:
+        raise refused(
+            f"pp={forced.pp} × chunks={count} stages, the model has {num_blocks} blocks",
+            "fewer chunks",
+        )
+    return forced.pp
+
+
+def refused(what: str, fix: str) -> UsageError:
+    """AP546: what cannot be of several stages per rank."""
+    return UsageError("AP546", what, where="--parallel", fix=fix)
+
+
+def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
+    """``base``, or if its stages' meshes differ what is found for stages of one size, and if these
+    differ too what is found with the degrees of the largest stage."""
+    if _are_alike(base):
+        return base
+    try:
+        denied = asked.features.denied | {"mixed-stages"}
+        base = found(replace(asked, features=Features(denied)))
+    except InfeasibleError as error:
+        raise _unlike() from error
+    if _are_alike(base):
+        return base
+    largest = max(base.stages, key=lambda stage: len(stage.blocks)).mesh
+    degrees = dict(zip(largest.axes, largest.shape, strict=True))
+    if set(degrees) <= {"dp", "ep", "cp", "tp"}:
+        dp, tp, cp = degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("cp")
+        own = replace(asked.forced, dp=dp, tp=tp, cp=cp, ep=degrees.get("ep"))
+        base = found(replace(asked, forced=own))
+    if not _are_alike(base):
+        raise _unlike()
+    return base
+
+
+def _are_alike(base: Plan) -> bool:
+    return len({stage.mesh for stage in base.stages}) == 1
+
+
+def _unlike() -> UsageError:
+    return refused("the ranks of the pipeline have different meshes", "dp= and tp=")
+
+
+def fitting_microbatches(request: Request, found: int, ranks: int, count: int) -> int:
+    """The number that was found if the schedule can run it, else the next larger it can."""
+    name = request.forced.schedule
+    assert name is not None
+    is_free = request.forced.num_microbatches is None and request.microbatch_size is None
+    for number in divisors(request.global_batch) if is_free else ():
+        if number >= found:
+            try:
+                build_schedule(name, ranks * count, number, num_chunks=count)
+            except UsageError:
+                continue
+            return number
+    build_schedule(name, ranks * count, found, num_chunks=count)
+    return found
+
+
+def usable_bytes(found: Plan, request: Request) -> int:
+    """What a plan may take of each device."""
+    ranks = [rank for stage in found.stages for rank in stage.devices]
+    limit = min(found.cluster.device(rank).usable_memory_bytes for rank in ranks)
+    return request.memory_limit_bytes or limit
+
+
+def check_memory(found: Plan, request: Request, what: str) -> None:
+    """Raises InfeasibleError AP301 where ``what``, together, do not fit a rank."""
+    excess = found.prediction.peak_memory_bytes - usable_bytes(found, request)
+    if excess > 0:
+        raise InfeasibleError(
+            "AP301",
+            f"{what} do not fit: they lack {excess / 1e9:.2f} GB",
+            fix="fewer chunks, recompute=full, or zero=1 or more",
+        )

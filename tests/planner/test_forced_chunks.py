@@ -1,0 +1,88 @@
+"""Schedules of several stages per rank that are forced: the search's own, on ranks alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_graphs import cluster, mlp
+
+from autoparallel.planner.arranged.chunks import plan
+from autoparallel.planner.arranged.forced_chunks import of_one_mesh
+from autoparallel.planner.errors import InfeasibleError, UsageError
+from autoparallel.planner.layout import Mesh
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+
+SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
+ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
+def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(schedule: str, pp: int) -> None:
+    graph, blocks = mlp(8, rows=8)
+    request = Request(8, forced=Forced(pp=pp, schedule=schedule))
+    forced = plan(graph, blocks, SLOW, request)
+    only = features_of([schedule], (), ALL)
+    allowed = plan(graph, blocks, SLOW, Request(8, forced=Forced(pp=pp), features=only))
+    assert forced.schedule == allowed.schedule == schedule
+    assert forced.prediction == allowed.prediction
+    assert len(forced.stages) == pp * forced.num_chunks
+    assert 0 < forced.solver.bound_seconds <= forced.prediction.step_seconds
+
+
+def test_the_number_of_stages_per_rank_is_the_best_or_the_one_that_is_forced() -> None:
+    graph, blocks = mlp(16, rows=8)
+
+    def step(chunks: int | None) -> tuple[int, float]:
+        forced = Forced(pp=2, schedule="interleaved", chunks=chunks, num_microbatches=8)
+        own = plan(graph, blocks, SLOW, Request(8, forced=forced))
+        return own.num_chunks, own.prediction.step_seconds
+
+    every = {count: step(count) for count in (2, 3, 4)}
+    assert {count: own for count, (own, _) in every.items()} == {2: 2, 3: 3, 4: 4}
+    _, free = step(None)
+    assert free <= min(seconds for _, seconds in every.values())
+
+
+def test_a_name_means_what_its_alias_does() -> None:
+    graph, blocks = mlp(8, rows=8)
+    one, other = (
+        plan(graph, blocks, SLOW, Request(8, forced=Forced(pp=2, schedule=name)))
+        for name in ("interleaved", "interleaved-1f1b")
+    )
+    assert one.schedule == other.schedule == "interleaved"
+    assert one.prediction == other.prediction
+
+
+def test_of_stages_of_several_sizes_one_size_is_asked_for_before_degrees_are() -> None:
+    """The degrees of a stage that has more than its share of the devices are not for all ranks."""
+    asked = Request(8, forced=Forced(pp=2))
+    alike = plan(*mlp(8, rows=8), SLOW, replace(asked, forced=Forced(pp=2, schedule="1f1b")))
+    larger = replace(alike.stages[0], mesh=Mesh(("dp",), (3,)))
+    mixed = replace(alike, stages=(larger, *alike.stages[1:]))
+    every: list[Request] = []
+
+    def found(request: Request) -> Plan:
+        every.append(request)
+        return alike
+
+    assert of_one_mesh(alike, found, asked) == alike
+    assert every == []
+    assert of_one_mesh(mixed, found, asked) == alike
+    assert [each.forced for each in every] == [asked.forced]
+    assert not every[0].features.allows("mixed-stages")
+
+
+def test_where_no_stages_of_one_size_fit_that_is_said() -> None:
+    asked = Request(8, forced=Forced(pp=2))
+    alike = plan(*mlp(8, rows=8), SLOW, replace(asked, forced=Forced(pp=2, schedule="1f1b")))
+    larger = replace(alike.stages[0], mesh=Mesh(("dp",), (3,)))
+
+    def found(request: Request) -> Plan:
+        raise InfeasibleError("AP301", "nothing fits")
+
+    with pytest.raises(UsageError, match="different meshes"):
+        of_one_mesh(replace(alike, stages=(larger, *alike.stages[1:])), found, asked)
