@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -129,12 +128,17 @@ def _plan(
     if count == 1:
         only = _best(searched(request), cut, arranging, deadline)
         return with_sources(only, graph, blocks, basis=basis, rules=rules)
-    ranks = num_ranks(request.forced, count, len(blocks.blocks))
     best: Plan | None = None
+    if request.forced.pp is not None or not _may_be_cut_again(cluster, request):
+        num_ranks(request.forced, count, len(blocks.blocks))  # before anything is searched
     if _may_be_cut_again(cluster, request):
-        with suppress(UsageError, InfeasibleError):
+        try:
             best = _best(searched(request), cut, arranging, deadline)
+        except (UsageError, InfeasibleError):
+            if request.forced.pp is None:
+                raise
     if best is None:
+        ranks = num_ranks(request.forced, count, len(blocks.blocks))
         base = _base(request, found, ranks, count)
         assert request.forced.schedule is not None
         own = partial(cut, schedule=request.forced.schedule, count=count)
@@ -174,7 +178,8 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
             "one of the schedules of one stage per rank",
         )
     plain = found.plan(winner)
-    others = sorted((*plain.alternatives, *lost), key=lambda each: each.step_seconds)
+    plainly = plain.alternatives if request.allows_one_stage else ()
+    others = sorted((*plainly, *lost), key=lambda each: each.step_seconds)
     if other is None:
         plain = replace(plain, alternatives=tuple(others))
         if _has_chunks(found.cluster, request) and max(found.job.stage_numbers) > 1:

@@ -35,7 +35,9 @@ def num_chunks(forced: Forced) -> int:
 def num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
     """The ranks of a pipeline of so many stages each. Raises UsageError AP546."""
     if forced.pp is None or forced.pp < 2:
-        raise refused(f"chunks={count} without a pipeline of several ranks", "pp=2 or more")
+        raise refused(
+            f"schedule={forced.schedule} without a pipeline of several ranks", "pp=2 or more"
+        )
     if forced.pp * count > num_blocks:
         raise refused(
             f"pp={forced.pp} × chunks={count} stages, the model has {num_blocks} blocks",

@@ -114,6 +114,19 @@ def _split_by(forced: Forced) -> str:
     return " × ".join(said) or "dp=1"
 
 
+def _several(request: Request, most: int) -> tuple[int, ...]:
+    """The numbers of ranks of a pipeline whose schedule has several stages on each."""
+    if most < 2:
+        raise UsageError(
+            "AP546",
+            f"schedule={request.forced.schedule} needs two ranks or more, each with two blocks "
+            f"or more: there are devices and blocks for {most}",
+            where="--parallel",
+            fix="a schedule of one stage per rank, or smaller degrees",
+        )
+    return tuple(range(2, most + 1))
+
+
 def stage_numbers(
     request: Request, cluster: Cluster, num_blocks: int, *, least_stages: int = 1
 ) -> tuple[int, ...]:
@@ -147,6 +160,8 @@ def stage_numbers(
     most = cluster.num_devices // degrees
     if not request.features.allows("pp"):
         return (1,)
+    if request.forces_chunks:
+        return _several(request, min(most, num_blocks // 2))
     found = tuple(range(least, min(most, num_blocks) + 1))
     if not found:
         raise UsageError(

@@ -133,7 +133,7 @@ class Request:
     @property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that a plan may have, or a pipeline that is then cut again."""
-        if self.forced.schedule is not None and not self._forces_chunks:
+        if self.forced.schedule is not None and not self.forces_chunks:
             return (self.forced.schedule,)
         allowed = tuple(name for name in SCHEDULES if self.features.allows(name))
         return allowed or SCHEDULES
@@ -143,18 +143,19 @@ class Request:
         """Whether a rank of a pipeline may have one stage; if not, pipelines are only searched
         so to be cut again."""
         if self.forced.schedule is not None:
-            return not self._forces_chunks
+            return not self.forces_chunks
         return any(map(self.features.allows, SCHEDULES))
 
     @property
     def chunked_schedules(self) -> tuple[str, ...]:
         """The schedules of several stages per rank that a plan may have."""
         if self.forced.schedule is not None:
-            return (CHUNKED_NAMES[self.forced.schedule],) if self._forces_chunks else ()
+            return (CHUNKED_NAMES[self.forced.schedule],) if self.forces_chunks else ()
         return tuple(name for name in CHUNKED_SCHEDULES if self.features.allows(name))
 
     @property
-    def _forces_chunks(self) -> bool:
+    def forces_chunks(self) -> bool:
+        """Whether a schedule of several stages per rank is forced."""
         return self.forced.schedule in CHUNKED_NAMES
 
     @property

@@ -47,6 +47,34 @@ def test_the_number_of_stages_per_rank_is_the_best_or_the_one_that_is_forced() -
     assert free <= min(seconds for _, seconds in every.values())
 
 
+@pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
+def test_the_number_of_ranks_is_the_best_where_none_is_forced(schedule: str) -> None:
+    graph, blocks = mlp(8, rows=8)
+
+    def step(pp: int | None) -> float:
+        own = plan(graph, blocks, SLOW, Request(8, forced=Forced(pp=pp, schedule=schedule)))
+        assert own.schedule == schedule
+        assert own.num_chunks >= 2
+        return own.prediction.step_seconds
+
+    assert step(None) <= min(step(2), step(4)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("forced", "said"),
+    [
+        (Forced(schedule="zbv", dp=4), "devices and blocks for 1"),
+        (Forced(schedule="zbv", pp=1), "without a pipeline"),
+        (Forced(schedule="zbv", pp=4, chunks=3), "the model has 10 blocks"),
+        (Forced(schedule="1f1b", pp=2, chunks=2), "chunks=2 with schedule=1f1b"),
+    ],
+)
+def test_what_cannot_be_of_several_stages_is_said(forced: Forced, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
+    assert caught.value.code == "AP546"
+
+
 def test_a_name_means_what_its_alias_does() -> None:
     graph, blocks = mlp(8, rows=8)
     one, other = (
