@@ -114,15 +114,17 @@ def _split_by(forced: Forced) -> str:
     return " × ".join(said) or "dp=1"
 
 
-def _several(request: Request, most: int) -> tuple[int, ...]:
+def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, ...]:
     """The numbers of ranks of a pipeline whose schedule has several stages on each."""
+    least = request.forced.chunks or 2
+    most = min(num_devices, num_blocks // least)
     if most < 2:
         raise UsageError(
             "AP546",
-            f"schedule={request.forced.schedule} needs two ranks or more, each with two blocks "
-            f"or more: there are devices and blocks for {most}",
+            f"schedule={request.forced.schedule} needs two ranks or more, each with {least} "
+            f"blocks or more: there are devices and blocks for {most}",
             where="--parallel",
-            fix="a schedule of one stage per rank, or smaller degrees",
+            fix="a schedule of one stage per rank, fewer chunks, or smaller degrees",
         )
     return tuple(range(2, most + 1))
 
@@ -159,9 +161,15 @@ def stage_numbers(
     degrees = (asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1) * (asked.ep or 1)
     most = cluster.num_devices // degrees
     if not request.features.allows("pp"):
+        if request.forces_chunks:
+            raise UsageError(
+                "AP186",
+                f"schedule={asked.schedule} asks for a pipeline, and pp is denied",
+                fix="leave one of the two out",
+            )
         return (1,)
     if request.forces_chunks:
-        return _several(request, min(most, num_blocks // 2))
+        return _several(request, most, num_blocks)
     found = tuple(range(least, min(most, num_blocks) + 1))
     if not found:
         raise UsageError(

@@ -150,13 +150,15 @@ class Request:
     def chunked_schedules(self) -> tuple[str, ...]:
         """The schedules of several stages per rank that a plan may have."""
         if self.forced.schedule is not None:
-            return (CHUNKED_NAMES[self.forced.schedule],) if self.forces_chunks else ()
+            name = self.forced.schedule
+            return (CHUNKED_NAMES.get(name, name),) if self.forces_chunks else ()
         return tuple(name for name in CHUNKED_SCHEDULES if self.features.allows(name))
 
     @property
     def forces_chunks(self) -> bool:
-        """Whether a schedule of several stages per rank is forced."""
-        return self.forced.schedule in CHUNKED_NAMES
+        """Whether several stages per rank are forced: by the schedule, or by their number."""
+        least = 2 if self.forced.schedule in CHUNKED_NAMES else 1
+        return self.forced.schedule is not None and (self.forced.chunks or least) > 1
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:

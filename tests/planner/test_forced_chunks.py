@@ -64,6 +64,7 @@ def test_the_number_of_ranks_is_the_best_where_none_is_forced(schedule: str) -> 
     ("forced", "said"),
     [
         (Forced(schedule="zbv", dp=4), "devices and blocks for 1"),
+        (Forced(schedule="interleaved", chunks=6), "each with 6 blocks or more: .* for 1"),
         (Forced(schedule="zbv", pp=1), "without a pipeline"),
         (Forced(schedule="zbv", pp=4, chunks=3), "the model has 10 blocks"),
         (Forced(schedule="1f1b", pp=2, chunks=2), "chunks=2 with schedule=1f1b"),
@@ -114,3 +115,28 @@ def test_where_no_stages_of_one_size_fit_that_is_said() -> None:
 
     with pytest.raises(UsageError, match="different meshes"):
         of_one_mesh(replace(alike, stages=(larger, *alike.stages[1:])), found, asked)
+
+
+@pytest.mark.parametrize("pp", [2, None])
+def test_a_schedule_that_can_have_one_stage_per_rank_has_as_many_as_are_forced(
+    pp: int | None,
+) -> None:
+    forced = Forced(pp=pp, schedule="zb-h1", chunks=2)
+    found = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
+    assert found.schedule == "zb-h1"
+    assert found.num_chunks == 2
+    single = plan(*mlp(8, rows=8), SLOW, Request(8, forced=Forced(pp=2, schedule="zb-h1")))
+    assert single.num_chunks == 1
+
+
+def test_a_forced_number_of_one_stage_per_rank_is_searched_and_bounded_as_such() -> None:
+    forced = Forced(pp=2, schedule="interleaved", chunks=1)
+    found = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
+    assert (found.schedule, found.num_chunks, len(found.stages)) == ("interleaved", 1, 2)
+
+
+def test_a_schedule_of_several_stages_is_refused_where_pipelines_are_denied() -> None:
+    without = features_of((), ["pp"], ALL)
+    with pytest.raises(UsageError, match="pp is denied") as caught:
+        plan(*mlp(8, rows=8), SLOW, Request(8, forced=Forced(schedule="zbv"), features=without))
+    assert caught.value.code == "AP186"
