@@ -45,7 +45,11 @@ class Cut(Protocol):
 
 def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, list[Alternative]]:
     """The fastest cut plan that fits and is faster than all of one stage per rank, if there is
-    one, and the others that were priced. ``deadline`` is of ``perf_counter``."""
+    one, and the others that were priced.
+
+    ``deadline`` is of ``perf_counter``; where all of one stage per rank are out of the question
+    the first that fits is found after it too.
+    """
     best: Plan | None = None
     bar, lost = found.ranking[0].step_seconds, []
     if not found.request.allows_one_stage and len(found.ranking[0].stages) > 1:
@@ -60,7 +64,8 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
         )  # fmt: skip
         for guess in every:
             way = guess.way
-            if guess.seconds >= bar or walked >= MOST_WALKED or time.perf_counter() > deadline:
+            is_late = time.perf_counter() > deadline and bar < float("inf")
+            if guess.seconds >= bar or walked >= MOST_WALKED or is_late:
                 break
 
             wanted = Wanted(limit, bar)

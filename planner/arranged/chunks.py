@@ -50,10 +50,10 @@ from .chunk_search import Cut, cut_again
 from .forced_chunks import (
     check_memory,
     fitting_microbatches,
+    none_found,
     num_chunks,
     num_ranks,
     of_one_mesh,
-    refused,
 )
 from .priced import Wanted, priced
 from .search import Arranging, arranged
@@ -173,10 +173,7 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
     if _may_be_cut_again(found.cluster, request) and not is_done:
         other, lost = _under_others(found, cut, arranging, deadline)
     if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
-        raise refused(
-            "no pipeline that was found can be run by the schedules that are allowed",
-            "one of the schedules of one stage per rank",
-        )
+        raise none_found(request, lost, int(found.job.limits.memory_bytes))
     plain = found.plan(winner)
     plainly = plain.alternatives if request.allows_one_stage else ()
     others = sorted((*plainly, *lost), key=lambda each: each.step_seconds)

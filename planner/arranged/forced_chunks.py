@@ -6,11 +6,11 @@ ranks, of how many micro-batches; the same plan on ranks that are alike; and whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import InfeasibleError, UsageError
-from ..plan import Plan
+from ..plan import Alternative, Plan
 from ..requests.features import Features
 from ..requests.request import Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule
@@ -49,6 +49,26 @@ def num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
 def refused(what: str, fix: str) -> UsageError:
     """AP546: what cannot be of several stages per rank."""
     return UsageError("AP546", what, where="--parallel", fix=fix)
+
+
+def none_found(
+    request: Request, lost: Sequence[Alternative], limit_bytes: int
+) -> UsageError | InfeasibleError:
+    """Why no pipeline could be cut: what was ``lost`` does not fit, or none can be run so."""
+    excess = min((each.peak_memory_bytes - limit_bytes for each in lost), default=0)
+    if excess > 0:
+        return _too_large("the chunks of a rank", excess)
+    forced, asked = request.forced, "the schedules that are allowed"
+    if forced.schedule is not None:
+        names = {
+            "schedule": forced.schedule, "chunks": forced.chunks,
+            "microbatches": forced.num_microbatches,
+        }  # fmt: skip
+        asked = ",".join(f"{name}={value}" for name, value in names.items() if value is not None)
+    return refused(
+        f"no pipeline that was found can be run by {asked}",
+        "another number of chunks or micro-batches, or a schedule of one stage per rank",
+    )
 
 
 def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) -> Plan:
@@ -109,8 +129,12 @@ def check_memory(found: Plan, request: Request, what: str) -> None:
     """Raises InfeasibleError AP301 where ``what``, together, do not fit a rank."""
     excess = found.prediction.peak_memory_bytes - usable_bytes(found, request)
     if excess > 0:
-        raise InfeasibleError(
-            "AP301",
-            f"{what} do not fit: they lack {excess / 1e9:.2f} GB",
-            fix="fewer chunks, recompute=full, or zero=1 or more",
-        )
+        raise _too_large(what, excess)
+
+
+def _too_large(what: str, excess_bytes: int) -> InfeasibleError:
+    return InfeasibleError(
+        "AP301",
+        f"{what} do not fit: they lack {excess_bytes / 1e9:.3g} GB",
+        fix="fewer chunks, recompute=full, or zero=1 or more",
+    )

@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner.arranged.chunks import plan
+from autoparallel.planner.arranged.chunk_search import cut_again
+from autoparallel.planner.arranged.chunks import chunked, plan
 from autoparallel.planner.arranged.forced_chunks import of_one_mesh
+from autoparallel.planner.arranged.priced import Wanted, priced
 from autoparallel.planner.errors import InfeasibleError, UsageError
+from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+from autoparallel.planner.search.search import searched
 
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
@@ -140,3 +144,36 @@ def test_a_schedule_of_several_stages_is_refused_where_pipelines_are_denied() ->
     with pytest.raises(UsageError, match="pp is denied") as caught:
         plan(*mlp(8, rows=8), SLOW, Request(8, forced=Forced(schedule="zbv"), features=without))
     assert caught.value.code == "AP186"
+
+
+def test_where_no_chunks_fit_it_is_said_that_memory_is_what_lacks() -> None:
+    """A pipeline of one stage per rank fits in these bytes, breadth-first loops do not."""
+    whole = features_of((), ["selective", "full"], ALL)
+    plain = Request(8, forced=Forced(pp=2, schedule="1f1b"), features=whole)
+    limit = plan(*mlp(8, rows=8), SLOW, plain).prediction.peak_memory_bytes
+    asked = replace(plain, memory_limit_bytes=limit)
+    for pp in (2, None):
+        with pytest.raises(InfeasibleError, match="chunks of a rank do not fit") as caught:
+            plan(*mlp(8, rows=8), SLOW, replace(asked, forced=Forced(pp=pp, schedule="bfs")))
+        assert caught.value.code == "AP301"
+
+
+def test_what_no_pipeline_can_run_is_named() -> None:
+    forced = Forced(schedule="dualpipev", num_microbatches=2)
+    with pytest.raises(UsageError, match="schedule=dualpipev,microbatches=2") as caught:
+        plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
+    assert caught.value.code == "AP546"
+
+
+def test_a_forced_schedule_is_found_after_the_time_limit_too() -> None:
+    graph, blocks = mlp(8, rows=8)
+    found = searched(graph, blocks, SLOW, Request(8, forced=Forced(pp=2, schedule="interleaved")))
+    evaluator = Evaluator(graph, blocks)
+
+    def cut(base: Plan, schedule: str, count: int, wanted: Wanted | None) -> Plan:
+        return priced(chunked(base, graph, blocks, schedule, count), evaluator, wanted)
+
+    first, lost = cut_again(found, cut, deadline=0.0)
+    assert first is not None
+    assert first.num_chunks > 1
+    assert lost == []
