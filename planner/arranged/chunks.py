@@ -48,6 +48,7 @@ from .chunk_bound import chunk_bound, chunk_bound_of
 from .chunk_memory import fitting
 from .chunk_search import Cut, cut_again
 from .forced_chunks import (
+    check_begins,
     check_memory,
     fitting_microbatches,
     none_found,
@@ -145,6 +146,7 @@ def _plan(
         looped = fitting(own, base, every[0].job.limits.memory_bytes, request.recomputations)
         best = _bounded(looped, every[0], (ranks,), count)
         check_memory(best, request, "the chunks of a rank")
+        check_begins(best, graph, blocks, request)
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
 
@@ -320,7 +322,7 @@ def _needed(
     wants: dict[str, dict[Layout, None]] = {}
     for position in run:
         for name in blocks.blocks[position].nodes:
-            key = blocks.template.get(name, name)
+            key = name if name in layouts else blocks.template.get(name, name)
             found[key] = layouts[key]
             for ref, layout in zip(graph[name].inputs, layouts[key].inputs, strict=True):
                 kind = graph[ref.name].kind

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from ..errors import InfeasibleError, UsageError
+from ..graph import Blocks, Graph
 from ..plan import Alternative, Plan
 from ..requests.features import Features
 from ..requests.request import Forced, Request, divisors
+from ..requests.stage_at import stage_begins
 from ..schedules.schedules import LOOPED, build_schedule
 
 OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
@@ -79,7 +82,7 @@ def of_one_mesh(base: Plan, found: Callable[[Request], Plan], asked: Request) ->
     try:
         denied = asked.features.denied | {"mixed-stages"}
         base = found(replace(asked, features=Features(denied)))
-    except InfeasibleError as error:
+    except (InfeasibleError, UsageError) as error:  # too large, or there are none
         raise _unlike() from error
     if _are_alike(base):
         return base
@@ -116,6 +119,19 @@ def fitting_microbatches(request: Request, found: int, ranks: int, count: int) -
             return number
     build_schedule(name, ranks * count, found, num_chunks=count)
     return found
+
+
+def check_begins(found: Plan, graph: Graph, blocks: Blocks, request: Request) -> None:
+    """Raises UsageError AP183 where no stage begins with a block that one was to begin with."""
+    starts = set(accumulate((len(stage.blocks) for stage in found.stages), initial=0))
+    for position in stage_begins(graph, blocks, request.stage_at):
+        if position not in starts:
+            raise UsageError(
+                "AP183",
+                f"--stage-at {blocks.blocks[position].name}: no stage begins there",
+                why="several stages per rank are cut by their FLOPs alone",
+                fix="a schedule of one stage per rank, or leave --stage-at out",
+            )
 
 
 def usable_bytes(found: Plan, request: Request) -> int:

@@ -16,6 +16,7 @@ from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.search.search import searched
 
@@ -126,10 +127,10 @@ def test_a_schedule_that_can_have_one_stage_per_rank_has_as_many_as_are_forced(
     pp: int | None,
 ) -> None:
     forced = Forced(pp=pp, schedule="zb-h1", chunks=2)
-    found = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
+    found = plan(*mlp(4, rows=8), SLOW, Request(8, forced=forced))
     assert found.schedule == "zb-h1"
     assert found.num_chunks == 2
-    single = plan(*mlp(8, rows=8), SLOW, Request(8, forced=Forced(pp=2, schedule="zb-h1")))
+    single = plan(*mlp(4, rows=8), SLOW, Request(8, forced=Forced(pp=2, schedule="zb-h1")))
     assert single.num_chunks == 1
 
 
@@ -150,11 +151,11 @@ def test_where_no_chunks_fit_it_is_said_that_memory_is_what_lacks() -> None:
     """A pipeline of one stage per rank fits in these bytes, breadth-first loops do not."""
     whole = features_of((), ["selective", "full"], ALL)
     plain = Request(8, forced=Forced(pp=2, schedule="1f1b"), features=whole)
-    limit = plan(*mlp(8, rows=8), SLOW, plain).prediction.peak_memory_bytes
+    limit = plan(*mlp(4, rows=8), SLOW, plain).prediction.peak_memory_bytes
     asked = replace(plain, memory_limit_bytes=limit)
     for pp in (2, None):
         with pytest.raises(InfeasibleError, match="chunks of a rank do not fit") as caught:
-            plan(*mlp(8, rows=8), SLOW, replace(asked, forced=Forced(pp=pp, schedule="bfs")))
+            plan(*mlp(4, rows=8), SLOW, replace(asked, forced=Forced(pp=pp, schedule="bfs")))
         assert caught.value.code == "AP301"
 
 
@@ -177,3 +178,38 @@ def test_a_forced_schedule_is_found_after_the_time_limit_too() -> None:
     assert first is not None
     assert first.num_chunks > 1
     assert lost == []
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_blocks_that_pins_tell_apart_keep_all_their_layouts(layer: int) -> None:
+    """What is cut runs each layer as the pipeline that was found does, not as its template."""
+    pins = (parse_pin(f"layers.{layer}.up.weight=S(1)@tp"),)
+
+    def found(schedule: str) -> Plan:
+        forced = Forced(pp=2, tp=2, schedule=schedule)
+        return plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, pins=pins))
+
+    def named(own: Plan) -> set[str]:
+        return {name for stage in own.stages for name in stage.layouts if name.endswith(".up")}
+
+    plain, cut = found("1f1b"), found("interleaved")
+    assert cut.num_chunks == 2
+    assert named(cut) == named(plain) > {"layers.0.up"}
+    assert cut.prediction.step_seconds < plain.prediction.step_seconds
+
+
+def test_where_a_stage_is_to_begin_one_does_or_that_is_refused() -> None:
+    forced = Forced(pp=2, schedule="interleaved")
+    found = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, stage_at=("layers.2",)))
+    assert "layers.2" in {stage.blocks[0].name for stage in found.stages}
+    with pytest.raises(UsageError, match=r"--stage-at layers\.1: no stage begins there") as caught:
+        plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, stage_at=("layers.1",)))
+    assert caught.value.code == "AP183"
+
+
+def test_where_hosts_cannot_have_stages_of_one_size_that_is_said() -> None:
+    few = replace(SLOW, hosts=tuple(replace(SLOW.hosts[0], num_devices=size) for size in (1, 2)))
+    forced = Forced(pp=2, schedule="interleaved")
+    with pytest.raises(UsageError, match="different meshes") as caught:
+        plan(*mlp(4, rows=8), few, Request(8, forced=forced))
+    assert caught.value.code == "AP546"
