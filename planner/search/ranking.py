@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
 from ..placement.placement import learned_pipelines
-from ..pricing.step import KnownSteps
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
 from .beside import Company
@@ -29,7 +27,7 @@ from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
 from .space import mixed_tiling, uniform_tiling
-from .standings import Standings
+from .standings import Explored, Standings
 from .work_bound import work_bound
 
 Observe = Callable[[str, float, float], None]
@@ -50,22 +48,6 @@ LONG = 5_000
 
 def ignore(what: str, done: float, total: float) -> None:
     """Watches nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Explored:
-    """What following some micro-batch sizes came to: drafts with what they take when simulated,
-    the fastest first, and those to be cut again with about what they take then.
-
-    ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
-    by how much the rest does not.
-    """
-
-    drafts: tuple[tuple[float, Draft], ...]
-    loops: tuple[tuple[float, Draft], ...]
-    steps: KnownSteps
-    is_open: bool
-    excess_bytes: list[float]
 
 
 def explored(job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:

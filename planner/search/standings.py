@@ -6,10 +6,29 @@ in the end the candidates, the winner first.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ..pricing.step import KnownSteps
 from .candidates import candidates, completed, is_whole
 from .job import Job
 from .quests import Draft
 from .report_plan import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """What following some micro-batch sizes came to: drafts with what they take when simulated,
+    the fastest first, and those to be cut again with about what they take then.
+
+    ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
+    by how much the rest does not.
+    """
+
+    drafts: tuple[tuple[float, Draft], ...]
+    loops: tuple[tuple[float, Draft], ...]
+    steps: KnownSteps
+    is_open: bool
+    excess_bytes: list[float]
 
 
 class Standings:
