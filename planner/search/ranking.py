@@ -1,4 +1,4 @@
-"""What is looked at in which order, and what was found so far.
+"""What is looked at in which order.
 
 In: a job. Out: candidates, the best known, and what no plan is faster than. Quests are looked
 at and followed to drafts, drafts made candidates and simulated, the fastest refined; then the
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
 from ..placement.placement import learned_pipelines
-from ..pricing.step import KnownSteps
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
 from .beside import Company
-from .candidates import candidates, completed, is_whole
+from .candidates import candidates
 from .exact import exact_candidates, is_few
 from .free_axes import WORTH_IT, free_candidates, freed
 from .job import Job
@@ -29,6 +27,7 @@ from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
 from .space import mixed_tiling, uniform_tiling
+from .standings import Explored, Standings
 from .work_bound import work_bound
 
 Observe = Callable[[str, float, float], None]
@@ -51,41 +50,20 @@ def ignore(what: str, done: float, total: float) -> None:
     """Watches nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Explored:
-    """What following some micro-batch sizes came to: drafts with what they take when simulated,
-    the fastest first, and those to be cut again with about what they take then.
-
-    ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
-    by how much the rest does not.
-    """
-
-    drafts: tuple[tuple[float, Draft], ...]
-    loops: tuple[tuple[float, Draft], ...]
-    steps: KnownSteps
-    is_open: bool
-    excess_bytes: list[float]
-
-
 def explored(job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
     """Follows the quests of some micro-batch sizes, here or in another process."""
     return Ranking(job, ignore).explored(rows, numbers)
 
 
 class Ranking:
-    """What was found so far: drafts, candidates (refined or not), the winner first."""
+    """A search: ``found`` is what it has found so far, ``proof`` what nothing is below."""
 
     def __init__(self, job: Job, observe: Observe) -> None:
         self.job = job
         self.observe = observe
         self.began = job.effort.work
-        self.drafts: list[Draft] = []
-        self._whole: set[int] = set()
+        self.found = Standings(job)
         self._works: dict[int, float] = {}
-        self.loops: list[tuple[float, Draft]] = []
-        self.known: list[Candidate] = []
-        self.drawn: dict[int, Draft] = {}
-        self.best: list[Candidate] = []
         self.proof = Proof(job, self.began)
         self.is_open = job.request.search == "rl"  # whether some stages may yet fit
 
@@ -109,8 +87,8 @@ class Ranking:
         self._add_branches(rows, numbers)
         self._look_around(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
-        if self.best:
-            self._settle()
+        if self.found.best:
+            self.found.settle()
         self._refine()
         self._share_out(rows)
         self._prove(rows, numbers)
@@ -128,7 +106,7 @@ class Ranking:
         """Follows the quests of some micro-batch sizes: stages of one size, then of any."""
         quests: list[Quest] = []
         for index, each in enumerate(rows):
-            if self.drafts and self._is_late(0.5):
+            if self.found.drafts and self._is_late(0.5):
                 break
             self.observe(f"micro-batches of {each} rows", index, len(rows))
             own = list(self._uniform(each, numbers))
@@ -148,48 +126,43 @@ class Ranking:
         """Makes a first plan where there is none, of as few stages as fit, soon and simple: what
         Ctrl-C then leaves."""
         for quest in quests:
-            if self.drafts:
+            if self.found.drafts:
                 return
             self._follow([quest], until_first=True)
 
     def _add_loops(self, quests: list[Quest]) -> None:
         """Follows pipelines of one size that may be the fastest with several stages per rank."""
-        if self.job.request.chunked_schedules and self.drafts:
+        if self.job.request.chunked_schedules and self.found.drafts:
             near = [
                 each
                 for each in quests
                 if each.is_looked_at or not self._is_beaten(each.rows, each.tiling.most)
             ]
-            for seconds, draft in loops(near, lambda: self._step_seconds, self._is_late):
-                self._take_loop(seconds, draft)
-
-    def _take_loop(self, seconds: float, draft: Draft) -> None:
-        if seconds < self._step_seconds:
-            self.loops.append((seconds, draft))
-            self._keep(draft)
+            for seconds, draft in loops(near, lambda: self.found.step_seconds, self._is_late):
+                self.found.take_loop(seconds, draft)
 
     def explored(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
         """What following the quests of some micro-batch sizes came to."""
         self._explore(rows, numbers)
         least: dict[Draft, float] = {}
-        for each in self._by_speed():
-            least.setdefault(self.drawn[id(each)], each.step_seconds)
+        for each in self.found.by_speed():
+            least.setdefault(self.found.drawn[id(each)], each.step_seconds)
         drafts = tuple((seconds, draft) for draft, seconds in least.items())
         job = self.job
-        return Explored(drafts, tuple(self.loops), job.steps, self.is_open, job.excess_bytes)
+        return Explored(drafts, tuple(self.found.loops), job.steps, self.is_open, job.excess_bytes)
 
     def _first(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
         """Explores the first part; of several this one is bounded while the others go on."""
         found = self.explored(rows, numbers)
         company = self.job.company
-        if company is not None and len(company.parts) > 1 and self.best:
-            self.proof.begin(0, self._step_seconds, 1 / len(company.parts))
+        if company is not None and len(company.parts) > 1 and self.found.best:
+            self.proof.begin(0, self.found.step_seconds, 1 / len(company.parts))
         return found
 
     def _bound_others(self, found: list[Explored]) -> None:
         """Begins to bound the parts of which that has not begun, now that all are explored."""
         least = [seconds for each in found for seconds, _ in each.drafts]
-        best = min([self._step_seconds, *least])
+        best = min([self.found.step_seconds, *least])
         if best < float("inf"):
             self.proof.begin_rest(best)
 
@@ -199,10 +172,10 @@ class Ranking:
         self.job.steps.update(found.steps)
         self.is_open |= found.is_open
         for seconds, draft in found.drafts:
-            if seconds < self._step_seconds * NEAR:
-                self._keep(draft)
+            if seconds < self.found.step_seconds * NEAR:
+                self.found.keep(draft)
         for seconds, draft in found.loops:
-            self._take_loop(seconds, draft)
+            self.found.take_loop(seconds, draft)
 
     def _is_late(self, share: float = 0.7) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
@@ -239,22 +212,19 @@ class Ranking:
         count = self.job.num_microbatches(rows)
         work = self._work(rows) / count
         chunks = MOST_CHUNKS if self.job.request.chunked_schedules else 1
-        return work * (count + (number - 1) / chunks) >= self._cutoff
+        return work * (count + (number - 1) / chunks) >= self.found.cutoff
 
     def _mixed(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Iterator[Quest]:
         """Stages of any sizes, for the micro-batches that are best in one size first."""
-        order = list(dict.fromkeys([draft.rows for draft in self._best_drafts()] + list(rows)))
+        order = list(dict.fromkeys([draft.rows for draft in self.found.best_drafts()] + list(rows)))
         allowed = self.job.request.features.allows("mixed-stages")
         several = tuple(number for number in numbers if number > 1 and allowed)
         began = self.job.effort.work
         for each in order:
-            if several and not (self.drafts and (self._is_late(0.6) or self._is_long(began))):
+            if several and not (self.found.drafts and (self._is_late(0.6) or self._is_long(began))):
                 costs = self.job.costs(each)
                 tiling = mixed_tiling(self.job.cluster, several[-1], costs.place)
                 yield Quest(each, costs, tiling, several)
-
-    def _best_drafts(self) -> list[Draft]:
-        return sorted(self.drafts, key=lambda draft: draft.seconds)
 
     def _looked(self, quests: Iterator[Quest]) -> list[Quest]:
         """The quests that may still lead to something near the best, with their estimates.
@@ -264,21 +234,14 @@ class Ranking:
         found = []
         for quest in quests:
             began, solved = time.perf_counter(), self.job.solver_seconds
-            quest.look(self._cutoff)
+            quest.look(self.found.cutoff)
             spent = time.perf_counter() - began - (self.job.solver_seconds - solved)
             self.job.took("dp", spent)
             if quest.estimate < float("inf"):
                 found.append(quest)
-            if not self.drafts and self.job.effort.work - self.began > SOON:
+            if not self.found.drafts and self.job.effort.work - self.began > SOON:
                 self._follow(found, until_first=True)
         return found
-
-    @property
-    def _cutoff(self) -> float:
-        """What takes as long is not sought."""
-        if len(self.drafts) < self.job.request.top:
-            return float("inf")
-        return self.best[0].step_seconds if self.best else float("inf")
 
     def _follow(
         self, quests: list[Quest], *, until_first: bool = False, began: float | None = None
@@ -288,24 +251,15 @@ class Ranking:
         def enough(estimate: float, found: list[Draft]) -> bool:
             if estimate == float("inf") or (found and until_first):
                 return True
-            if self.drafts and (self._is_late(0.7) or (began and self._is_long(began))):
+            if self.found.drafts and (self._is_late(0.7) or (began and self._is_long(began))):
                 return True
-            return estimate >= self._cutoff or self.job.effort.left_seconds <= 0
+            return estimate >= self.found.cutoff or self.job.effort.left_seconds <= 0
 
         start, solved = time.perf_counter(), self.job.solver_seconds
         for draft in drafts(quests, enough):
-            self._keep(draft)
+            self.found.keep(draft)
         spent = time.perf_counter() - start - (self.job.solver_seconds - solved)
         self.job.took("dp", spent)
-
-    def _keep(self, draft: Draft) -> None:
-        """Takes in a draft and simulates it."""
-        if draft.seconds == float("inf") or draft in self.drafts:
-            return
-        self.drafts.append(draft)
-        for found in candidates(self.job, draft, refine=False, below=self._step_seconds):
-            self.drawn[id(found)] = draft
-            self._offer(found)
 
     def _learn(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """The pipelines that placers learn, in place of those of the dynamic program.
@@ -323,7 +277,7 @@ class Ranking:
             spent = time.perf_counter() - began - (job.solver_seconds - solved)
             job.took("learning", spent)
             for pipeline in found:
-                self._keep(Draft(each, pipeline))
+                self.found.keep(Draft(each, pipeline))
 
     def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Pipelines in which branches have devices of their own."""
@@ -337,39 +291,41 @@ class Ranking:
                 table, count = job.table(each), job.num_microbatches(each)
                 for pipeline in branch_pipelines(table, section, count):
                     if len(pipeline.stages) in numbers:
-                        self._keep(Draft(each, pipeline))
+                        self.found.keep(Draft(each, pipeline))
 
     def _look_around(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Takes in pipelines that were passed over: any of few, else those next to the winner."""
         began = self.job.effort.work
 
         def best() -> tuple[float, Draft]:
-            return self._step_seconds, self.drawn[id(self.best[0])]
+            return self.found.step_seconds, self.found.drawn[id(self.found.best[0])]
 
         def is_late() -> bool:
             return self._is_late(0.75) or self._is_long(began)
 
-        if self.best:
+        if self.found.best:
             for draft in passed_over(
-                self.job, rows, numbers, drafts=self.drafts, best=best, is_late=is_late
+                self.job, rows, numbers, drafts=self.found.drafts, best=best, is_late=is_late
             ):
-                self._keep(draft)
+                self.found.keep(draft)
 
     def _refine(self) -> None:
         """Solves the stages of the fastest again, each gap narrowed."""
         job, top = self.job, self.job.request.top
-        fastest = self._by_speed()
-        best = list(dict.fromkeys(self.drawn[id(each)] for each in fastest))[:top]
+        fastest = self.found.by_speed()
+        best = list(dict.fromkeys(self.found.drawn[id(each)] for each in fastest))[:top]
         if job.effort.work - self.began > LONG:
             best = best[:1]
         for draft in best:
             if self._is_late(0.8):
                 break
-            lost = self._lost(draft)
+            lost = self.found.lost(draft)
             if lost is None:
                 continue
-            for each in candidates(job, draft, refine=True, below=self._step_seconds, without=lost):
-                self._offer(each)
+            for each in candidates(
+                job, draft, refine=True, below=self.found.step_seconds, without=lost
+            ):
+                self.found.offer(each)
         if not job.is_small and not self._is_late(0.9):
             self._free_axes()
 
@@ -380,24 +336,21 @@ class Ranking:
         to be measured only the winner is tried: each mesh has ops of its own.
         """
         job = self.job
-        if not self.best or not job.request.frees_axes:
+        if not self.found.best or not job.request.frees_axes:
             return
-        self._offer_faster(freed(job, self.best[0]))
+        self._offer_faster(freed(job, self.found.best[0]))
         if job.is_small and job.basis.asked is None:
             rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
             few = few_pipelines(job, rows, job.stage_numbers)
             if few is None:
-                few = [*dict.fromkeys((each.rows, each.stages) for each in self._by_speed())]
+                few = [*dict.fromkeys((each.rows, each.stages) for each in self.found.by_speed())]
                 few = few[:MOST_FREED]
-            for found in free_candidates(job, few, lambda: self._step_seconds):
+            for found in free_candidates(job, few, lambda: self.found.step_seconds):
                 self._offer_faster(found)
 
     def _offer_faster(self, found: Candidate) -> None:
-        if found.step_seconds < self._step_seconds * (1 - WORTH_IT):
-            self._offer(found)
-
-    def _by_speed(self) -> list[Candidate]:
-        return sorted(self.known, key=lambda each: each.step_seconds)
+        if found.step_seconds < self.found.step_seconds * (1 - WORTH_IT):
+            self.found.offer(found)
 
     def _share_out(self, rows: tuple[int, ...]) -> None:
         """Plans in which unlike devices take unequal shares of the batch.
@@ -407,23 +360,8 @@ class Ranking:
         for found, bound in shared_candidates(self.job, rows):
             self.proof.shared_bound = min(self.proof.shared_bound, bound)
             if found is not None:
-                self._offer(found)
+                self.found.offer(found)
         self.proof.is_shared_out = True
-
-    def _lost(self, draft: Draft) -> set[str] | None:
-        """The schedules under which a draft cannot be the best, whatever its stages' gaps hide.
-
-        None if it is none of any.
-        """
-        bar = self._step_seconds * (1 - self.job.request.gap)
-        least: dict[str, float] = {}
-        for found in self.known:
-            if self.drawn.get(id(found)) == draft:
-                gap = max(answer.gap for _, answer in found.answers)
-                own = found.step_seconds * (1 - gap)
-                least[found.schedule] = min(own, least.get(found.schedule, own))
-        lost = {name for name, own in least.items() if own >= bar}
-        return None if len(lost) == len(least) else lost
 
     def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Goes through a small space to the end; of a large one says what nothing is below.
@@ -432,52 +370,17 @@ class Ranking:
         """
         if not set(self.job.request.schedules) <= set(SCHEDULES):
             return
-        job, before = self.job, self._step_seconds
+        job, before = self.job, self.found.step_seconds
         self.observe("proving the best", len(rows), len(rows))
         for found, bound in exact_candidates(job, rows, numbers, before):
             self.proof.proven = bound
             if found is not None:
-                self._offer(found)
-        if self._step_seconds < before and not job.is_small:
+                self.found.offer(found)
+        if self.found.step_seconds < before and not job.is_small:
             self._free_axes()
         if not self.proof.proven:
             self.bound_rest()
 
     def bound_rest(self) -> None:
         """Begins to say what nothing is below, where that has not begun."""
-        self.proof.begin_rest(self._step_seconds)
-
-    @property
-    def _step_seconds(self) -> float:
-        return self.best[0].step_seconds if self.best else float("inf")
-
-    def _offer(self, found: Candidate) -> None:
-        """Takes in a candidate."""
-        self.known.append(found)
-        self.best = sorted([*self.best, found], key=_rank)[:1]
-
-    def _settle(self) -> None:
-        """Simulates the whole step of the best, of the next if that is then faster, and so on."""
-        whole = None
-        while whole is not self.best[0]:
-            best = self.best[0]
-            count = best.num_microbatches
-            if id(best) in self._whole or is_whole(len(best.stages), count):
-                return
-            whole = completed(self.job, best)
-            self._whole.add(id(whole))
-            if id(best) in self.drawn:
-                self.drawn[id(whole)] = self.drawn.pop(id(best))
-            self.known = [whole if each is best else each for each in self.known]
-            self.best = sorted(self.known, key=_rank)[:1]
-
-    def found(self) -> list[Candidate]:
-        """The winner, its whole step simulated, then the others."""
-        self._settle()
-        winner = self.best[0]
-        return [winner, *(c for c in self.known if c is not winner)]
-
-
-def _rank(found: Candidate) -> tuple[float, float]:
-    """The fastest first; of equally fast ones that which holds least."""
-    return float(f"{found.step_seconds:.10g}"), found.peak_bytes
+        self.proof.begin_rest(self.found.step_seconds)

@@ -197,13 +197,13 @@ def _found(ranking: Ranking) -> list[Candidate]:
     job = ranking.job
     try:
         ranking.run()
-        if ranking.best:
-            return ranking.found()
+        if ranking.found.best:
+            return ranking.found.ranked()
     except KeyboardInterrupt:
-        if not ranking.best:
+        if not ranking.found.best:
             raise
         job.interrupt()
         ranking.observe = ignore
         ranking.bound_rest()
-        return ranking.found()
+        return ranking.found.ranked()
     raise job.failure(is_proven=not ranking.is_open)

@@ -15,6 +15,7 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.search.ranking import Ranking
+from autoparallel.planner.search.standings import Standings
 
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
@@ -67,9 +68,9 @@ def test_a_bound_that_is_interrupted_is_that_of_the_work(monkeypatch: pytest.Mon
 def test_a_winner_that_is_simulated_when_ctrl_c_comes_is_still_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, settle = found(), Ranking.found
+    whole, settle = found(), Standings.ranked
     interrupting = Interrupting(settle, 1)
-    monkeypatch.setattr(Ranking, "found", lambda self: interrupting(self))
+    monkeypatch.setattr(Standings, "ranked", lambda self: interrupting(self))
     own = found()
     assert own.solver.stopped == "Ctrl-C"
     assert own.prediction.step_seconds >= whole.prediction.step_seconds
