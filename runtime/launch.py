@@ -75,7 +75,7 @@ def launch(
         job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(job)))
-        with _reserved_port() as port:
+        with reserved_port() as port:
             shared = {
                 **environment,
                 "OMP_NUM_THREADS": str(num_threads),
@@ -93,7 +93,7 @@ def launch(
 
 
 @contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A free port of this host, kept from others until the workers have ended.
 
     Bound but not listening, it can still be listened on by rank 0, which also sets

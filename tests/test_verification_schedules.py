@@ -89,7 +89,7 @@ def test_a_plan_of_chunks_says_which_stages_share_their_devices() -> None:
     ("parallel", "what"),
     [
         ("pp=2,chunks=2", "schedule=not given"),
-        ("schedule=bfs,chunks=2", "without a pipeline"),
+        ("schedule=bfs,chunks=2", "needs two ranks"),
         ("pp=2,schedule=bfs,chunks=9", "chunks=9 stages"),
     ],
 )

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import links
 from emulation import Job, run_rank
 
+from autoparallel.runtime.launch import reserved_port
+
 RANKS = 4
 INPUTS = {
     "message_seconds": "a message",
@@ -72,14 +74,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(job: Job, mbit: int, *, realtime: bool) -> dict[str, Any]:
     """Starts the ranks, each in its namespace; what rank 0 has printed."""
-    with links.network(RANKS, mbit) as places:
+    with links.network(RANKS, mbit) as places, reserved_port() as port:
         processes = []
         for rank, place in enumerate(places):
             command = [*place.prefix, *(["chrt", "-r", "10"] if realtime else [])]
             command += [sys.executable, __file__, "--rank", job.text()]
             environment = {
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0",
-                "MASTER_ADDR": places[0].address, "MASTER_PORT": "29713",
+                "MASTER_ADDR": places[0].address, "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             output = subprocess.PIPE if rank == 0 else None

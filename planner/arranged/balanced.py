@@ -3,6 +3,11 @@
 In: the weights of blocks in order, as their FLOPs; a number of runs. Out: where the runs begin.
 By dynamic programming over ends and runs; runs that are heavier than those of some cut are left
 out, which leaves few to look at.
+
+Or so that ranks with several runs each have about as much: from a cut, a block at a time goes
+from a run of the heaviest rank to one of the lightest, as long as the squares of the ranks'
+weights then sum to less. (The runs of V-shaped schedules cannot all be alike where the first and
+the last one are on one rank, with a light embedding and a heavy loss.)
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from ..pricing.prices import Rules
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[Any]
+
+MARGIN = 1e-9
+"""Squares that are less by no more than this part are not less, but rounded."""
 
 NUM_HALVINGS = 40
 """Of the range that the heaviest run's weight is looked for in."""
@@ -71,6 +79,52 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
         at = int(start[at])
         found.append(at)
     return tuple(reversed(found))
+
+
+def evened(
+    weights: Sequence[float], starts: Sequence[int], parts: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """A cut near one that begins at ``starts``, whose ranks, with the runs ``parts`` each, are
+    about as heavy as each other. Of equally good moves the one that leaves runs most alike.
+
+    >>> evened([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], (0, 2, 4, 6), ((0, 3), (1, 2)))
+    (0, 3, 4, 6)
+    """
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    ranks = np.empty(len(starts), dtype=np.int64)
+    for rank, runs in enumerate(parts):
+        ranks[list(runs)] = rank
+    at = np.append(starts, len(weights))
+    least = _squares(sums, at, ranks)
+    while True:
+        heavy = np.bincount(ranks, weights=np.diff(sums[at]))
+        moved = [
+            _moved(at, giving, taking)
+            for giving in parts[int(heavy.argmax())]
+            for taking in parts[int(heavy.argmin())]
+            if at[giving + 1] - at[giving] > 1
+        ]
+        every = [(*_squares(sums, own, ranks), number) for number, own in enumerate(moved)]
+        best = min(every, default=(np.inf, np.inf, 0))
+        if best[0] >= least[0] * (1 - MARGIN):
+            return tuple(int(own) for own in at[:-1])
+        at, least = moved[best[2]], best[:2]
+
+
+def _moved(at: Places, giving: int, taking: int) -> Places:
+    """The ends of runs where one has a block less and another one more."""
+    found = at.copy()
+    if giving < taking:
+        found[giving + 1 : taking + 1] -= 1
+    else:
+        found[taking + 1 : giving + 1] += 1
+    return found
+
+
+def _squares(sums: Floats, at: Places, ranks: Places) -> tuple[float, float]:
+    """The squares of the weights of ranks, and of runs."""
+    runs = np.diff(sums[at])
+    return float((np.bincount(ranks, weights=runs) ** 2).sum()), float((runs**2).sum())
 
 
 def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:

@@ -33,7 +33,7 @@ from ..schedules.orders import round_size
 from ..schedules.schedules import find_schedule, parts_of_ranks
 from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import Candidate
-from .balanced import Floats, balanced
+from .balanced import Floats, balanced, evened
 
 MOST_ACTIONS = 16_384
 """Stages times micro-batches that are simulated here."""
@@ -89,11 +89,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Way:
-    """A candidate cut into so many stages per rank, under a schedule, and what these take."""
+    """A candidate cut into so many stages per rank, under a schedule, and what these take.
+
+    ``starts`` are the blocks that they begin with.
+    """
 
     base: Base
     schedule: str
     chunks: int
+    starts: tuple[int, ...]
     costs: tuple[Share, ...]
 
     @property
@@ -142,7 +146,17 @@ def fastest(
             continue
         if seconds < bar:
             insort(found, Guess(seconds, number, way))
+            found = _once(found)
     return found[:most]
+
+
+def _once(found: Sequence[Guess]) -> list[Guess]:
+    """Of the same cut at other blocks only the fastest."""
+    once: dict[object, Guess] = {}
+    for guess in found:
+        own = guess.way
+        once.setdefault((id(own.base), own.schedule, own.chunks), guess)
+    return list(once.values())
 
 
 def ways(
@@ -152,6 +166,7 @@ def ways(
     """Every way to cut the candidates that is not too large, or the only one asked for."""
     weights = np.array(flops)
     starts: dict[int, tuple[int, ...]] = {}
+    evenly: dict[object, tuple[int, ...]] = {}
     for base in (Base.of(each, weights) for each in bases):
         ranks, count = len(base.candidate.stages), base.candidate.num_microbatches
         for name in schedules:
@@ -164,7 +179,11 @@ def ways(
                 if can_be and (is_few or len(numbers) == 1):
                     if number not in starts:
                         starts[number] = balanced(flops, number)
-                    yield Way(base, name, chunks, base.shares(starts[number]))
+                    even, parts = starts[number], parts_of_ranks(name, ranks, chunks)
+                    if (number, parts) not in evenly:
+                        evenly[number, parts] = evened(flops, even, parts)
+                    for own in dict.fromkeys((even, evenly[number, parts])):
+                        yield Way(base, name, chunks, own, base.shares(own))
 
 
 def about(way: Way) -> float:

@@ -15,15 +15,17 @@ this is a search near good pipelines, not over all of several chunks.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..errors import UsageError
 from ..plan import Alternative, Plan
+from ..schedules.rank_held import rank_held
 from ..search.candidates import edges
 from ..search.report_plan import Candidate
 from ..search.search import Searched
 from .balanced import block_flops
-from .chunk_guesses import NUM_CHUNKS, Way, fastest
+from .chunk_guesses import NUM_CHUNKS, Guess, Way, fastest
 from .chunk_memory import fitting
 from .priced import Wanted
 
@@ -37,10 +39,20 @@ MOST_WALKED = 3_072
 """Stages and blocks that are gone through to price them, and again with more recomputed."""
 
 
-class Cut(Protocol):
-    """A plan of one stage per rank → the plan cut, and priced if it is wanted."""
+HARDLY = 1.01
+"""A schedule that is faster by no more than this factor is hardly so."""
 
-    def __call__(self, base: Plan, schedule: str, count: int, wanted: Wanted | None) -> Plan: ...
+
+class Cut(Protocol):
+    """A plan of one stage per rank → the plan cut, and priced if it is wanted.
+
+    ``starts``: the blocks that stages begin with, if that is not for the cut to say.
+    """
+
+    def __call__(
+        self, base: Plan, schedule: str, count: int, wanted: Wanted | None = None,
+        starts: tuple[int, ...] | None = None,
+    ) -> Plan: ...  # fmt: skip
 
 
 def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, list[Alternative]]:
@@ -62,7 +74,7 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
             bases(found), found.request.chunked_schedules, flops,
             most=MOST_PRICED, bar=bar, numbers=_numbers(found),
         )  # fmt: skip
-        for guess in every:
+        for guess in thrifty_first(every):
             way = guess.way
             is_late = time.perf_counter() > deadline and bar < float("inf")
             if guess.seconds >= bar or walked >= MOST_WALKED or is_late:
@@ -73,7 +85,7 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
             def own(base: Plan, way: Way = way, wanted: Wanted = wanted) -> Plan:
                 nonlocal walked
                 walked += len(base.stages) * way.chunks + num_blocks
-                return cut(base, way.schedule, way.chunks, wanted)
+                return cut(base, way.schedule, way.chunks, wanted, way.starts)
 
             try:
                 base = found.plan(way.base.candidate, with_others=False)
@@ -88,6 +100,28 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
                 reason = "does not fit" if peak > limit else reason
                 lost.append(Alternative(way.summary, max(step, guess.seconds), peak, reason))
     return best, lost
+
+
+def thrifty_first(every: Sequence[Guess]) -> list[Guess]:
+    """The guesses in their order, but of a pipeline cut into as many stages the schedule that
+    holds fewer micro-batches before those that are hardly faster: it has less to recompute."""
+    found: list[Guess] = []
+    for guess in every:
+        own = guess.way
+        at = len(found)
+        for number, other in enumerate(found):
+            is_like = other.way.base is own.base and other.way.chunks == own.chunks
+            is_hardly = guess.seconds <= other.seconds * HARDLY
+            if is_like and is_hardly and _held(own) < _held(other.way):
+                at = min(at, number)
+        found.insert(at, guess)
+    return found
+
+
+def _held(way: Way) -> float:
+    """Micro-batches that all stages hold."""
+    held = rank_held(way.schedule, way.num_ranks, way.chunks, way.num_microbatches)
+    return float("inf") if held is None else sum(held)
 
 
 def _numbers(found: Searched) -> tuple[int, ...]:

@@ -114,8 +114,11 @@ def _plan(
 
     evaluator = Evaluator(graph, blocks, rules, basis)
 
-    def cut(base: Plan, schedule: str, count: int, wanted: Wanted | None = None) -> Plan:
-        looped = chunked(base, graph, blocks, schedule, count, rules=rules)
+    def cut(
+        base: Plan, schedule: str, count: int, wanted: Wanted | None = None,
+        starts: tuple[int, ...] | None = None,
+    ) -> Plan:  # fmt: skip
+        looped = chunked(base, graph, blocks, schedule, count, rules=rules, starts=starts)
         return priced(looped, evaluator, wanted)
 
     def price_stages(part: Graph, cut: Blocks, own: Plan) -> list[StageCost]:
@@ -284,15 +287,18 @@ def chunked(
     count: int,
     *,
     rules: Rules = default_rules,
+    starts: tuple[int, ...] | None = None,
 ) -> Plan:
     """``base`` cut into ``count`` times as many stages, placed as ``schedule`` does it.
+
+    They begin with the blocks ``starts``, or so that the heaviest is as light as can be.
 
     All ranks have the layouts of the first stage that has a kind of block: with one stage per
     rank it has the most micro-batches in flight, here all ranks hold about as much as it.
     """
     schedule, number = find_schedule(schedule).name, len(base.stages) * count
     ranks = known_schedule(schedule, number, base.num_microbatches, count).stage_rank
-    starts = balanced(block_flops(graph, blocks, rules), number)
+    starts = starts or balanced(block_flops(graph, blocks, rules), number)
     recompute = {block.name: block.recompute for stage in base.stages for block in stage.blocks}
     layouts: dict[str, NodeLayout] = {}
     for stage in reversed(base.stages):

@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from autoparallel.planner.arranged.balanced import balanced
+from autoparallel.planner.arranged.balanced import balanced, evened
+from autoparallel.planner.schedules.schedules import parts_of_ranks
 
 
 def runs(weights: list[float], starts: tuple[int, ...]) -> list[float]:
@@ -49,3 +50,34 @@ def test_a_thousand_equal_blocks_are_shared_out_evenly() -> None:
     lengths = runs([1.0] * 1000, balanced([1.0] * 1000, 96))
     assert sorted(set(lengths)) == [10.0, 11.0]
     assert lengths.count(11.0) == 1000 - 960
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved"])
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_are_no_less_even_than_before(schedule: str, seed: int) -> None:
+    rng = Random(seed)
+    num_ranks, count = rng.randint(2, 3), rng.randint(6, 9)
+    weights = [0.0, *(float(rng.randint(1, 9)) for _ in range(count)), float(rng.randint(0, 20))]
+    parts = parts_of_ranks(schedule, num_ranks, 2)
+
+    def squares(starts: tuple[int, ...]) -> float:
+        own = runs(weights, starts)
+        return sum(sum(own[run] for run in part) ** 2 for part in parts)
+
+    before = balanced(weights, 2 * num_ranks)
+    starts = evened(weights, before, parts)
+    assert sorted(set(starts)) == list(starts), "no run is empty"
+    assert len(starts) == len(before)
+    assert starts[0] == 0
+    assert squares(starts) <= squares(before)
+    every = combinations(range(1, len(weights)), 2 * num_ranks - 1)
+    least = min(squares((0, *own)) for own in every)
+    assert squares(starts) <= 1.25 * least, "one block at a time: near the best, not always it"
+
+
+def test_equal_blocks_are_shared_out_evenly_to_the_ranks_of_a_v() -> None:
+    """Six layers between two light ends on two ranks: three each, where runs alike have 2 and 4."""
+    weights = [0.1, *[1.0] * 6, 0.1]
+    starts = evened(weights, balanced(weights, 4), ((0, 3), (1, 2)))
+    own = runs(weights, starts)
+    assert own[0] + own[3] == pytest.approx(3.2)

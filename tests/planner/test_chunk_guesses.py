@@ -9,10 +9,19 @@ from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
 from autoparallel.planner.arranged.balanced import block_flops
-from autoparallel.planner.arranged.chunk_guesses import Guess, about, fastest, least_seconds, ways
+from autoparallel.planner.arranged.chunk_guesses import (
+    Guess,
+    Way,
+    about,
+    fastest,
+    least_seconds,
+    ways,
+)
+from autoparallel.planner.arranged.chunk_search import thrifty_first
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+from autoparallel.planner.schedules.rank_held import rank_held
 from autoparallel.planner.search.report_plan import Candidate
 from autoparallel.planner.search.search import ranked
 
@@ -52,6 +61,14 @@ def every() -> tuple[Guess, ...]:
     return tuple(sorted(guesses))
 
 
+def once() -> list[Guess]:
+    found: dict[object, Guess] = {}
+    for each in every():
+        way = each.way
+        found.setdefault((way.base, way.schedule, way.chunks), each)
+    return list(found.values())
+
+
 def test_no_guess_is_below_its_bound() -> None:
     ratios = [least_seconds(each.way) / each.seconds for each in every()]
     assert len(ratios) > 20
@@ -62,12 +79,13 @@ def test_no_guess_is_below_its_bound() -> None:
 @pytest.mark.parametrize("most", [1, 3, 10])
 @pytest.mark.parametrize("place", [0, 2, 7, -1])
 def test_the_fastest_are_those_of_all(most: int, place: int) -> None:
-    """With a bar at one of the guesses, which itself is not below it."""
+    """With a bar at one of the guesses, which itself is not below it; of two cuts into as many
+    stages the faster."""
     bar = every()[place].seconds
-    wanted = [each for each in every() if each.seconds < bar][:most]
+    wanted = [each for each in once() if each.seconds < bar][:most]
     assert fastest(bases(), CHUNKED_SCHEDULES, flops(), most=most, bar=bar) == wanted
     free = fastest(bases(), CHUNKED_SCHEDULES, flops(), most=most, bar=float("inf"))
-    assert free == list(every()[:most])
+    assert free == once()[:most]
 
 
 def test_chunks_take_what_their_blocks_do() -> None:
@@ -81,3 +99,22 @@ def test_chunks_take_what_their_blocks_do() -> None:
         assert sum(own.step for own in way.costs) == pytest.approx(
             sum(cost.step_seconds for cost in costs)
         )
+
+
+def test_of_two_that_are_as_fast_the_one_that_holds_less_is_first() -> None:
+    """The order else is that of their seconds."""
+    found = thrifty_first(once())
+    assert sorted(found) == once()
+    assert found != once(), "breadth-first holds more, and is as fast"
+    for place, own in enumerate(found):
+        for other in found[place + 1 :]:
+            assert own.seconds <= other.seconds * 1.01
+            if other.way.base is own.way.base and other.way.chunks == own.way.chunks:
+                is_thrifty = held(own.way) <= held(other.way)
+                assert is_thrifty or other.seconds > own.seconds * 1.01
+
+
+def held(way: Way) -> int:
+    own = rank_held(way.schedule, way.num_ranks, way.chunks, way.num_microbatches)
+    assert own is not None
+    return sum(own)

@@ -171,13 +171,31 @@ def test_a_forced_schedule_is_found_after_the_time_limit_too() -> None:
     found = searched(graph, blocks, SLOW, Request(8, forced=Forced(pp=2, schedule="interleaved")))
     evaluator = Evaluator(graph, blocks)
 
-    def cut(base: Plan, schedule: str, count: int, wanted: Wanted | None) -> Plan:
-        return priced(chunked(base, graph, blocks, schedule, count), evaluator, wanted)
+    def cut(
+        base: Plan, schedule: str, count: int, wanted: Wanted | None = None,
+        starts: tuple[int, ...] | None = None,
+    ) -> Plan:  # fmt: skip
+        looped = chunked(base, graph, blocks, schedule, count, starts=starts)
+        return priced(looped, evaluator, wanted)
 
     first, lost = cut_again(found, cut, deadline=0.0)
     assert first is not None
     assert first.num_chunks > 1
     assert lost == []
+
+
+def test_ranks_of_a_v_have_as_much_each_as_can_be() -> None:
+    """Six layers between a light embedding and a light loss, both on the first of two ranks."""
+    graph, blocks = mlp(6, rows=8)
+    on = cluster(2, num_hosts=2, bytes_per_second=1e6, flops=1e6)
+    own = plan(graph, blocks, on, Request(8, forced=Forced(pp=2, schedule="zbv")))
+    layers = [sum(b.name.startswith("layers") for b in stage.blocks) for stage in own.stages]
+    assert layers[0] + layers[3] == layers[1] + layers[2] == 3
+    plain = Forced(pp=2, schedule="1f1b", num_microbatches=own.num_microbatches)
+    base = plan(graph, blocks, on, Request(8, forced=plain))
+    even = priced(chunked(base, graph, blocks, "zbv", 2), Evaluator(graph, blocks))
+    assert own.prediction.step_seconds < even.prediction.step_seconds * 0.9
+    assert own.prediction.peak_memory_bytes < even.prediction.peak_memory_bytes
 
 
 @pytest.mark.parametrize("layer", [0, 3])
