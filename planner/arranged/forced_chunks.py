@@ -16,7 +16,7 @@ from ..plan import Alternative, Plan
 from ..requests.features import Features
 from ..requests.request import Forced, Request, divisors
 from ..requests.stage_at import stage_begins
-from ..schedules.schedules import LOOPED, build_schedule
+from ..schedules.schedules import LOOPED, build_schedule, find_schedule
 
 OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
 """Schedules of two chunks where nothing is said."""
@@ -32,6 +32,10 @@ def num_chunks(forced: Forced) -> int:
             f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
             f"schedule=, one of {', '.join(LOOPED)}",
         )
+    if count > 1 and forced.schedule is not None:
+        low, high = find_schedule(forced.schedule).chunks
+        if not low <= count <= high:
+            raise refused(f"chunks={count} with schedule={forced.schedule}", f"chunks={high}")
     return count
 
 
