@@ -71,7 +71,7 @@ def test_the_number_of_ranks_is_the_best_where_none_is_forced(schedule: str) -> 
         (Forced(schedule="zbv", dp=4), "devices and blocks for 1"),
         (Forced(schedule="interleaved", chunks=6), "each with 6 blocks or more: .* for 1"),
         (Forced(schedule="zbv", pp=1), "without a pipeline"),
-        (Forced(schedule="zbv", pp=4, chunks=3), "the model has 10 blocks"),
+        (Forced(schedule="bfs", pp=4, chunks=3), "the model has 10 blocks"),
         (Forced(schedule="zbv", chunks=3), "chunks=3 with schedule=zbv"),
         (Forced(schedule="1f1b", pp=2, chunks=2), "chunks=2 with schedule=1f1b"),
     ],
