@@ -128,19 +128,12 @@ def _plan(
         lambda base: priced(base, evaluator),
         lambda base: best_lengths(at_microbatch(graph, base), blocks, base, price_stages),
     )
+
+    def searched_best() -> Plan:
+        return _best(searched(request), cut, arranging, deadline)
+
     count = num_chunks(request.forced)
-    if count == 1:
-        only = _best(searched(request), cut, arranging, deadline)
-        return with_sources(only, graph, blocks, basis=basis, rules=rules)
-    best: Plan | None = None
-    if request.forced.pp is not None or not _may_be_cut_again(cluster, request):
-        num_ranks(request.forced, count, len(blocks.blocks))  # before anything is searched
-    if _may_be_cut_again(cluster, request):
-        try:
-            best = _best(searched(request), cut, arranging, deadline)
-        except (UsageError, InfeasibleError):
-            if request.forced.pp is None:
-                raise
+    best = searched_best() if count == 1 else _forced(blocks, cluster, request, searched_best)
     if best is None:
         ranks = num_ranks(request.forced, count, len(blocks.blocks))
         base = _base(request, found, ranks, count)
@@ -151,6 +144,23 @@ def _plan(
         check_memory(best, request, "the chunks of a rank")
         check_begins(best, graph, blocks, request)
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
+
+
+def _forced(
+    blocks: Blocks, cluster: Cluster, request: Request, searched_best: Callable[[], Plan]
+) -> Plan | None:
+    """The best of a schedule of several stages per rank that is forced; None where the search
+    cuts no pipeline and a number of ranks is given."""
+    if request.forced.pp is not None or not _may_be_cut_again(cluster, request):
+        num_ranks(request.forced, num_chunks(request.forced), len(blocks.blocks))
+    if not _may_be_cut_again(cluster, request):
+        return None
+    try:
+        return searched_best()
+    except (UsageError, InfeasibleError):
+        if request.forced.pp is None:
+            raise
+        return None
 
 
 def _base(request: Request, found: Callable[[Request], Plan], ranks: int, count: int) -> Plan:
