@@ -151,9 +151,10 @@ def _forced(
 ) -> Plan | None:
     """The best of a schedule of several stages per rank that is forced; None where the search
     cuts no pipeline and a number of ranks is given."""
-    if request.forced.pp is not None or not _may_be_cut_again(cluster, request):
-        num_ranks(request.forced, num_chunks(request.forced), len(blocks.blocks))
-    if not _may_be_cut_again(cluster, request):
+    may_be_cut = _may_be_cut_again(cluster, request)
+    if request.forced.pp is not None or not may_be_cut:  # before anything is searched
+        num_ranks(request.forced, request.forced.least_chunks, len(blocks.blocks))
+    if not may_be_cut:
         return None
     try:
         return searched_best()
@@ -248,9 +249,12 @@ def _has_chunks(cluster: Cluster, request: Request) -> bool:
 
 def _bound_of_chunks(job: Job, rows: tuple[int, ...]) -> float:
     """``chunk_bound`` of some micro-batch sizes, for all that a plan may have."""
-    request = job.request
-    most = request.forced.chunks or MOST_CHUNKS
-    return chunk_bound_of(job, rows, job.stage_numbers, most, request.chunked_schedules)
+    names = job.request.chunked_schedules
+    return chunk_bound_of(job, rows, job.stage_numbers, _most_chunks(job.request), names)
+
+
+def _most_chunks(request: Request) -> int:
+    return request.forced.chunks or MOST_CHUNKS
 
 
 def _gauged(other: Plan, found: search.Searched) -> Plan:
@@ -269,7 +273,7 @@ def _gauged(other: Plan, found: search.Searched) -> Plan:
     elif found.request.chunked_schedules:
         names = found.request.chunked_schedules
         known = job.others_bounded()
-        most = found.request.forced.chunks or MOST_CHUNKS
+        most = _most_chunks(found.request)
         least = chunk_bound(job, job.stage_numbers, most, names) if known is None else known
     else:
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)

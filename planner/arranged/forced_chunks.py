@@ -14,20 +14,15 @@ from ..errors import InfeasibleError, UsageError
 from ..graph import Blocks, Graph
 from ..plan import Alternative, Plan
 from ..requests.features import Features
-from ..requests.request import Forced, Request, divisors
+from ..requests.request import CHUNKED_NAMES, Forced, Request, divisors
 from ..requests.stage_at import stage_begins
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
-
-OF_TWO = ("interleaved", "interleaved-1f1b", "bfs", "zbv", "dualpipev")
-"""Schedules of two chunks where nothing is said."""
 
 
 def num_chunks(forced: Forced) -> int:
     """The stages per rank that are asked for. Raises UsageError AP546 where that cannot be."""
-    count = forced.chunks
-    if count is None:
-        return 2 if forced.schedule in OF_TWO else 1
-    if count > 1 and forced.schedule not in (*LOOPED, *OF_TWO):
+    count = forced.least_chunks
+    if count > 1 and forced.schedule not in (*LOOPED, *CHUNKED_NAMES):
         raise refused(
             f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
             f"schedule=, one of {', '.join(LOOPED)}",

@@ -8,6 +8,7 @@ those of the first block of a kind (the template) unless a value stands for itse
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,7 @@ class Structure:
 
     @cached_property
     def readers(self) -> dict[Ref, tuple[int, ...]]:
-        """For each value of a block the positions of the blocks that read it."""
+        """For each value of a block the positions of the blocks that read it, in order."""
         found: dict[Ref, dict[int, None]] = {}
         for position, block in enumerate(self.blocks.blocks):
             for name in block.nodes:
@@ -262,8 +263,9 @@ class Structure:
 
     def first_reader(self, ref: Ref, start: int) -> int:
         """The first block from ``start`` on that reads another one's value."""
-        made = self.position[ref.name]
-        return next(at for at in self.readers[ref] if at >= start and at != made)
+        readers = self.readers[ref]
+        at = bisect_left(readers, start)
+        return readers[at + (readers[at] == self.position[ref.name])]
 
     def first_values(self, at: int) -> list[Ref]:
         """The values of other blocks that a block is the first to read, in any run."""

@@ -116,7 +116,7 @@ def _split_by(forced: Forced) -> str:
 
 def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, ...]:
     """The numbers of ranks of a pipeline whose schedule has several stages on each."""
-    least = request.forced.chunks or 2
+    least = request.forced.least_chunks
     most = min(num_devices, num_blocks // least)
     if most < 2:
         raise UsageError(

@@ -80,6 +80,13 @@ class Forced:
                 "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
             )
 
+    @property
+    def least_chunks(self) -> int:
+        """The stages per rank that are asked for; else the fewest of them that may be."""
+        if self.chunks is not None:
+            return self.chunks
+        return 2 if self.schedule in CHUNKED_NAMES else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -157,8 +164,7 @@ class Request:
     @property
     def forces_chunks(self) -> bool:
         """Whether several stages per rank are forced: by the schedule, or by their number."""
-        least = 2 if self.forced.schedule in CHUNKED_NAMES else 1
-        return self.forced.schedule is not None and (self.forced.chunks or least) > 1
+        return self.forced.schedule is not None and self.forced.least_chunks > 1
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:
