@@ -344,7 +344,7 @@ class _Leader:
                 yield kind, group, partition, USUAL_BYTES
         library = group_of(self.cluster, range(total)).library
         if first > 1:
-            link = self.cluster.hosts[0].link
+            link = self.cluster.link(0, 1)
             yield "p2p", Group(2, 2, 1, link, link, library=library), (), USUAL_BYTES
         if len(self.cluster.hosts) > 1:
             link = self.cluster.inter_link

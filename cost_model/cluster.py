@@ -6,10 +6,12 @@ GB is 1e9 bytes, GiB is 2**30. Rates are bytes per second in one direction per d
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
+
+from .wires import MOST_DEVICES, Wires, are_wires, num_links_used, wires_among
 
 Source = Literal["measured", "interpolated", "spec"]
 
@@ -77,6 +79,8 @@ class Link:
     ``base_seconds`` is what starting any transfer or collective costs once, whatever its
     number of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself
     sums an all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot.
+    ``num_links`` is of how many links of a device the rate is; 0 where that does not matter, as
+    a switch joins all.
     """
 
     name: str
@@ -85,16 +89,63 @@ class Link:
     source: str = ""
     base_seconds: float = 0.0
     reduction_bytes_per_second: float = 0.0
+    num_links: int = 0
+
+
+@lru_cache(maxsize=256)
+def _part_of(link: Link, num_links: int) -> Link:
+    """A link at the rate of some of a device's links."""
+    rate = link.bytes_per_second * num_links / link.num_links
+    return replace(link, bytes_per_second=rate, num_links=num_links)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Equal devices joined by one link. ``rack`` names the hosts that stand together."""
+    """Equal devices joined by one link. ``rack`` names the hosts that stand together.
+
+    Without a switch, ``wires`` says how many links any two devices have to each other, and
+    ``detour`` joins those that no ring of links does. Raises ``ClusterError`` where they do
+    not fit.
+    """
 
     device: Device
     num_devices: int
     link: Link
     rack: str = ""
+    wires: Wires = ()
+    detour: Link | None = None
+
+    def __post_init__(self) -> None:
+        if not self.wires:
+            return
+        if len(self.wires) != self.num_devices or not are_wires(self.wires):
+            raise ClusterError(
+                f"wires of {self.num_devices} devices are as many rows of as many counts, "
+                "the same in both directions and 0 to itself"
+            )
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterError(f"wires are described of at most {MOST_DEVICES} devices")
+        if self.link.num_links < 1:
+            raise ClusterError(
+                f"of how many links is the rate of {self.link.name!r}?", fix="add num_links"
+            )
+        if self.detour is None:
+            raise ClusterError("no link for devices without wires", fix='add detour = "pcie4"')
+
+    def link_among(self, devices: Sequence[int]) -> Link:
+        """What a collective of some of the host's devices runs over, by their numbers in it.
+
+        The share of the link that its rings can use; the detour where there is no ring.
+        """
+        if not self.wires or self.detour is None or len(devices) < 2:
+            return self.link
+        used = num_links_used(wires_among(self.wires, devices))
+        return _part_of(self.link, used) if used else self.detour
+
+    def part(self, num_devices: int) -> Host:
+        """A host of the first devices of this one."""
+        wires = wires_among(self.wires, range(num_devices)) if self.wires else ()
+        return replace(self, num_devices=num_devices, wires=wires)
 
 
 @dataclass(frozen=True)
@@ -138,8 +189,36 @@ class Cluster:
         """The link that two ranks talk over: the host's, that between hosts, or between racks."""
         host, other = self.host_of[first], self.host_of[second]
         if host == other:
-            return self.hosts[host].link
+            return self.link_within(host, (first, second))
         return self.host_link({self.hosts[host].rack, self.hosts[other].rack})
+
+    def link_within(self, host: int, ranks: Sequence[int]) -> Link:
+        """What ranks of one host talk over together."""
+        start = self.first_ranks[host]
+        return self.hosts[host].link_among([rank - start for rank in ranks])
+
+    def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
+        """What ranks get values over, each from one of another stage's: the slowest of them.
+
+        Between stages of one host without a switch each pair counts; else the nearest two ranks
+        stand for all.
+        """
+        hosts = {self.host_of[rank] for rank in (sources[0], sources[-1], targets[0], targets[-1])}
+        if len(hosts) > 1 or not self.hosts[next(iter(hosts))].wires:
+            return self.link(sources[-1], targets[0])
+        number = min(len(sources), len(targets))
+        links = map(self.link, sources[-number:], targets[:number])
+        return min(links, key=lambda link: link.bytes_per_second)
+
+    def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
+        """The wires in each host of which neighbouring ranks have a part, without a switch."""
+        found = []
+        for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
+            own, start = self.hosts[host], self.first_ranks[host]
+            here = range(max(first - start, 0), min(first + size - start, own.num_devices))
+            if own.wires and len(here) < own.num_devices:
+                found.append(wires_among(own.wires, here))
+        return tuple(found)
 
     def host_link(self, racks: Collection[str]) -> Link:
         """The slowest link on the way between hosts that stand in these racks."""

@@ -29,6 +29,18 @@ hosts of different racks, ``inter_link`` those of one::
     num_devices = 8
     device = "H100"
     rack = "north"
+
+Without a switch, ``wires`` are the links between any two devices of a host, as rows of counts
+or by a name of ``wires.WIRES``; the link's rate is of ``num_links`` of them, and devices that no
+ring of wires joins take the ``detour``. V100 hosts come with theirs; ``wires = "switch"`` is a
+host of them with a switch::
+
+    [[hosts]]
+    num_devices = 4
+    device = "A100-80GB-PCIe"
+    link = { preset = "nvlink3-bridge", num_links = 1 }
+    wires = [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
+    detour = "pcie4"
 """
 
 from __future__ import annotations
@@ -44,6 +56,10 @@ from typing import Any
 from .cluster import Cluster, ClusterError, Device, Host, Link
 from .presets import find_link, find_preset
 from .quantity import parse_bytes, parse_rate
+from .wires import WIRES, Wires, wires_among
+
+SWITCH = "switch"
+"""In place of wires: every device reaches every other over all of its links."""
 
 _Convert = Callable[[Any, str], Any]
 
@@ -113,6 +129,8 @@ def to_dict(cluster: Cluster) -> dict[str, Any]:
             "device": _without_none(asdict(host.device)),
             "link": asdict(host.link),
         }
+        if host.wires and host.detour is not None:
+            group |= {"wires": [list(row) for row in host.wires], "detour": asdict(host.detour)}
         hosts.append(group | ({"rack": host.rack} if host.rack else {}))
     table: dict[str, Any] = {"name": cluster.name, "inter_link": asdict(cluster.inter_link)}
     if cluster.rack_link is not None:
@@ -132,10 +150,11 @@ def dump_cluster(cluster: Cluster) -> str:
         if key in table:
             _dump_table(lines, f"[{key}]", table[key])
     for group in table["hosts"]:
-        plain = {key: group[key] for key in ("count", "num_devices", "rack") if key in group}
-        _dump_table(lines, "[[hosts]]", plain)
-        _dump_table(lines, "[hosts.link]", group["link"])
-        _dump_table(lines, "[hosts.device]", group["device"])
+        plain = ("count", "num_devices", "rack", "wires")
+        _dump_table(lines, "[[hosts]]", {key: group[key] for key in plain if key in group})
+        for key in ("link", "detour", "device"):
+            if key in group:
+                _dump_table(lines, f"[hosts.{key}]", group[key])
     return "\n".join(lines) + "\n"
 
 
@@ -155,24 +174,60 @@ def _toml(value: Any) -> str:
 
 def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
     """(how many equal hosts, one of them, the usual link between such hosts or "")."""
-    _check_keys(group, ("count", "num_devices", "device", "link", "rack"), at)
+    known = ("count", "num_devices", "device", "link", "rack", "wires", "detour")
+    _check_keys(group, known, at)
     if "device" not in group:
         raise ClusterError("no device", at, 'add device = "H100", or a table')
     device, preset_name = _device(group["device"], f"{at}.device")
     preset = find_preset(preset_name) if preset_name else None
-    if "link" in group:
-        link = _link(group["link"], f"{at}.link")
-    elif preset:
-        link = find_link(preset.link)
-    else:
-        raise ClusterError("no link within the host", at, 'add link = "nvlink4", or a table')
     if "num_devices" not in group:
         raise ClusterError("how many devices?", at, "add num_devices = 8")
     num_devices = _count(group["num_devices"], f"{at}.num_devices")
+    if "link" in group:
+        host = Host(device, num_devices, _link(group["link"], f"{at}.link"))
+    elif preset:
+        host = preset.host(num_devices, device)
+    else:
+        raise ClusterError("no link within the host", at, 'add link = "nvlink4", or a table')
     count = _count(group.get("count", 1), f"{at}.count")
     rack = _text(group.get("rack", ""), f"{at}.rack")
-    host = Host(device, num_devices, link, rack)
+    host = _wired(replace(host, rack=rack), group, at)
     return count, host, preset.fabric if preset else ""
+
+
+def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
+    """A host with the wires that its table has, if any."""
+    if "detour" in group and "wires" not in group and not host.wires:
+        raise ClusterError("a detour, but no wires", f"{at}.detour", "add wires, as rows or a name")
+    detour = _link(group["detour"], f"{at}.detour") if "detour" in group else host.detour
+    if group.get("wires") == SWITCH:
+        return replace(host, wires=(), detour=None)
+    wires = _wires(group["wires"], host, f"{at}.wires") if "wires" in group else host.wires
+    try:
+        return replace(host, wires=wires, detour=detour)
+    except ClusterError as error:
+        raise ClusterError(error.what, f"{at}.wires", error.fix) from error
+
+
+def _wires(value: Any, host: Host, at: str) -> Wires:
+    """Rows of counts, or the first devices of wires with a name."""
+    if isinstance(value, str):
+        if value not in WIRES:
+            raise ClusterError(
+                f"no wires named {value!r}", at, f"known: {SWITCH}, {', '.join(WIRES)}"
+            )
+        if host.num_devices > len(WIRES[value]):
+            raise ClusterError(f"{value} has {len(WIRES[value])} devices, the host more", at)
+        return wires_among(WIRES[value], range(host.num_devices))
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        raise ClusterError(f"expected rows of counts, or a name, found {value!r}", at)
+    return tuple(tuple(_links(item, at) for item in row) for row in value)
+
+
+def _links(value: Any, at: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ClusterError(f"expected a number of links, found {value!r}", at)
+    return value
 
 
 def _default_name(hosts: list[Host]) -> str:
@@ -324,4 +379,5 @@ _LINK_FIELDS: Mapping[str, _Convert] = {
     "source": _text,
     "base_seconds": _number,
     "reduction_bytes_per_second": lambda value, at: _rate(value, at, convert=_number),
+    "num_links": _links,
 }

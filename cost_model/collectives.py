@@ -99,17 +99,17 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
     >>> group.num_hosts, group.ranks_per_host
     (4, 1)
     """
-    counts: dict[int, int] = {}
+    members: dict[int, list[int]] = {}
     for rank in ranks:
-        host = cluster.host_of[rank]
-        counts[host] = counts.get(host, 0) + 1
-    hosts = [cluster.hosts[host] for host in counts]
+        members.setdefault(cluster.host_of[rank], []).append(rank)
+    hosts = [cluster.hosts[host] for host in members]
     on_gpus = all(host.device.kind == "cuda" for host in hosts)
+    links = (cluster.link_within(host, own) for host, own in members.items())
     return Group(
         num_ranks=len(ranks),
-        ranks_per_host=min(counts.values()),
-        num_hosts=len(counts),
-        intra=min((host.link for host in hosts), key=lambda link: link.bytes_per_second),
+        ranks_per_host=min(len(own) for own in members.values()),
+        num_hosts=len(members),
+        intra=min(links, key=lambda link: link.bytes_per_second),
         inter=cluster.host_link({host.rack for host in hosts}),
         library="nccl" if on_gpus else "gloo",
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -251,29 +251,28 @@ def _detect_gpus(num_devices: int | None) -> Cluster:
     hosts = []
     for name, run in groupby(range(num), key=lambda index: names[index]):
         indices = list(run)
-        device, link = _gpu(name, indices[0])
-        hosts.append(Host(device, len(indices), link))
+        hosts.append(_gpus(name, indices))
     # GPUs of different kinds in one machine reach each other over PCIe only.
     inter_link = hosts[0].link if len(hosts) == 1 else LINKS["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
     return Cluster(name=name, hosts=tuple(hosts), inter_link=inter_link)
 
 
-def _gpu(name: str, index: int) -> tuple[Device, Link]:
-    """The device that torch calls ``name``, and the link to its neighbours."""
+def _gpus(name: str, indices: Sequence[int]) -> Host:
+    """The devices that torch calls ``name``, joined as they usually are."""
     import torch
 
-    total = int(torch.cuda.get_device_properties(index).total_memory)
+    total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
     preset = match_gpu_name(name, total)
     if preset is None:
-        return _measure_gpu(name, index, total), LINKS["pcie4"]
+        return Host(_measure_gpu(name, indices[0], total), len(indices), LINKS["pcie4"])
     sources = {
         **preset.device.sources,
         "memory_bytes": "torch.cuda",
         "usable_memory_bytes": "torch.cuda",
     }
     device = replace(preset.device, memory_bytes=total, usable_memory_bytes=total, sources=sources)
-    return device, LINKS[preset.link]
+    return preset.host(len(indices), device)
 
 
 def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:

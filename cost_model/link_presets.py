@@ -70,8 +70,8 @@ _LINKS = (
     Link(
         "nvlink2", 1e-6, 124e9,
         "measured: all-reduce busbw 124 GB/s on 4 V100-SXM2 (bigscience@9e64ede, "
-        "n1_32gb_all_reduce_bench); spec 150 GB/s; latencies and protocols as NVLink 3",
-        base_seconds=29e-6,
+        "n1_32gb_all_reduce_bench); spec 150 GB/s by 6 links; latencies and protocols as NVLink 3",
+        base_seconds=29e-6, num_links=6,
     ),
     Link(
         "nvlink3", 1e-6, 232e9,

@@ -10,8 +10,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from .cluster import ClusterError, Device, Link
+from .cluster import ClusterError, Device, Host, Link
 from .link_presets import INTRA_PREFIXES, LINK_ALIASES, LINKS
+from .wires import WIRES, wires_among
 
 MIB = 2**20
 _SPEED_MONITOR = "mosaicml/composer@003ec03 speed_monitor.py, citing NVIDIA's data sheet"
@@ -31,12 +32,30 @@ _UNITS = f"SMs: {_RECALLED}"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A device, the names of the links in and between its usual hosts, the devices of a host."""
+    """A device, the names of the links in and between its usual hosts, the devices of a host.
+
+    ``wires`` are the names of those of hosts without a switch, each with the most devices that
+    it is for, in rising order.
+    """
 
     device: Device
     link: str
     fabric: str
     host_size: int = 8
+    wires: tuple[tuple[int, str], ...] = ()
+
+    def host(self, num_devices: int, device: Device | None = None) -> Host:
+        """So many of these devices, or of ``device``, as they are usually joined.
+
+        >>> find_preset("V100-16GB").host(4).link_among((0, 1)).num_links
+        1
+        """
+        own, link = device or self.device, LINKS[self.link]
+        for most, name in self.wires:
+            if 1 < num_devices <= most:
+                wires = wires_among(WIRES[name], range(num_devices))
+                return Host(own, num_devices, link, wires=wires, detour=LINKS["pcie3"])
+        return Host(own, num_devices, link)
 
 
 def _gpu(
@@ -280,8 +299,19 @@ CPU_CORE = Device(
 )  # fmt: skip
 
 _PRESETS = (
-    Preset(_v100("V100-16GB", 16160), "nvlink2", "infiniband-edr-shared"),
-    Preset(_v100("V100-32GB", 32510), "nvlink2", "infiniband-edr-shared", 16),
+    Preset(
+        _v100("V100-16GB", 16160),
+        "nvlink2",
+        "infiniband-edr-shared",
+        wires=((8, "hybrid-cube-mesh"),),
+    ),
+    Preset(
+        _v100("V100-32GB", 32510),
+        "nvlink2",
+        "infiniband-edr-shared",
+        16,
+        ((4, "all-pairs-twice"), (8, "hybrid-cube-mesh")),
+    ),
     Preset(_a100("A100-40GB", 40536, 1555, pcie=False), "nvlink3", "infiniband-hdr", 16),
     Preset(_a100("A100-80GB", 81251, 2039, pcie=False), "nvlink3", "infiniband-hdr"),
     Preset(_a100("A100-40GB-PCIe", 40536, 1555, pcie=True), "pcie4", "infiniband-hdr"),

@@ -65,11 +65,13 @@ def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
             text,
             f"write {num_hosts * hosts}x{preset.host_size}x{name}, or describe it in a TOML file",
         )
-    link, between = find_link(preset.link), None
+    host, between = preset.host(num_devices), None
     if at:
         named = find_link(link_name, text)
-        link, between = (named, None) if joins_devices(named) else (link, named)
-    host = Host(preset.device, num_devices, link)
+        if joins_devices(named):
+            host = Host(preset.device, num_devices, named)
+        else:
+            between = named
     return [host] * num_hosts, find_link(preset.fabric), between
 
 

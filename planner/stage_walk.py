@@ -97,8 +97,8 @@ class StageWalk:
     def __post_init__(self) -> None:
         stage = self.plan.stages[self.index]
         self.stage, self.stop = stage, self.start + len(stage.blocks)
-        before = self.plan.stages[self.index - 1].devices[-1]
-        link = self.prices.cluster.link(before, stage.devices[0])
+        before = self.plan.stages[self.index - 1].devices
+        link = self.prices.cluster.send_link(before, stage.devices)
         halves = splits(self.plan.schedule)
         self.setting = Setting(
             self.graph, self.prices, stage.zero, link, self.plan.slices, splits=halves

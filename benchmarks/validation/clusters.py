@@ -23,6 +23,8 @@ SPELLINGS = {
     "A100-80GB-SXM4": "A100-SXM4-80GB", "A100-40GB-SXM4": "A100-SXM4-40GB",
     "H100-80GB-SXM5": "H100-SXM5-80GB", "H200-141GB-SXM5": "H200-SXM5-141GB",
 }  # fmt: skip
+WITHOUT_SWITCH = ("hybrid-cube-mesh", "p3.")
+"""Words of an interconnect whose hosts have wires between their devices."""
 FABRICS = (("EFA", "efa-p4d", 50.0), ("IB", "infiniband-hdr", 200.0), ("RDMA", "infiniband-hdr",
            200.0), ("RoCE", "infiniband-hdr", 200.0), ("Omni-Path", "infiniband-hdr", 200.0),
            ("AWS", "ethernet-100g", 100.0))  # fmt: skip
@@ -48,6 +50,8 @@ def make_cluster(
         inter = find_link(preset.fabric)
         assumed += ("fabric",) if num_devices > size else ()
     host = Host(device, size, intra)
+    if any(word in interconnect for word in WITHOUT_SWITCH) and preset.wires:
+        host = preset.host(size, device)
     name = f"{num_devices // size}x{size}x{device.name}"
     return Cluster(name, (host,) * (num_devices // size), inter), assumed
 

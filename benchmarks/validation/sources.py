@@ -42,7 +42,7 @@ class Source:
         if self.attention is not None:
             efficiency = {**device.efficiency, "attention": self.attention}
             device = replace(device, efficiency=efficiency)
-        return Host(device, host.num_devices, self._link(host.link))
+        return replace(host, device=device, link=self._link(host.link))
 
     def _link(self, link: Link) -> Link:
         return replace(link, base_seconds=_or(self.start_seconds, link.base_seconds))

@@ -412,7 +412,7 @@ class _Work:
         """What joins a stage to the one before it, of chunks the last rank to the first."""
         size, pp = self.mesh.size, self.configuration.pp
         here, before = stage % pp * size, (stage - 1) % pp * size
-        return self.cluster.link(before, here)
+        return self.cluster.send_link(range(before, before + size), range(here, here + size))
 
     def _solver(self, first: int, link: Link) -> IntraOp:
         own = self.configuration

@@ -174,7 +174,14 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 def _kind(host: Host) -> tuple[object, ...]:
     """What hosts must share to be interchangeable, racks apart."""
     device = host.device
-    return (device.speed, device.usable_memory_bytes, host.num_devices, host.link)
+    return (
+        device.speed,
+        device.usable_memory_bytes,
+        host.num_devices,
+        host.link,
+        host.wires,
+        host.detour,
+    )
 
 
 def _racks(cluster: Cluster) -> list[list[int]]:

@@ -7,7 +7,6 @@ host. Hosts that are alike count once; of many like hosts not every number is tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, groupby, product
 
 from ...cost_model.cluster import Cluster, Host
@@ -35,7 +34,7 @@ def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
         if any(counts)
     ]
     cut = [
-        (replace(cluster.hosts[own[0]], num_devices=count),)
+        (cluster.hosts[own[0]].part(count),)
         for own in kinds
         for count in counted(cluster.hosts[own[0]].num_devices)[:-1]
     ]
@@ -65,7 +64,7 @@ def _kinds(cluster: Cluster) -> list[list[int]]:
         device = host.device
         key = (
             device.speed, device.usable_memory_bytes, device.dollars_per_hour,
-            host.num_devices, host.link,
+            host.num_devices, host.link, host.wires, host.detour,
         )  # fmt: skip
         found.setdefault(key, []).append(index)
     return list(found.values())

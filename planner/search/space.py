@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 
-from ...cost_model.cluster import Cluster
+from ...cost_model.cluster import Cluster, Link
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.submesh import submesh_sizes
 from ..inter_op.sweep import Move, Tiling
@@ -97,10 +97,17 @@ def place_key(cluster: Cluster) -> Callable[[int, int], Hashable]:
     mixed = is_mixed(cluster)
 
     def key(first: int, size: int) -> Hashable:
-        link = None if first == 0 else cluster.link(first - 1, first)
-        return (link, _hosts(cluster, first, size) if mixed else size)
+        link = entry_link(cluster, first, size) if first else None
+        wires = cluster.wires_of(first, size)
+        return (link, wires, _hosts(cluster, first, size) if mixed else size)
 
     return key
+
+
+def entry_link(cluster: Cluster, first: int, size: int) -> Link:
+    """What a stage on ``size`` ranks from ``first`` on gets values over from those before it."""
+    before = range(max(first - size, 0), max(first, 1))
+    return cluster.send_link(before, range(first, first + size))
 
 
 def _hosts(cluster: Cluster, first: int, size: int) -> Hashable:
@@ -111,5 +118,6 @@ def _hosts(cluster: Cluster, first: int, size: int) -> Hashable:
         host = cluster.hosts[index]
         rack = racks.setdefault(host.rack, len(racks))
         memory = host.device.usable_memory_bytes
-        hosts.append((host.device.speed, memory, host.link, rack, len(tuple(members))))
+        wired = (host.link, host.wires, host.detour)
+        hosts.append((host.device.speed, memory, wired, rack, len(tuple(members))))
     return tuple((each, len(tuple(same))) for each, same in groupby(hosts))

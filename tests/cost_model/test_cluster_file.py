@@ -240,3 +240,48 @@ def test_a_group_over_racks_is_as_slow_as_the_link_between_them() -> None:
 def test_hosts_are_joined_by_the_slowest_of_their_usual_links() -> None:
     text = HOST + '[[hosts]]\nnum_devices = 8\ndevice = "A100"'
     assert load_cluster(text).inter_link == find_link("infiniband-hdr")
+
+
+BRIDGED = """
+[[hosts]]
+num_devices = 4
+device = "A100-80GB-PCIe"
+link = { preset = "nvlink3-bridge", num_links = 1 }
+wires = [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
+detour = "pcie4"
+"""
+
+
+def test_wires_as_rows_and_as_a_round_trip() -> None:
+    cluster = load_cluster(BRIDGED)
+    assert cluster.link(0, 1).name == "nvlink3-bridge"
+    assert cluster.link(1, 2) == find_link("pcie4")
+    assert group_of(cluster, range(4)).intra == find_link("pcie4")
+    assert load_cluster(dump_cluster(cluster)) == cluster
+    assert from_dict(json.loads(json.dumps(to_dict(cluster)))) == cluster
+
+
+def test_wires_of_v100_hosts_by_default_by_name_and_with_a_switch() -> None:
+    text = 'hosts = [{num_devices = 8, device = "V100-16GB"%s}]'
+    usual = load_cluster(text % "")
+    assert usual.hosts == parse_cluster("8xV100-16GB").hosts
+    assert load_cluster(text % ', wires = "hybrid-cube-mesh"') == usual
+    assert load_cluster(text % ', wires = "switch"').link(3, 4) == find_link("nvlink2")
+    assert load_cluster(text % ', link = "nvlink2"').link(3, 4) == find_link("nvlink2")
+    assert load_cluster(text % ', detour = "pcie4"').link(3, 4) == find_link("pcie4")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('wires = "ring"', "no wires named 'ring' .*hosts.0..wires.*hybrid-cube-mesh"),
+        ("wires = 3", "expected rows of counts, or a name, found 3"),
+        ("wires = [[0, -1], [-1, 0]]", "expected a number of links, found -1"),
+        ("wires = [[0, 1], [1, 0]]", "wires of 4 devices are as many rows"),
+        ('detour = "pcie4"', "a detour, but no wires .*hosts.0..detour"),
+        ('wires = "all-pairs-twice"', "of how many links is the rate of 'nvlink4'"),
+    ],
+)
+def test_wrong_wires_name_their_key(line: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        load_cluster(f'[[hosts]]\nnum_devices = 4\ndevice = "H100"\n{line}\n')

@@ -195,15 +195,14 @@ Source: Zheng et al. 2022 (Alpa), artifact results_intra_ablation_ref.tsv.
 """
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the cost model gives every group of V100s in a host one bandwidth; without a switch "
-    "a pair has one or two of a device's six NVLinks, or none, so axes of 2 are slower than that",
-)
 @pytest.mark.parametrize(("num_devices", "hidden", "num_heads"), [(4, 4096, 32), (8, 5760, 40)])
 def test_2d_meshes_lose_to_1d_meshes_on_one_nvlink_host(
     num_devices: int, hidden: int, num_heads: int
 ) -> None:
+    """Of 6 links of a V100 all devices' rings use 6, four's 4 and a pair's one or two.
+
+    Nothing is fitted to these rows: the rate is that of 4 V100s with all links between them.
+    """
     program = gpt(8, hidden, num_heads, 1024, 25600)
     measured = ALPA_SECONDS[num_devices]
     predicted = {}
@@ -212,7 +211,10 @@ def test_2d_meshes_lose_to_1d_meshes_on_one_nvlink_host(
         request = Request(8, precision="bf16", forced=forced)
         found = planned(program, f"{num_devices}xV100-16GB", request)
         predicted[tp] = found.prediction.step_seconds
+    assert sorted(measured, key=predicted.__getitem__)[-1] == 2
     flat = [tp for tp in predicted if tp in (1, num_devices)]
     assert max(predicted[tp] for tp in flat) < min(
         predicted[tp] for tp in predicted if tp not in flat
     )
+    for tp, seconds in measured.items():
+        assert predicted[tp] == pytest.approx(seconds, rel=0.1)

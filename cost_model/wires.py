@@ -1,0 +1,118 @@
+"""Hosts without a switch: which devices are wired to which, and what a group can use of it.
+
+In: for every two devices of a host the number of links between them, and the devices of a
+group. Out: over how many of its links each device can send at once while the group runs a
+collective. A ring of the group that uses one link between neighbours carries data both ways
+around, so each device sends over two of its links; two devices alone send to one another over
+each link between them. Rings that share no link run at the same time. Source: NCCL,
+src/graph/search.cc, which looks for as many rings as the wires have.
+
+With a switch every device reaches every other over all of its links, and none of this matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
+
+_Pair = tuple[int, int]
+Wires = tuple[tuple[int, ...], ...]
+"""Row i, column j: links between the devices i and j of a host. Symmetric, zero on its diagonal."""
+
+MOST_DEVICES = 8
+"""Of a host that is described by its wires; more of them come with a switch."""
+
+_HYBRID_CUBE_MESH: Wires = (
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+_ALL_PAIRS_TWICE: Wires = tuple(tuple(2 * (i != j) for j in range(4)) for i in range(4))
+
+WIRES: Mapping[str, Wires] = {
+    "hybrid-cube-mesh": _HYBRID_CUBE_MESH,
+    "all-pairs-twice": _ALL_PAIRS_TWICE,
+}
+"""By name. ``hybrid-cube-mesh``: 8 V100 with 6 links each, as ``nvidia-smi topo -m`` shows them
+on DGX-1 and AWS p3.16xlarge; of fewer devices its first ones. ``all-pairs-twice``: 4 V100 with
+two links to each other one."""
+
+
+def are_wires(wires: Wires) -> bool:
+    """Whether these are counts of links between devices.
+
+    >>> are_wires(((0, 2), (2, 0))), are_wires(((0, 2), (1, 0)))
+    (True, False)
+    """
+    size = len(wires)
+    return all(len(row) == size and row[i] == 0 for i, row in enumerate(wires)) and all(
+        wires[i][j] == wires[j][i] >= 0 for i in range(size) for j in range(i)
+    )
+
+
+def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
+    """The wires between some devices of a host, in the order of ``members``.
+
+    >>> wires_among(WIRES["hybrid-cube-mesh"], (0, 3))
+    ((0, 2), (2, 0))
+    """
+    return tuple(tuple(wires[i][j] for j in members) for i in members)
+
+
+@lru_cache(maxsize=4096)
+def num_links_used(wires: Wires) -> int:
+    """Links over which each of these devices sends at once in a collective; 0: no ring joins them.
+
+    >>> cube = WIRES["hybrid-cube-mesh"]
+    >>> [num_links_used(wires_among(cube, range(n))) for n in (2, 4, 8)]
+    [1, 4, 6]
+    >>> num_links_used(wires_among(cube, (0, 2, 4, 6))), num_links_used(wires_among(cube, (3, 4)))
+    (2, 0)
+    """
+    if len(wires) == 2:
+        return wires[0][1]
+    most = min(sum(row) // 2 for row in wires)
+    left = {pair: wires[pair[0]][pair[1]] for pair in combinations(range(len(wires)), 2)}
+    return 2 * _most_rings(len(wires), left, most)
+
+
+def _most_rings(number: int, left: dict[_Pair, int], most: int) -> int:
+    """Rings through all of ``number`` devices that can run at once, up to ``most``."""
+    if most == 0:
+        return 0
+    best = 0
+    for ring in _rings(number, left):
+        for pair in ring:
+            left[pair] -= 1
+        best = max(best, 1 + _most_rings(number, left, most - 1))
+        for pair in ring:
+            left[pair] += 1
+        if best == most:
+            break
+    return best
+
+
+def _rings(number: int, left: Mapping[_Pair, int]) -> Iterator[tuple[_Pair, ...]]:
+    """Every ring through all devices over the links that are left, each in one direction."""
+
+    def extended(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(path) == number:
+            if path[1] < path[-1] and left[0, path[-1]]:
+                yield path
+            return
+        for other in range(1, number):
+            if other not in path and left[_pair(path[-1], other)]:
+                yield from extended((*path, other))
+
+    for path in extended((0,)):
+        yield tuple(_pair(*both) for both in zip(path, (*path[1:], 0), strict=True))
+
+
+def _pair(first: int, second: int) -> _Pair:
+    return min(first, second), max(first, second)

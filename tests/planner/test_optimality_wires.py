@@ -1,0 +1,78 @@
+"""The planner's answer is the best there is where devices of a host are wired unequally."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from random_cases import random_case
+from solved_cases import (
+    SAME,
+    Solved,
+    assert_is_the_best,
+    best_of_all,
+    found_plan,
+    with_limit,
+)
+
+from autoparallel.cost_model.cluster import Host
+from autoparallel.planner.evaluate import evaluate
+
+SEEDS = [seed for seed in range(120) if random_case(seed).cluster.hosts[-1].num_devices >= 3]
+"""Cases with three or four devices in a host: of two there is one pair."""
+
+SAMPLE = [*SEEDS[:10], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[10:])]
+
+
+def wired(host: Host, rng: random.Random) -> Host:
+    """The host with 0 to 2 links between any two devices, of 3 that each has."""
+    size = host.num_devices
+    if size < 2:
+        return host
+    counts = {(i, j): rng.choice((0, 1, 1, 2)) for j in range(size) for i in range(j)}
+    wires = tuple(
+        tuple(counts[min(i, j), max(i, j)] if i != j else 0 for j in range(size))
+        for i in range(size)
+    )
+    slow = replace(
+        host.link,
+        name="detour",
+        bytes_per_second=host.link.bytes_per_second * rng.choice((0.1, 0.25)),
+        alpha_seconds=3 * host.link.alpha_seconds,
+    )
+    return replace(host, link=replace(host.link, num_links=3), wires=wires, detour=slow)
+
+
+@cache
+def solved(seed: int) -> Solved:
+    case, rng = random_case(seed), random.Random(seed)
+    hosts = tuple(wired(host, rng) for host in case.cluster.hosts)
+    case = with_limit(replace(case, cluster=replace(case.cluster, hosts=hosts)))
+    found = found_plan(case)
+    below = float("inf") if found is None else found.prediction.step_seconds * (1 + 1e-6)
+    return Solved(case, found, best_of_all(case, below=below))
+
+
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_the_plan_is_the_fastest_there_is(seed: int) -> None:
+    assert_is_the_best(solved(seed))
+
+
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_the_plan_costs_what_it_says_and_its_gap_holds(seed: int) -> None:
+    own = solved(seed)
+    if own.found is None:
+        return
+    priced = evaluate(own.case.graph, own.case.blocks, own.found, own.case.cluster)
+    assert priced.step_seconds == pytest.approx(own.seconds, rel=SAME)
+    if own.best is not None:
+        assert own.best.step_seconds >= own.seconds * (1 - own.found.solver.gap) * (1 - SAME)
+
+
+def test_wires_make_places_of_one_size_differ() -> None:
+    """In most cases two pairs of neighbours of one host have other wires."""
+    hosts = [own.case.cluster.hosts[-1] for own in map(solved, SEEDS[:10])]
+    pairs = [{host.wires[i][i + 1] for i in range(host.num_devices - 1)} for host in hosts]
+    assert sum(len(each) > 1 for each in pairs) >= 5

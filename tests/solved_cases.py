@@ -1,0 +1,98 @@
+"""Cases, the planner's answers to them, and whether these are the best there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from brute_force import Best, BruteForce
+from brute_force_shares import Shared, best_shared
+from random_cases import Case
+
+from autoparallel.planner.errors import InfeasibleError
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.search.free_axes import WORTH_IT
+from autoparallel.planner.search.search import plan
+from autoparallel.planner.strategy import NodeLayout
+
+SAME = 1e-9
+"""Relative: two steps within this are equal."""
+
+
+def found_plan(case: Case) -> Plan | None:
+    """The planner's answer, None if it says that nothing fits."""
+    try:
+        return plan(case.graph, case.blocks, case.cluster, case.request)
+    except InfeasibleError:
+        return None
+
+
+def with_limit(case: Case) -> Case:
+    """The case with the memory that it says, as a share of what the free plan takes."""
+    if case.memory_share is None:
+        return case
+    free = found_plan(case)
+    assert free is not None
+    return case.limited(int(case.memory_share * free.prediction.peak_memory_bytes))
+
+
+def best_of_all(case: Case, *, below: float = math.inf, free: bool = False) -> Best | Shared | None:
+    """The fastest plan, of unequal shares of the batch too where devices differ."""
+    force = BruteForce(case.graph, case.blocks, case.cluster, case.request, free=free)
+    even = force.best(below)
+    if not case.is_mixed:
+        return even
+    return best_shared(force, below if even is None else even.step_seconds) or even
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A case, the planner's answer, and the best plan no slower than that."""
+
+    case: Case
+    found: Plan | None
+    best: Best | Shared | None
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.found is None else self.found.prediction.step_seconds
+
+
+def assert_is_the_best(own: Solved) -> None:
+    if own.found is None:
+        assert own.best is None, own.best.summary
+    elif own.best is None:
+        assert_is_outside(own.case, own.found)
+    else:
+        assert own.seconds <= own.best.step_seconds * (1 + SAME), own.best.summary
+        assert own.seconds >= own.best.step_seconds * (1 - SAME), "better than every plan"
+
+
+def assert_is_outside(case: Case, found: Plan) -> None:
+    """It uses "dp" for more than the batch, which the search does where that is worth it."""
+    inside = best_of_all(case)
+    seconds = found.prediction.step_seconds
+    assert inside is None or seconds < inside.step_seconds * (1 - WORTH_IT)
+    assert any(
+        layout.outputs[0][0].is_shard
+        for stage in found.stages
+        for name, layout in stage.layouts.items()
+        if stage.mesh.axes[0] == "dp" and case.graph[name].kind == "parameter"
+    ) or any(not splits_batch(case, stage.layouts) for stage in found.stages)
+
+
+def splits_batch(case: Case, layouts: Mapping[str, NodeLayout]) -> bool:
+    """Whether every value that counts the batch is made and read split along it on axis 0."""
+    dims = case.graph.batch_dims
+    pairs = [
+        pair
+        for name, layout in layouts.items()
+        if case.graph[name].kind == "op"
+        for pair in (
+            *zip(dims[name], layout.outputs, strict=True),
+            *((dims[ref.name][ref.index], held)
+              for ref, held in zip(case.graph[name].inputs, layout.inputs, strict=True)),
+        )
+    ]  # fmt: skip
+    return all(dim is None or str(held[0]) == f"S({dim})" for dim, held in pairs)
