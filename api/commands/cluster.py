@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from autoparallel.cost_model.cluster import Cluster, Device, Link
+    from autoparallel.cost_model.wires import Wires
 
 ClusterArgument = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="local, 8xH100, 4x8xA100-80GB, cpu:4, a TOML file")
@@ -41,6 +42,10 @@ def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
     for place, link in _links(found):
         console.print(f"\n[bold]{link.name}[/] {place}")
         console.print(figure_table(link_figures(link)))
+    for wires, size in dict.fromkeys((host.wires, host.num_devices) for host in found.hosts):
+        if wires:
+            console.print(f"\n[bold]links between two devices[/] of a host of {size}")
+            console.print(wires_table(wires))
     show_measured(found, console)
 
 
@@ -59,7 +64,9 @@ def show_measured(cluster: Cluster, console: Console) -> None:
 
 
 def _links(cluster: Cluster) -> list[tuple[str, Link]]:
-    links = [("within a host", host.link) for host in cluster.hosts if host.num_devices > 1]
+    hosts = [host for host in cluster.hosts if host.num_devices > 1]
+    links = [("within a host", host.link) for host in hosts]
+    links += [("where no ring of links is", host.detour) for host in hosts if host.detour]
     if len(cluster.hosts) > 1:
         links.append(("between hosts", cluster.inter_link))
     if cluster.rack_link is not None:
@@ -111,7 +118,19 @@ def link_figures(link: Link) -> Figures:
     if link.reduction_bytes_per_second:
         rate = rate_text(link.reduction_bytes_per_second, "B/s")
         rows.append(("all-reduce in the switch", rate, link.source))
+    if link.num_links:
+        rows.append(("of links", str(link.num_links), link.source))
     return rows
+
+
+def wires_table(wires: Wires) -> Table:
+    """The links of each device of a host to each other one."""
+    from autoparallel.report.page import plain_table
+
+    table = plain_table(("device", "right"), *((str(n), "right") for n in range(len(wires))))
+    for number, row in enumerate(wires):
+        table.add_row(str(number), *("-" if n == number else str(c) for n, c in enumerate(row)))
+    return table
 
 
 def figure_table(figures: Figures) -> Table:

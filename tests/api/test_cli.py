@@ -155,6 +155,19 @@ def test_a_cluster_is_shown_with_sources(capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_cluster_without_a_switch_is_shown_with_its_wires(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("cluster", "4xV100-16GB") == 0
+    out = capsys.readouterr().out
+    assert "pcie3 where no ring of links is" in out
+    assert "links between two devices of a host of 4" in out
+    assert [line.split() for line in out.splitlines()[-6:-2]] == [
+        ["0", "-", "1", "1", "2"], ["1", "1", "-", "2", "1"],
+        ["2", "1", "2", "-", "2"], ["3", "2", "1", "2", "-"],
+    ]  # fmt: skip
+
+
 def test_a_cluster_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("cluster", "8xH100", "--json") == 0
     cluster = json.loads(capsys.readouterr().out)
