@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -52,6 +52,7 @@ from ..inter_op.cuts import Bands
 from ..inter_op.sweep import Sweep, Tiling, larger, turning
 from ..schedules.held import splits
 from .costs import Costs, MeshCosts
+from .counted import counted_bounds
 from .job import Job
 from .memory_bounds import Priced, rounded
 from .runs import Floats
@@ -160,6 +161,29 @@ class Space:
         return self._sweeps[number, form]
 
     @cached_property
+    def counted(self) -> Mapping[int, float]:
+        """By number of stages what counting blocks proves. Raises ``_LateError``."""
+        classes = self.costs.runs.classes
+        taken: dict[int, Floats] = {}
+
+        def of_stage(left: int, place: int, first: bool) -> Floats | None:
+            own = self.stage(left, place, first)
+            if own is None:
+                return None
+            if id(own) not in taken:
+                self._check_time()
+                self.costs.effort.num_steps += 1
+                taken[id(own)] = own.largest()[1]
+            return taken[id(own)]
+
+        low = max(self.mean_seconds, 1e-9 * self.most_seconds)
+        if low >= self.most_seconds:
+            return {}
+        return counted_bounds(
+            self.tiling, classes.lengths, of_stage, low=low, high=self.most_seconds
+        )
+
+    @cached_property
     def mean_seconds(self) -> float:
         """What a device works at least, the mean of all. Raises ``_LateError``."""
         self._check_time()
@@ -188,7 +212,8 @@ class Space:
 class _Part:
     """The pipelines of one number of stages, and what none of them is faster than.
 
-    ``has_mean``: it has the bound of the mean device's work; ``tried`` are the forms that it has.
+    ``has_mean``: it has the bound of the mean device's work; ``is_counted``: that of counting
+    blocks, where these are many; ``tried`` are the forms that it has.
     """
 
     least: float
@@ -197,6 +222,7 @@ class _Part:
     number: int = field(compare=False)
     tried: list[Form] = field(default_factory=list, compare=False)
     has_mean: bool = field(default=False, compare=False)
+    is_counted: bool = field(default=False, compare=False)
 
     def narrow(self) -> bool:
         """Finds a better bound; whether there was one to look for."""
@@ -204,6 +230,11 @@ class _Part:
             self.has_mean = True
             self.least = max(self.least, self.space.mean_seconds)
             return True
+        if not self.is_counted:
+            self.is_counted = True
+            if not self.space.tiling.fixed:
+                self.least = max(self.least, self.space.counted.get(self.number, 0.0))
+                return True
         untried = [each for each in self.space.forms(self.number) if each not in self.tried]
         if untried:
             self.tried.append(untried[0])
