@@ -61,7 +61,8 @@ from .stage_bounds import FORMS, Form, HeldBounds, StageBounds
 from .work_bound import work_bound
 
 MANY_BLOCKS = 256
-"""With more, a step of a sweep takes longer, by the square of how many times more."""
+"""With more, a step of a sweep takes longer, by the square of how many times more; stages of any
+sizes are then only counted."""
 
 
 class _LateError(Exception):
@@ -202,7 +203,9 @@ class Space:
             raise _LateError
 
     def forms(self, number: int) -> tuple[Form, ...]:
-        """The forms that hold of so many stages."""
+        """The forms that hold of so many stages and are worth a sweep."""
+        if not self.tiling.fixed and self.costs.runs.classes.num_blocks > MANY_BLOCKS:
+            return ()
         if number == 1 or not self.is_chain:
             return ("largest",)
         return ("largest", "filling", "turning") if self.splits else ("largest", "turning")
