@@ -117,7 +117,8 @@ def _scaled(tensor: Tensor, axis: int, split: Placement, communicator: Communica
 
 def _part(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
     size = tensor.shape[split.dim] // communicator.size(axis)
-    return tensor.narrow(split.dim, communicator.coordinate(axis) * size, size).contiguous()
+    own = tensor.narrow(split.dim, communicator.coordinate(axis) * size, size)
+    return own.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
 
 
 def _padded(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:

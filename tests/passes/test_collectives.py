@@ -88,6 +88,18 @@ def test_every_conversion_on_two_axes_is_exact_both_ways(shape: tuple[int, int])
     assert checked > 400
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_does_not_keep_the_whole_in_memory(dim: int) -> None:
+    """Of rows, which lie together, as of columns."""
+    whole = torch.arange(16.0).reshape(4, 4)
+
+    def work(communicator: ThreadCommunicator) -> int:
+        part = convert(whole, conversion_steps((INVARIANT,), (shard(dim),)), communicator)
+        return part.untyped_storage().nbytes()
+
+    assert run_ranks(Mesh(("tp",), (2,)), work) == [32, 32]
+
+
 def test_integers_and_booleans_convert_forward_only() -> None:
     mesh = Mesh(("tp",), (2,))
     numbers = torch.arange(8)
