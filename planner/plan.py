@@ -134,6 +134,10 @@ class SolverInfo:
     No plan of the space that was searched takes less than ``bound_seconds`` (0 where none is
     known), so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. ``seconds``
     splits planning time by phase. ``stopped`` says what ended the search early, if anything did.
+
+    ``layouts_gap``: no other layouts, ZeRO stages and recomputation make the stages as they are
+    cut and placed faster by a larger part of the pipeline's time, as the integer programs prove;
+    of several stages per rank that of the pipeline that was cut again. None where it is not known.
     """
 
     gap: float
@@ -141,6 +145,7 @@ class SolverInfo:
     seconds: Mapping[str, float]
     bound_seconds: float = 0.0
     stopped: str = ""
+    layouts_gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

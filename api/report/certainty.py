@@ -51,6 +51,15 @@ def _gap_text(plan: Plan) -> str:
     )
 
 
+def _layouts_text(plan: Plan) -> str:
+    """What the integer programs prove of the stages as they are."""
+    of = "the stages as they are cut"
+    if plan.num_chunks > 1:
+        of = "the pipeline of one stage per rank that was cut again"
+    gap = plan.solver.layouts_gap or 0.0
+    return f"within {percent_text(gap)} of the best for {of}"
+
+
 def certainty(plan: Plan) -> RenderableType:
     """Where the figures come from, the solver's gap, and where planning time went."""
     lines: list[Text] = []
@@ -59,6 +68,8 @@ def certainty(plan: Plan) -> RenderableType:
     solver = plan.solver
     lines.append(Text(f"memory: {memory_source(plan)}"))
     lines.append(Text(f"plan: {gap_text(plan)} ({solver.num_problems} problems solved)"))
+    if solver.layouts_gap is not None and solver.layouts_gap < solver.gap:
+        lines.append(Text(f"layouts: {_layouts_text(plan)}"))
     if plan.replicated_ops:
         costs = [
             f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"

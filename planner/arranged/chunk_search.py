@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ..errors import UsageError
 from ..plan import Alternative, Plan
 from ..schedules.rank_held import rank_held
 from ..search.candidates import edges
+from ..search.job import Job
+from ..search.narrowing import narrowed
 from ..search.report_plan import Candidate
 from ..search.search import Searched
 from .balanced import block_flops
@@ -63,6 +66,7 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
     the first that fits is found after it too.
     """
     best: Plan | None = None
+    of: Candidate | None = None
     bar, lost = found.ranking[0].step_seconds, []
     if not found.request.allows_one_stage and len(found.ranking[0].stages) > 1:
         bar = float("inf")
@@ -94,12 +98,21 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
                 continue
             step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
             if peak <= limit and step < bar:
-                best, bar = plan, step
+                best, of, bar = plan, way.base.candidate, step
             else:
                 reason = "more messages, uneven chunks, or more recomputed"
                 reason = "does not fit" if peak > limit else reason
                 lost.append(Alternative(way.summary, max(step, guess.seconds), peak, reason))
+        if best is not None and of is not None:
+            best = _with_proven_layouts(best, of, found.job)
     return best, lost
+
+
+def _with_proven_layouts(best: Plan, of: Candidate, job: Job) -> Plan:
+    """The plan with what is proven of the pipeline that it was cut of."""
+    proven = narrowed(job, of)
+    gap = 1 - proven.step_seconds * (1 - proven.layouts_gap) / of.step_seconds
+    return replace(best, solver=replace(best.solver, layouts_gap=gap))
 
 
 def thrifty_first(every: Sequence[Guess]) -> list[Guess]:

@@ -110,7 +110,7 @@ def _plan(
 
     def found(asked: Request) -> Plan:
         own = searched(asked)
-        return own.judged(own.plan(own.ranking[0]))
+        return own.judged(own.winner())
 
     evaluator = Evaluator(graph, blocks, rules, basis)
 
@@ -190,7 +190,7 @@ def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: floa
         other, lost = _under_others(found, cut, arranging, deadline)
     if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
         raise none_found(request, lost, int(found.job.limits.memory_bytes))
-    plain = found.plan(winner)
+    plain = found.plan(winner) if other is not None else found.winner()
     plainly = plain.alternatives if request.allows_one_stage else ()
     others = sorted((*plainly, *lost), key=lambda each: each.step_seconds)
     if other is None:
@@ -264,7 +264,7 @@ def _gauged(other: Plan, found: search.Searched) -> Plan:
     Of replicas it is the work alone. Slices skip masked pairs of attention, which the bounds
     count: there is none for them.
     """
-    step, job = other.prediction.step_seconds, found.job
+    job = found.job
     if other.slices:
         least = 0.0
     elif other.schedule not in (*found.request.chunked_schedules, *found.request.schedules):
@@ -280,7 +280,7 @@ def _gauged(other: Plan, found: search.Searched) -> Plan:
         least = work_bound(job, rows)
     if found.request.allows_one_stage or 1 in job.stage_numbers:
         least = min(least, found.bound_seconds)
-    return replace(other, solver=search.solver_info(step, found, least))
+    return replace(other, solver=search.solver_info(other, found, least))
 
 
 def _bounded(
@@ -289,8 +289,7 @@ def _bounded(
     """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
     names = tuple(dict.fromkeys((*found.request.chunked_schedules, looped.schedule)))
     least = chunk_bound(found.job, numbers, most_chunks, names)
-    step = looped.prediction.step_seconds
-    return replace(looped, solver=search.solver_info(step, found, least))
+    return replace(looped, solver=search.solver_info(looped, found, least))
 
 
 def chunked(

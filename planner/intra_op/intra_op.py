@@ -68,7 +68,7 @@ class IntraOp:
     _bounds: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _blocks: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
-    _refined: set[object] = field(default_factory=set, repr=False)
+    _refined: dict[object, int] = field(default_factory=dict, repr=False)
     _proven: dict[object, dict[int, float]] = field(default_factory=dict, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
     _noted: dict[object, float] = field(default_factory=dict, repr=False)
@@ -308,13 +308,16 @@ class IntraOp:
             for mode in self.modes
         }
 
-    def refine(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """``best`` with its gap proven, and narrowed to ``limits.gap`` if time allows."""
+    def refine(
+        self, run: Run, num_microbatches: int, in_flight: int, most: int
+    ) -> StageAnswer | None:
+        """``best`` with its gap proven, and narrowed to ``limits.gap`` if time allows and ``most``
+        integer programs are enough."""
         found = self.best(run, num_microbatches, in_flight)
         key = (run.key, num_microbatches, in_flight)
-        if found is None or found.gap <= SAME - 1 or key in self._refined:
+        if found is None or found.gap <= SAME - 1 or self._refined.get(key, 0) >= most:
             return found
-        self._refined.add(key)
+        self._refined[key] = most
         proven = self._proven.setdefault((run.key, num_microbatches), {})
         # whatever fits with more in flight fits with fewer
         bound = max((own for held, own in proven.items() if held <= in_flight), default=0.0)
@@ -327,7 +330,6 @@ class IntraOp:
         assert better is not None, "what fits is still there"
         found = replace(better, gap=gap_between(bound, better.objective))
         if found.gap > self.limits.gap:
-            most = closing.MOST_SMALL_PROGRAMS if self._is_small_graph else closing.MOST_PROGRAMS
             found = self._closed(found, bound, self.limits.gap, most)
         proven[in_flight] = found.objective * (1 - found.gap)
         self.answers[key] = found

@@ -35,17 +35,17 @@ more micro-batches whole: so many more at most."""
 
 
 def stage(
-    job: Job, rows: int, choice: StageChoice, held: Halves, *, refine: bool = False
+    job: Job, rows: int, choice: StageChoice, held: Halves, *, programs: int = 0
 ) -> Chosen | None:
     """The best mesh of a stage of a pipeline, and its answer; None where it does not fit.
 
-    ``refine``: with its gap narrowed.
+    ``programs``: with its gap narrowed by up to so many integer programs.
     """
     for more in range(1 + (MORE_HELD if is_split(held) else 0)):
         number = most_held(held) + more
         found = _stage(job, rows, choice, number)
-        if found is not None and refine:
-            found[0].refine(found[1].run, job.num_microbatches(rows), number)
+        if found is not None and programs:
+            found[0].refine(found[1].run, job.num_microbatches(rows), number, programs)
             found = _stage(job, rows, choice, number)
         if found is None or not is_split(held):
             return found
@@ -83,31 +83,32 @@ def schedules(job: Job, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
 
 
 def candidate(
-    job: Job, draft: Draft, schedule: str | None = None, *, refine: bool = False
+    job: Job, draft: Draft, schedule: str | None = None, *, programs: int = 0
 ) -> Candidate | None:
     """A draft under a schedule, if not given the one that the dynamic program thought of.
 
-    None where it does not fit. ``refine``: with the gaps of stages narrowed.
+    None where it does not fit. ``programs``: with the gaps of stages narrowed, each by up to so
+    many integer programs.
     """
     schedule = schedule or job.in_flight_schedule
     stages, rows = draft.pipeline.stages, draft.rows
     depths = stage_depths(edges(job, rows, stages), len(stages))
     held = [job.held(schedule, len(stages), rows, depth) for depth in depths]
-    every = refine and job.is_small
+    every = programs if job.is_small else 0
     chosen: list[Chosen] = []
     for choice, own in zip(stages, held, strict=True):
-        found = stage(job, rows, choice, own, refine=every)
+        found = stage(job, rows, choice, own, programs=every)
         if found is None:
             return None
         chosen.append(found)
-    if refine and not every:
-        _refine(job, rows, stages, held, chosen)
+    if programs and not every:
+        _refine(job, rows, stages, held, chosen, programs)
     return simulated(job, rows, schedule, stages, chosen)
 
 
 def _refine(
     job: Job, rows: int, stages: Sequence[StageChoice], held: Sequence[Halves],
-    chosen: list[Chosen],
+    chosen: list[Chosen], programs: int,
 ) -> None:  # fmt: skip
     """Narrows the gaps of stages, the slowest first, as long as that can make the step shorter.
 
@@ -123,13 +124,13 @@ def _refine(
             return
         at = max(left, key=lambda each: (figures[each][1], -each))
         left.remove(at)
-        found = stage(job, rows, stages[at], held[at], refine=True)
+        found = stage(job, rows, stages[at], held[at], programs=programs)
         assert found is not None, "what fits is still there"
         chosen[at] = found
 
 
 def candidates(
-    job: Job, draft: Draft, *, refine: bool, below: float = float("inf"),
+    job: Job, draft: Draft, *, programs: int = 0, below: float = float("inf"),
     without: Collection[str] = (),
 ) -> Iterator[Candidate]:  # fmt: skip
     """The draft under every schedule that is allowed and fits, ``without`` some.
@@ -144,7 +145,7 @@ def candidates(
     for schedule in schedules(job, len(stages), is_chain=needs is None):
         if schedule in without or (splits(schedule) and work >= below):
             continue
-        found = candidate(job, draft, schedule, refine=refine)
+        found = candidate(job, draft, schedule, programs=programs)
         if found is not None:
             yield found
             below = min(below, found.step_seconds)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
+from ..intra_op.closing import MOST_PROGRAMS, MOST_SMALL_PROGRAMS
 from ..placement.placement import learned_pipelines
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
@@ -314,6 +315,7 @@ class Ranking:
         job, top = self.job, self.job.request.top
         fastest = self.found.by_speed()
         best = list(dict.fromkeys(self.found.drawn[id(each)] for each in fastest))[:top]
+        programs = MOST_SMALL_PROGRAMS if job.is_small else MOST_PROGRAMS
         if job.effort.work - self.began > LONG:
             best = best[:1]
         for draft in best:
@@ -323,7 +325,7 @@ class Ranking:
             if lost is None:
                 continue
             for each in candidates(
-                job, draft, refine=True, below=self.found.step_seconds, without=lost
+                job, draft, programs=programs, below=self.found.step_seconds, without=lost
             ):
                 self.found.offer(each)
         if not job.is_small and not self._is_late(0.9):

@@ -39,6 +39,7 @@ from ..pricing.structure import Structure
 from ..pricing.undivided import undivided
 from ..requests.request import Request
 from ..strategy import NodeLayout
+from .quests import turning_seconds
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,16 @@ class Candidate:
     step_seconds: float
     bubble_fraction: float
     peak_bytes: float
+
+    @property
+    def layouts_gap(self) -> float:
+        """What better ways to run its stages could take off T at most, as a part of it."""
+        figures = [
+            answer.cost.once_and_slowest(self.num_microbatches) for _, answer in self.answers
+        ]
+        gaps = [answer.gap for _, answer in self.answers]
+        least = [(q * (1 - gap), m * (1 - gap)) for (q, m), gap in zip(figures, gaps, strict=True)]
+        return 1 - turning_seconds(least) / turning_seconds(figures)
 
     @property
     def spent_seconds(self) -> dict[str, float]:
@@ -140,7 +151,7 @@ def make_plan(
         stages=stages,
         prediction=_prediction(best, cluster, request),
         alternatives=alternatives(best, losers),
-        solver=SolverInfo(1.0, num_problems, dict(seconds)),
+        solver=SolverInfo(1.0, num_problems, dict(seconds), layouts_gap=best.layouts_gap),
         replicated_ops=tuple(replicated),
         replicated_seconds=replicated,
         undivided=_undivided(structure, best),

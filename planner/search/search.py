@@ -32,6 +32,7 @@ from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
 from ..requests.refusals import check_measured
 from ..requests.request import Request
 from .job import INTERRUPTED, Job, OthersBound
+from .narrowing import narrowed
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
 from .report_plan import Candidate, make_plan
@@ -66,15 +67,18 @@ class Searched:
 
     def judged(self, plan: Plan) -> Plan:
         """A plan with how good it is."""
-        least = self.bound_seconds
-        return replace(plan, solver=solver_info(plan.prediction.step_seconds, self, least))
+        return replace(plan, solver=solver_info(plan, self, self.bound_seconds))
+
+    def winner(self) -> Plan:
+        """The plan of the winner, its layouts proven, not yet ``judged``."""
+        return self.plan(narrowed(self.job, self.ranking[0]))
 
     def plan(self, best: Candidate, *, with_others: bool = True) -> Plan:
         """The plan of a candidate, its ranks and kinds as they were given, not yet ``judged``.
 
-        ``with_others``: it says why each of them lost.
+        ``with_others``: it says why all but the winner lost.
         """
-        others = [each for each in self.ranking if each is not best] if with_others else []
+        others = self.ranking[1:] if with_others else []
         order, request = self.order, self.request
         found = make_plan(self.job.structure, order.cluster, request, best, others, self.spent)
         found = in_given_ranks(found, order, self.cluster)
@@ -100,7 +104,7 @@ def plan(
     (AP701) if nothing was found in time.
     """
     found = searched(graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis)
-    best = found.judged(found.plan(found.ranking[0]))
+    best = found.judged(found.winner())
     found.job.end()
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
 
@@ -157,11 +161,16 @@ def searched(
     return Searched(graph, given, cluster, request, order, job, ranking, jobs)
 
 
-def solver_info(step_seconds: float, found: Searched, bound_seconds: float) -> SolverInfo:
-    """How good a step is, by a bound of all, what it took to find, and what ended it early."""
+def solver_info(plan: Plan, found: Searched, bound_seconds: float) -> SolverInfo:
+    """How good a plan is, by a bound of all, what it took to find, and what ended it early."""
+    step_seconds, layouts_gap = plan.prediction.step_seconds, plan.solver.layouts_gap
     bound = min(bound_seconds, step_seconds)
     gap = max(0.0, 1 - bound / step_seconds)
-    return SolverInfo(gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by)
+    if layouts_gap is not None:
+        layouts_gap = min(layouts_gap, gap)
+    return SolverInfo(
+        gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by, layouts_gap
+    )
 
 
 def ranked(

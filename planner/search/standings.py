@@ -59,7 +59,7 @@ class Standings:
         if draft.seconds == float("inf") or draft in self.drafts:
             return
         self.drafts.append(draft)
-        for found in candidates(self.job, draft, refine=False, below=self.step_seconds):
+        for found in candidates(self.job, draft, below=self.step_seconds):
             self.drawn[id(found)] = draft
             self.offer(found)
 
@@ -119,6 +119,6 @@ class Standings:
         return [winner, *(c for c in self.known if c is not winner)]
 
 
-def _rank(found: Candidate) -> tuple[float, float]:
-    """The fastest first; of equally fast ones that which holds least."""
-    return float(f"{found.step_seconds:.10g}"), found.peak_bytes
+def _rank(found: Candidate) -> tuple[float, float, float]:
+    """The fastest first; of equally fast ones that which holds least, then the better proven."""
+    return float(f"{found.step_seconds:.10g}"), found.peak_bytes, found.layouts_gap

@@ -71,7 +71,7 @@ def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: fl
     assert len(found) == len(every)
     assert [least for least, _ in found] == sorted(least for least, _ in found)
     for least, draft in found:
-        for each in candidates(job, draft, refine=False):
+        for each in candidates(job, draft):
             assert least <= each.step_seconds * (1 + 1e-12)
 
 
@@ -84,5 +84,5 @@ def test_no_pipeline_of_few_beats_the_winner(seed: int) -> None:
     every = few_pipelines(job, [case.request.global_batch], job.stage_numbers)
     assert every is not None
     for _, draft in promising(job, every, found[0].step_seconds):
-        for each in candidates(job, draft, refine=False):
+        for each in candidates(job, draft):
             assert each.step_seconds >= found[0].step_seconds * (1 - 1e-9)
