@@ -80,7 +80,7 @@ class Link:
     number of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself
     sums an all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot.
     ``num_links`` is of how many links of a device the rate is; 0 where that does not matter, as
-    a switch joins all.
+    a switch joins all. A part of a link has a part of its rate and links: of ``of_links``, else 0.
     """
 
     name: str
@@ -90,13 +90,16 @@ class Link:
     base_seconds: float = 0.0
     reduction_bytes_per_second: float = 0.0
     num_links: int = 0
+    of_links: int = 0
 
 
 @lru_cache(maxsize=256)
 def _part_of(link: Link, num_links: int) -> Link:
     """A link at the rate of some of a device's links."""
+    if num_links == link.num_links:
+        return link
     rate = link.bytes_per_second * num_links / link.num_links
-    return replace(link, bytes_per_second=rate, num_links=num_links)
+    return replace(link, bytes_per_second=rate, num_links=num_links, of_links=link.num_links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ class Host:
 
     def __post_init__(self) -> None:
         if not self.wires:
+            if self.detour is not None:
+                raise ClusterError("a detour, but no wires", fix="add wires, or leave it out")
             return
         if len(self.wires) != self.num_devices or not are_wires(self.wires):
             raise ClusterError(
@@ -137,7 +142,7 @@ class Host:
 
         The share of the link that its rings can use; the detour where there is no ring.
         """
-        if not self.wires or self.detour is None or len(devices) < 2:
+        if not self.wires or self.detour is None or len(set(devices)) < 2:
             return self.link
         used = num_links_used(wires_among(self.wires, devices))
         return _part_of(self.link, used) if used else self.detour
@@ -197,8 +202,17 @@ class Cluster:
         start = self.first_ranks[host]
         return self.hosts[host].link_among([rank - start for rank in ranks])
 
+    def entry_link(self, first: int, size: int) -> Link:
+        """What a stage on ``size`` ranks from ``first`` on gets values over from those before it.
+
+        It depends on nothing else: where the stage before is of another size, as if it were of
+        this one.
+        """
+        before = range(max(first - size, 0), max(first, 1))
+        return self.send_link(before, range(first, first + size))
+
     def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
-        """What ranks get values over, each from one of another stage's: the slowest of them.
+        """What ranks get values over, each from one of as many others: the slowest of them.
 
         Between stages of one host without a switch each pair counts; else the nearest two ranks
         stand for all.
@@ -207,8 +221,10 @@ class Cluster:
         if len(hosts) > 1 or not self.hosts[next(iter(hosts))].wires:
             return self.link(sources[-1], targets[0])
         number = min(len(sources), len(targets))
-        links = map(self.link, sources[-number:], targets[:number])
-        return min(links, key=lambda link: link.bytes_per_second)
+        pairs = zip(sources[-number:], targets[:number], strict=True)
+        links = [self.link(*pair) for pair in pairs if pair[0] != pair[1]]
+        whole = self.hosts[next(iter(hosts))].link
+        return min(links, key=lambda link: link.bytes_per_second, default=whole)
 
     def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
         """The wires in each host of which neighbouring ranks have a part, without a switch."""

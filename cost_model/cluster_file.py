@@ -32,8 +32,8 @@ hosts of different racks, ``inter_link`` those of one::
 
 Without a switch, ``wires`` are the links between any two devices of a host, as rows of counts
 or by a name of ``wires.WIRES``; the link's rate is of ``num_links`` of them, and devices that no
-ring of wires joins take the ``detour``. V100 hosts come with theirs; ``wires = "switch"`` is a
-host of them with a switch::
+ring of wires joins take the ``detour``. V100 hosts come with theirs unless their ``link`` is
+given; ``wires = "switch"`` is a host of them with a switch::
 
     [[hosts]]
     num_devices = 4
@@ -200,7 +200,7 @@ def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
     if "detour" in group and "wires" not in group and not host.wires:
         raise ClusterError("a detour, but no wires", f"{at}.detour", "add wires, as rows or a name")
     detour = _link(group["detour"], f"{at}.detour") if "detour" in group else host.detour
-    if group.get("wires") == SWITCH:
+    if group.get("wires") in (SWITCH, []):
         return replace(host, wires=(), detour=None)
     wires = _wires(group["wires"], host, f"{at}.wires") if "wires" in group else host.wires
     try:
@@ -380,4 +380,5 @@ _LINK_FIELDS: Mapping[str, _Convert] = {
     "base_seconds": _number,
     "reduction_bytes_per_second": lambda value, at: _rate(value, at, convert=_number),
     "num_links": _links,
+    "of_links": _links,
 }

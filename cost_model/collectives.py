@@ -120,14 +120,16 @@ def p2p_seconds(
 ) -> float:
     """Seconds of one message from one rank to another: α + S/β (Thakur, section 3).
 
-    NCCL gives a pair of ranks few channels, and so a part of β, up to a size.
+    NCCL gives a pair of ranks few channels, and so a part of β, up to a size: of all links of a
+    device, where the pair has a part of them.
     """
     if num_bytes <= 0:
         return 0.0
     start, rate = link.base_seconds + link.alpha_seconds, link.bytes_per_second
     found = protocols.get(link.name, PLAIN)
+    whole = rate * link.of_links / link.num_links if link.of_links else rate
     few_channels = min(num_bytes, found.p2p_few_bytes)
-    return start + max(num_bytes, few_channels / found.p2p_few_share) / rate
+    return start + max(num_bytes / rate, few_channels / (found.p2p_few_share * whole))
 
 
 def collective_seconds(

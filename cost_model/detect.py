@@ -272,6 +272,8 @@ def _gpus(name: str, indices: Sequence[int]) -> Host:
         "usable_memory_bytes": "torch.cuda",
     }
     device = replace(preset.device, memory_bytes=total, usable_memory_bytes=total, sources=sources)
+    if "SXM3" in name:  # comes with a switch
+        return Host(device, len(indices), LINKS[preset.link])
     return preset.host(len(indices), device)
 
 

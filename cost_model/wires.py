@@ -12,11 +12,13 @@ With a switch every device reaches every other over all of its links, and none o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import combinations, permutations
 
 _Pair = tuple[int, int]
+_Ring = tuple[_Pair, ...]
 Wires = tuple[tuple[int, ...], ...]
 """Row i, column j: links between the devices i and j of a host. Symmetric, zero on its diagonal."""
 
@@ -34,6 +36,9 @@ _HYBRID_CUBE_MESH: Wires = (
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
 _ALL_PAIRS_TWICE: Wires = tuple(tuple(2 * (i != j) for j in range(4)) for i in range(4))
+
+MOST_STEPS = 100_000
+"""Of looking for rings, each with one more ring tried."""
 
 WIRES: Mapping[str, Wires] = {
     "hybrid-cube-mesh": _HYBRID_CUBE_MESH,
@@ -77,41 +82,46 @@ def num_links_used(wires: Wires) -> int:
     """
     if len(wires) == 2:
         return wires[0][1]
-    most = min(sum(row) // 2 for row in wires)
-    left = {pair: wires[pair[0]][pair[1]] for pair in combinations(range(len(wires)), 2)}
-    return 2 * _most_rings(len(wires), left, most)
+    return 2 * _Search(wires).most_rings()
 
 
-def _most_rings(number: int, left: dict[_Pair, int], most: int) -> int:
-    """Rings through all of ``number`` devices that can run at once, up to ``most``."""
-    if most == 0:
-        return 0
-    best = 0
-    for ring in _rings(number, left):
-        for pair in ring:
-            left[pair] -= 1
-        best = max(best, 1 + _most_rings(number, left, most - 1))
-        for pair in ring:
-            left[pair] += 1
-        if best == most:
-            break
-    return best
+@dataclass
+class _Search:
+    """Rings through all devices that share no link, by depth first; the best that is found in
+    ``MOST_STEPS``, which are enough for the wires of hosts that there are."""
+
+    wires: Wires
+    steps: int = 0
+
+    def most_rings(self) -> int:
+        number = len(self.wires)
+        left = {(i, j): self.wires[i][j] for i, j in combinations(range(number), 2)}
+        rings = [ring for ring in _rings(number) if all(left[pair] for pair in ring)]
+        return self._most(rings, left, min(sum(row) // 2 for row in self.wires))
+
+    def _most(self, rings: Sequence[_Ring], left: dict[_Pair, int], most: int) -> int:
+        """With these rings, each as often as its links allow; no more than ``most``."""
+        best = 0
+        for at, ring in enumerate(rings):
+            self.steps += 1
+            if best == most or self.steps > MOST_STEPS:
+                break
+            if all(left[pair] for pair in ring):
+                for pair in ring:
+                    left[pair] -= 1
+                best = max(best, 1 + self._most(rings[at:], left, most - 1))
+                for pair in ring:
+                    left[pair] += 1
+        return best
 
 
-def _rings(number: int, left: Mapping[_Pair, int]) -> Iterator[tuple[_Pair, ...]]:
-    """Every ring through all devices over the links that are left, each in one direction."""
-
-    def extended(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(path) == number:
-            if path[1] < path[-1] and left[0, path[-1]]:
-                yield path
-            return
-        for other in range(1, number):
-            if other not in path and left[_pair(path[-1], other)]:
-                yield from extended((*path, other))
-
-    for path in extended((0,)):
-        yield tuple(_pair(*both) for both in zip(path, (*path[1:], 0), strict=True))
+@cache
+def _rings(number: int) -> tuple[_Ring, ...]:
+    """Every ring through so many devices, each in one direction."""
+    orders = [(0, *order) for order in permutations(range(1, number)) if order[0] <= order[-1]]
+    return tuple(
+        tuple(_pair(*both) for both in zip(order, (*order[1:], 0), strict=True)) for order in orders
+    )
 
 
 def _pair(first: int, second: int) -> _Pair:

@@ -7,11 +7,11 @@ stages and other plans of the same graph, as what was found of them is kept in `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost_model.cluster import Cluster
+from ..cost_model.cluster import Cluster, Link
 from ..cost_model.memory import reserve_bytes
 from .arranged.asynchronous import version_bytes
 from .block_forms import BlockForms, Reads
@@ -98,7 +98,7 @@ class StageWalk:
         stage = self.plan.stages[self.index]
         self.stage, self.stop = stage, self.start + len(stage.blocks)
         before = self.plan.stages[self.index - 1].devices
-        link = self.prices.cluster.send_link(before, stage.devices)
+        link = _entry_link(self.prices.cluster, before, stage.devices)
         halves = splits(self.plan.schedule)
         self.setting = Setting(
             self.graph, self.prices, stage.zero, link, self.plan.slices, splits=halves
@@ -223,3 +223,10 @@ class StageWalk:
             ),
             "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
         }
+
+
+def _entry_link(cluster: Cluster, before: Sequence[int], devices: Sequence[int]) -> Link:
+    """What a stage gets values over from another one, as the search prices it."""
+    if before[-1] + 1 == devices[0]:
+        return cluster.entry_link(devices[0], len(devices))
+    return cluster.send_link(before, devices)

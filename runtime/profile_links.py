@@ -10,7 +10,7 @@ ranks, all pairs at once; one way is half of that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -191,6 +191,19 @@ def spread_partition(
     for shift in range(first % width, world_size - width + 1, width):
         found += [tuple(rank - first + shift for rank in group) for group in partition]
     return tuple(found) or tuple(tuple(group) for group in partition)
+
+
+def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The first of these pairs that share no rank.
+
+    >>> disjoint([(0, 1), (1, 2), (2, 3)])
+    ((0, 1), (2, 3))
+    """
+    found: list[tuple[int, int]] = []
+    for pair in pairs:
+        if not any(rank in other for rank in pair for other in found):
+            found.append(pair)
+    return tuple(found)
 
 
 def neighbours(host_sizes: Sequence[int], *, between_hosts: bool) -> tuple[tuple[int, ...], ...]:

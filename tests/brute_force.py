@@ -279,7 +279,7 @@ class BruteForce:
         prices = Prices(
             mesh, self.cluster, ranks, request.precision, request.optimizer, rules, self.cache
         )
-        link = self.cluster.link(ranks[0] - 1, ranks[0]) if ranks[0] else None
+        link = self.cluster.entry_link(ranks[0], len(ranks)) if ranks[0] else None
         key = (rows, span, mesh, prices.groups, prices.speed, link)
         if key not in self.stages:
             graph = with_precision(self.graph, request.precision)

@@ -199,7 +199,8 @@ class Stage(Choices):
         if ref not in self.arrived:
             layouts, ids = self.wanted(*first)
             at_boundary = [boundary_layout(each) for each in layouts]
-            link = self.prices.cluster.link(self.prices.ranks[0] - 1, self.prices.ranks[0])
+            ranks = self.prices.ranks
+            link = self.prices.cluster.entry_link(ranks[0], len(ranks))
             spec = self.graph.spec(ref)
             pairs = [self.prices.transfer(spec, each, link) for each in at_boundary]
             self.receive += np.array(pairs).T[:, ids]

@@ -61,10 +61,10 @@ def level_of(group: Group) -> str:
     >>> fast, slow = Link("nvlink4", 0.0, 1.0), Link("ethernet-100g", 0.0, 1.0)
     >>> level_of(Group(8, 8, 1, fast, slow)), level_of(Group(4, 1, 4, fast, slow))
     ('intra:nvlink4', 'inter:ethernet-100g')
-    >>> level_of(Group(4, 4, 1, Link("nvlink2", 0.0, 1.0, num_links=2), slow))
+    >>> level_of(Group(4, 4, 1, Link("nvlink2", 0.0, 1.0, num_links=2, of_links=6), slow))
     'intra:nvlink2x2'
     """
-    within = group.intra.name + (f"x{group.intra.num_links}" if group.intra.num_links else "")
+    within = group.intra.name + (f"x{group.intra.num_links}" if group.intra.of_links else "")
     if group.num_hosts == 1:
         return f"intra:{within}"
     if group.ranks_per_host == 1 and group.is_even:

@@ -62,9 +62,11 @@ class Places:
 
     def slowness(self, source: int, target: int) -> float:
         """How much slower than from the stage before it a stage gets values of ``source``."""
-        first = self.ends[target][0]
-        before = self.cluster.link(self.ends[target - 1][1], first)
-        here = self.cluster.link(self.ends[source][1], first)
+        (first, last), (other, end) = self.ends[target], self.ends[source]
+        before = self.cluster.entry_link(first, last - first + 1)
+        if end + 1 == first:
+            return 1.0
+        here = self.cluster.send_link(range(other, end + 1), range(first, last + 1))
         return before.bytes_per_second / here.bytes_per_second
 
 

@@ -177,6 +177,7 @@ def simulate_figures(
 def latency_seconds(cluster: Cluster) -> float:
     """What every message between devices of the cluster is on its way at least."""
     links = [host.link for host in cluster.hosts if host.num_devices > 1]
+    links += [host.detour for host in cluster.hosts if host.detour is not None]
     links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
     return min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
 

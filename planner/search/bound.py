@@ -32,7 +32,8 @@ a forward takes
 
 Before any of this each part of the space has the bound of ``work_bound``, which takes no time,
 and then that of the mean device: of D devices, D times the step is at least N times the sum over
-blocks of the least devices·seconds that one takes on any mesh.
+blocks of the least devices·seconds that one takes on any mesh. Stages of any sizes then have the
+bound of ``counted``, which takes less time than a sweep.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class _Part:
     """The pipelines of one number of stages, and what none of them is faster than.
 
     ``has_mean``: it has the bound of the mean device's work; ``is_counted``: that of counting
-    blocks, where these are many; ``tried`` are the forms that it has.
+    blocks, if its stages are of any sizes; ``tried`` are the forms that it has.
     """
 
     least: float

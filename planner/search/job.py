@@ -42,7 +42,7 @@ from ..schedules.held import Halves, halves
 from .cached_search import cache_for, cached_solver
 from .costs import Costs, Runs
 from .runs import RunClasses, run_classes
-from .space import entry_link, place_key
+from .space import place_key
 
 if TYPE_CHECKING:
     from .beside import Company
@@ -248,7 +248,7 @@ class Job:
             profile=self.basis.used,
             asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
         )  # fmt: skip
-        link = entry_link(self.cluster, first, mesh.size)
+        link = self.cluster.entry_link(first, mesh.size)
         limits = self.limits_on(ranks)
         key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
         if key not in self.solvers:

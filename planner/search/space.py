@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 
-from ...cost_model.cluster import Cluster, Link
+from ...cost_model.cluster import Cluster
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.submesh import submesh_sizes
 from ..inter_op.sweep import Move, Tiling
@@ -97,17 +97,11 @@ def place_key(cluster: Cluster) -> Callable[[int, int], Hashable]:
     mixed = is_mixed(cluster)
 
     def key(first: int, size: int) -> Hashable:
-        link = entry_link(cluster, first, size) if first else None
+        link = cluster.entry_link(first, size) if first else None
         wires = cluster.wires_of(first, size)
         return (link, wires, _hosts(cluster, first, size) if mixed else size)
 
     return key
-
-
-def entry_link(cluster: Cluster, first: int, size: int) -> Link:
-    """What a stage on ``size`` ranks from ``first`` on gets values over from those before it."""
-    before = range(max(first - size, 0), max(first, 1))
-    return cluster.send_link(before, range(first, first + size))
 
 
 def _hosts(cluster: Cluster, first: int, size: int) -> Hashable:

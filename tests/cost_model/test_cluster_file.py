@@ -268,6 +268,10 @@ def test_wires_of_v100_hosts_by_default_by_name_and_with_a_switch() -> None:
     assert load_cluster(text % ', wires = "hybrid-cube-mesh"') == usual
     assert load_cluster(text % ', wires = "switch"').link(3, 4) == find_link("nvlink2")
     assert load_cluster(text % ', link = "nvlink2"').link(3, 4) == find_link("nvlink2")
+    without = load_cluster(text % ", wires = []")
+    assert (
+        load_cluster(dump_cluster(without)) == without == load_cluster(text % ', wires = "switch"')
+    )
     assert load_cluster(text % ', detour = "pcie4"').link(3, 4) == find_link("pcie4")
 
 

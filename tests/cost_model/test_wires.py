@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster import Cluster, ClusterError, Host, Link
-from autoparallel.cost_model.collectives import collective_seconds, group_of
+from autoparallel.cost_model.collectives import collective_seconds, group_of, p2p_seconds
 from autoparallel.cost_model.profile.transfers import level_of
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.cost_model.wires import WIRES, Wires, are_wires, num_links_used, wires_among
@@ -123,6 +123,27 @@ def test_a_group_with_fewer_wires_is_never_faster() -> None:
             assert seconds[0] <= seconds[1] * (1 + 1e-12)
 
 
+def test_messages_over_fewer_links_are_never_faster_and_over_nvlink_never_slower_than_around() -> (
+    None
+):
+    cluster = parse_cluster("8xV100-16GB")
+    links = [cluster.link(*pair) for pair in ((3, 4), (0, 1), (0, 3))]
+    for power in range(21, 33):
+        seconds = [p2p_seconds(1 << power, link) for link in links]
+        assert seconds == sorted(seconds, reverse=True)
+
+
+def test_rings_of_any_wires_are_found_in_a_moment() -> None:
+    """Two quads of many links with few between, and eight devices with many links each."""
+    quads = tuple(
+        tuple(0 if i == j else 4 if i // 4 == j // 4 else int(i % 4 == j % 4) for j in range(8))
+        for i in range(8)
+    )
+    assert num_links_used(quads) == 4
+    many = tuple(tuple(0 if i == j else 3 + (i * j) % 4 for j in range(8)) for i in range(8))
+    assert num_links_used(many) >= 2 * min(sum(row) for row in many) // 3
+
+
 PAIR: Wires = ((0, 1), (1, 0))
 LINK = Link("bridge", 1e-6, 1e9, num_links=1)
 
@@ -134,6 +155,7 @@ LINK = Link("bridge", 1e-6, 1e9, num_links=1)
         (((0, 1, 1), (1, 0, 1), (1, 1, 0)), LINK, LINK, "wires of 2 devices"),
         (PAIR, Link("bridge", 1e-6, 1e9), LINK, "of how many links is the rate of 'bridge'"),
         (PAIR, LINK, None, "no link for devices without wires"),
+        ((), LINK, LINK, "a detour, but no wires"),
     ],
 )
 def test_wires_that_do_not_fit(wires: Wires, link: Link, detour: Link | None, message: str) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 from random_cases import random_case
+from small_graphs import mlp
 from solved_cases import (
     SAME,
     Solved,
@@ -18,7 +19,10 @@ from solved_cases import (
 )
 
 from autoparallel.cost_model.cluster import Host
+from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search.search import plan
 
 SEEDS = [seed for seed in range(120) if random_case(seed).cluster.hosts[-1].num_devices >= 3]
 """Cases with three or four devices in a host: of two there is one pair."""
@@ -45,10 +49,26 @@ def wired(host: Host, rng: random.Random) -> Host:
     return replace(host, link=replace(host.link, num_links=3), wires=wires, detour=slow)
 
 
+WIRES = {
+    "a path": ((0, 3, 0, 0), (3, 0, 3, 0), (0, 3, 0, 3), (0, 0, 3, 0)),
+    "a ring, the second and the third far": (
+        (0, 3, 3, 0),
+        (3, 0, 0, 3),
+        (3, 0, 0, 3),
+        (0, 3, 3, 0),
+    ),
+}
+"""Of four devices, between which stages of unlike sizes have other ways than those of one size."""
+
+FOURS = [seed for seed in SEEDS if random_case(seed).cluster.hosts[-1].num_devices == 4][:4]
+
+
 @cache
-def solved(seed: int) -> Solved:
+def solved(seed: int, name: str = "") -> Solved:
     case, rng = random_case(seed), random.Random(seed)
     hosts = tuple(wired(host, rng) for host in case.cluster.hosts)
+    if name:
+        hosts = tuple(replace(host, wires=WIRES[name]) for host in hosts)
     case = with_limit(replace(case, cluster=replace(case.cluster, hosts=hosts)))
     found = found_plan(case)
     below = float("inf") if found is None else found.prediction.step_seconds * (1 + 1e-6)
@@ -69,6 +89,26 @@ def test_the_plan_costs_what_it_says_and_its_gap_holds(seed: int) -> None:
     assert priced.step_seconds == pytest.approx(own.seconds, rel=SAME)
     if own.best is not None:
         assert own.best.step_seconds >= own.seconds * (1 - own.found.solver.gap) * (1 - SAME)
+
+
+@pytest.mark.parametrize("name", list(WIRES))
+@pytest.mark.parametrize("seed", FOURS)
+def test_stages_of_unlike_sizes_are_priced_alike_by_all(seed: int, name: str) -> None:
+    own = solved(seed, name)
+    assert_is_the_best(own)
+    if own.found is not None:
+        priced = evaluate(own.case.graph, own.case.blocks, own.found, own.case.cluster)
+        assert priced.step_seconds == pytest.approx(own.seconds, rel=SAME)
+
+
+def test_a_small_stage_before_a_large_one_is_priced_as_it_is_evaluated() -> None:
+    """Of four V100s the first two are stages of their own, and the last two get values of one."""
+    graph, blocks = mlp(6, rows=8, width=1024, inner=4096)
+    cluster = parse_cluster("4xV100-16GB")
+    found = plan(graph, blocks, cluster, Request(8, stage_at=("layers.2", "layers.4")))
+    assert sorted(len(stage.devices) for stage in found.stages) == [1, 1, 2]
+    priced = evaluate(graph, blocks, found, cluster)
+    assert priced.step_seconds == pytest.approx(found.prediction.step_seconds, rel=SAME)
 
 
 def test_wires_make_places_of_one_size_differ() -> None:
