@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,8 @@ from autoparallel.runtime.profile_links import (
     COLLECTIVES,
     Links,
     LinkTime,
-    disjoint,
     measure_links,
-    neighbours,
-    spread_partition,
+    partition_of,
 )
 from autoparallel.runtime.profile_ops import OpTime, measure_ops
 from autoparallel.runtime.profile_update import SIZES, measure_updates
@@ -315,7 +312,7 @@ class _Leader:
             reached[place] = max(each.num_bytes, reached.get(place, 0))
         asked = [(t.kind, t.group, t.partition, t.most_bytes) for t in wanted.transfers]
         for index, (kind, group, partition, most) in enumerate([*asked, *self._usual()]):
-            partition = self._measured_on(kind, group, partition)
+            partition = partition_of(self.cluster, kind, group, partition)
             links = Links(kind, partition, sizes_to(most))
             is_asked = index < len(asked)
             link = _Link(links, level_of(group), group.library, group.num_hosts, is_asked)
@@ -325,23 +322,6 @@ class _Leader:
             self.tried.update(new)
             if sizes:
                 yield replace(link, links=replace(links, num_bytes=sizes))
-
-    def _measured_on(
-        self, kind: str, group: Group, partition: tuple[tuple[int, ...], ...]
-    ) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that talk at once, all of them over what ``group`` does."""
-        cluster = self.cluster
-        is_wired, level = any(host.wires for host in cluster.hosts), level_of(group)
-        if kind != "p2p":
-            spread = spread_partition(partition, cluster.num_devices)
-            if not is_wired:
-                return spread
-            return tuple(own for own in spread if level_of(group_of(cluster, own)) == level)
-        if group.num_hosts > 1 or not is_wired:
-            hosts = [host.num_devices for host in cluster.hosts]
-            return neighbours(hosts, between_hosts=group.num_hosts > 1)
-        pairs = combinations(range(cluster.num_devices), 2)
-        return disjoint(pair for pair in pairs if level_of(group_of(cluster, pair)) == level)
 
     def _usual(self) -> Iterator[tuple[str, Group, tuple[tuple[int, ...], ...], float]]:
         """Every kind on each level: a whole host, one rank of every host, all ranks."""

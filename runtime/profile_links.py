@@ -12,11 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..cost_model.cluster import Cluster
+from ..cost_model.collectives import Group, group_of
+from ..cost_model.profile.transfers import level_of
 from .communicator import ProcessCommunicator
 from .profile_states import ITEM_BYTES, Timed, state_calls
 
@@ -191,6 +195,24 @@ def spread_partition(
     for shift in range(first % width, world_size - width + 1, width):
         found += [tuple(rank - first + shift for rank in group) for group in partition]
     return tuple(found) or tuple(tuple(group) for group in partition)
+
+
+def partition_of(
+    cluster: Cluster, kind: str, group: Group, partition: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks that are measured for a collective of ``group`` or a message: over all devices, as
+    other stages talk at the same time, but where devices are wired all of them as ``group`` is."""
+    is_wired, level = any(host.wires for host in cluster.hosts), level_of(group)
+    if kind != "p2p":
+        spread = spread_partition(partition, cluster.num_devices)
+        if not is_wired:
+            return spread
+        return tuple(own for own in spread if level_of(group_of(cluster, own)) == level)
+    if group.num_hosts > 1 or not is_wired:
+        hosts = [host.num_devices for host in cluster.hosts]
+        return neighbours(hosts, between_hosts=group.num_hosts > 1)
+    pairs = combinations(range(cluster.num_devices), 2)
+    return disjoint(pair for pair in pairs if level_of(group_of(cluster, pair)) == level)
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

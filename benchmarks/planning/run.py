@@ -133,6 +133,7 @@ def _planned(case: Case, times: int, time_limit_seconds: float, began: float) ->
         "step_seconds": found.prediction.step_seconds,
         "mfu": found.prediction.model_flops_utilization,
         "gap": found.solver.gap,
+        "layouts_gap": found.solver.layouts_gap,
         "stages": stages,
         "reused": cache.report(),
     }

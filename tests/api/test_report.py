@@ -161,6 +161,17 @@ def test_a_search_that_was_ended_early_is_told() -> None:
         assert "ended the search" not in describe(plan, short=short)
 
 
+def test_what_is_proven_of_the_layouts_is_told_where_it_says_more_than_the_bound() -> None:
+    plan = pipeline_plan()
+    solver = replace(plan.solver, gap=0.08, bound_seconds=1.0, layouts_gap=0.004)
+    text = " ".join(describe(replace(plan, solver=solver)).split())
+    assert "layouts: within 0.4 % of the best for the stages as they are cut" in text
+    for gap in (None, 0.08):
+        assert "layouts: within" not in describe(
+            replace(plan, solver=replace(solver, layouts_gap=gap))
+        )
+
+
 def test_of_many_stages_the_first_the_slowest_the_fullest_and_the_last_are_shown() -> None:
     plan = pipeline_plan()
     seconds = [{"forward": 0.5 if at == 40 else 0.1, "backward": 0.2} for at in range(64)]

@@ -118,6 +118,15 @@ def test_a_plan_of_schema_1_still_loads() -> None:
     assert loads(json.dumps(table)) == original
 
 
+def test_a_plan_that_says_nothing_of_its_layouts_still_loads() -> None:
+    original = flat_plan()
+    table = json.loads(dumps(original))
+    del table["solver"]["layouts_gap"]
+    text = json.dumps(table["solver"], sort_keys=True).encode()
+    table["checksums"]["solver"] = hashlib.sha256(text).hexdigest()[:16]
+    assert loads(json.dumps(table)).solver.layouts_gap is None
+
+
 def test_a_plan_of_schema_3_still_loads() -> None:
     """Schema 3 knew only batches that are split evenly."""
     original = flat_plan()

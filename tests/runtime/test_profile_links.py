@@ -6,14 +6,17 @@ import pytest
 import torch
 from processes import run_processes
 
+from autoparallel.cost_model.collectives import group_of
 from autoparallel.cost_model.profile.case import OpCase, TensorCase, canonical
 from autoparallel.cost_model.profile.measure import Budget
+from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.runtime.profile_links import (
     COLLECTIVES,
     STATES,
     Links,
     measure_links,
     neighbours,
+    partition_of,
     spread_partition,
 )
 from autoparallel.runtime.profile_ops import measure_ops
@@ -116,6 +119,35 @@ def test_a_stages_groups_are_repeated_over_all_ranks(
     partition: tuple[tuple[int, ...], ...], world: int, expected: tuple[tuple[int, ...], ...]
 ) -> None:
     assert spread_partition(partition, world) == expected
+
+
+@pytest.mark.parametrize(
+    ("pair", "pairs"),
+    [
+        ((0, 1), ((0, 1), (2, 6), (3, 7), (4, 5))),
+        ((0, 3), ((0, 3), (1, 2), (4, 7), (5, 6))),
+        ((3, 4), ((0, 5), (1, 4), (2, 7), (3, 6))),
+    ],
+)
+def test_of_wired_devices_those_are_measured_that_are_joined_alike(
+    pair: tuple[int, int], pairs: tuple[tuple[int, int], ...]
+) -> None:
+    """One link, two links, and none."""
+    cluster = parse_cluster("8xV100-16GB")
+    group = group_of(cluster, pair)
+    assert partition_of(cluster, "p2p", group, ()) == pairs
+    own = partition_of(cluster, "all_reduce", group, (pair,))
+    assert pair in own
+    assert {group_of(cluster, each).intra for each in own} == {group.intra}
+
+
+def test_of_hosts_with_a_switch_all_neighbours_are_measured() -> None:
+    cluster = parse_cluster("2x4xH100")
+    group = group_of(cluster, (0, 1))
+    assert partition_of(cluster, "p2p", group, ()) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert partition_of(cluster, "p2p", group_of(cluster, (0, 4)), ())[0] == (0, 4)
+    every = ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert partition_of(cluster, "all_gather", group, ((0, 1),)) == every
 
 
 def test_neighbours_are_pairs_that_share_no_rank() -> None:

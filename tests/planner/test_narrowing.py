@@ -1,0 +1,69 @@
+"""The winner's layouts proven: gaps that memory leaves open are closed, or better ways found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.passes.capture import capture
+from autoparallel.passes.program import Program
+from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.intra_op import intra_op
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search import job, search
+from autoparallel.planner.search.narrowing import narrowed
+from examples.gpt import GPT, example_batch
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    with torch.device("meta"):
+        model = GPT(n_layer=8, d_model=1024, n_head=16, seq=512, vocab=2048, tied=False)
+    return capture(model, example_batch(2, 512), dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "limit", "forced"),
+    [
+        ("4xV100-16GB", 1.5e9, Forced(pp=1)),
+        ("2xV100-16GB", 2.2e9, Forced(pp=1, num_microbatches=4)),
+        ("2xV100-16GB", 2.0e9, Forced(pp=2, num_microbatches=8)),
+    ],
+)
+def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
+    program: Program,
+    cluster: str,
+    limit: float,
+    forced: Forced,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model as large graphs are treated; of a small one every program is solved anyway."""
+    for module in (job, intra_op):
+        monkeypatch.setattr(module, "SMALL_GRAPH", 1)
+    request = Request(32, precision="bf16", memory_limit_bytes=int(limit), forced=forced)
+    on = parse_cluster(cluster)
+    found = search.searched(program.graph, program.blocks, on, request)
+    before = found.ranking[0]
+    after = narrowed(found.job, before)
+    assert before.layouts_gap > request.gap >= after.layouts_gap
+    assert after.step_seconds <= before.step_seconds
+    assert after.peak_bytes <= limit
+    plan = found.judged(found.plan(after))
+    assert plan.solver.layouts_gap == min(after.layouts_gap, plan.solver.gap)
+    priced = evaluate(program.graph, program.blocks, plan, on)
+    assert priced.step_seconds == pytest.approx(after.step_seconds, rel=1e-9)
+
+
+def test_a_gap_that_is_allowed_is_left_alone(program: Program) -> None:
+    request = Request(
+        32, precision="bf16", memory_limit_bytes=int(2.2e9), gap=0.5,
+        forced=Forced(pp=1, num_microbatches=4),
+    )  # fmt: skip
+    found = search.searched(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
+    assert narrowed(found.job, found.ranking[0]) is found.ranking[0]
+    asked = replace(found.job, request=replace(request, gap=0.0))
+    asked.interrupt()
+    assert narrowed(asked, found.ranking[0]) is found.ranking[0]
