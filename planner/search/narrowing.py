@@ -26,10 +26,17 @@ def narrowed(job: Job, best: Candidate) -> Candidate:
     """The winner with ``layouts_gap`` as it was asked for, as far as that can be reached in time.
 
     Left as it is where its axes were left to the solver or its devices have unequal shares: then
-    more than the layouts of its meshes was searched.
+    more than the layouts of its meshes was searched; and after Ctrl-C.
     """
     if best.layouts_gap <= job.request.gap or job.stopped or job.effort.left_seconds <= 0:
         return best
+    found = best
+    with job.stoppable():
+        found = _narrowed(job, best)
+    return found
+
+
+def _narrowed(job: Job, best: Candidate) -> Candidate:
     draft = Draft(best.rows, Pipeline(best.stages, best.step_seconds))
     found = candidate(job, draft, best.schedule, programs=WINNERS_PROGRAMS)
     if found is None or not _is_like(best, found):

@@ -13,7 +13,7 @@ from autoparallel.passes.program import Program
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.intra_op import intra_op
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search import job, search
+from autoparallel.planner.search import job, narrowing, search
 from autoparallel.planner.search.narrowing import narrowed
 from examples.gpt import GPT, example_batch
 
@@ -64,6 +64,18 @@ def test_a_gap_that_is_allowed_is_left_alone(program: Program) -> None:
     )  # fmt: skip
     found = search.searched(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
     assert narrowed(found.job, found.ranking[0]) is found.ranking[0]
-    asked = replace(found.job, request=replace(request, gap=0.0))
-    asked.interrupt()
-    assert narrowed(asked, found.ranking[0]) is found.ranking[0]
+
+
+def test_ctrl_c_leaves_the_winner(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced = Forced(pp=1, num_microbatches=4)
+    request = Request(32, precision="bf16", memory_limit_bytes=int(2.2e9), gap=0.5, forced=forced)
+    found = search.searched(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
+    asked, best = replace(found.job, request=replace(request, gap=0.0)), found.ranking[0]
+    assert best.layouts_gap > 0
+
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(narrowing, "candidate", interrupted)
+    assert narrowed(asked, best) is best
+    assert asked.stopped == "Ctrl-C"
