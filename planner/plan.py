@@ -135,9 +135,11 @@ class SolverInfo:
     known), so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. ``seconds``
     splits planning time by phase. ``stopped`` says what ended the search early, if anything did.
 
-    ``layouts_gap``: no other layouts, ZeRO stages and recomputation make the stages as they are
-    cut and placed faster by a larger part of the pipeline's time, as the integer programs prove;
-    of several stages per rank that of the pipeline that was cut again. None where it is not known.
+    ``layouts_gap``: the integer programs prove of every stage, on its mesh, how much less a
+    micro-batch with its share of the step's end can take in other layouts, ZeRO stages and
+    recomputation. This is by how much T, the dynamic program's time of the pipeline, would be less
+    if each stage took so much less; of several stages per rank that of the pipeline that was cut
+    again. None where it is not known.
     """
 
     gap: float

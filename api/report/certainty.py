@@ -53,7 +53,7 @@ def _gap_text(plan: Plan) -> str:
 
 def _layouts_text(plan: Plan) -> str:
     """What the integer programs prove of the stages as they are."""
-    of = "the stages as they are cut"
+    of = "the stages as they are cut, on their meshes"
     if plan.num_chunks > 1:
         of = "the pipeline of one stage per rank that was cut again"
     gap = plan.solver.layouts_gap or 0.0

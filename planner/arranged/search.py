@@ -77,7 +77,8 @@ def arranged(
             if guess.seconds >= bar or time.perf_counter() > deadline:
                 break
             base = found.plan(guess.base, with_others=False)
-            plan = replace(base, schedule=guess.schedule, slices=guess.slices)
+            solver = replace(base.solver, layouts_gap=None)  # it was of another schedule
+            plan = replace(base, schedule=guess.schedule, slices=guess.slices, solver=solver)
             plan = how.priced(plan)
             if plan.slices and plan.prediction.step_seconds < NEAR * bar:
                 plan = how.priced(replace(plan, slices=how.lengths(plan)))

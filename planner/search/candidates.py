@@ -124,9 +124,7 @@ def _refine(
             return
         at = max(left, key=lambda each: (figures[each][1], -each))
         left.remove(at)
-        found = stage(job, rows, stages[at], held[at], programs=programs)
-        assert found is not None, "what fits is still there"
-        chosen[at] = found
+        chosen[at] = stage(job, rows, stages[at], held[at], programs=programs) or chosen[at]
 
 
 def candidates(

@@ -7,6 +7,7 @@ as tells that they lose (``ranking``).
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from ..inter_op.inter_op import Pipeline
@@ -19,6 +20,9 @@ from .job import Job
 from .quests import Draft
 from .report_plan import Candidate
 
+TIME_SHARE = 0.5
+"""Of the time that is left, what this may take."""
+
 _Answer = tuple[StageModel, StageAnswer]
 
 
@@ -28,24 +32,33 @@ def narrowed(job: Job, best: Candidate) -> Candidate:
     Left as it is where its axes were left to the solver or its devices have unequal shares: then
     more than the layouts of its meshes was searched; and after Ctrl-C.
     """
-    if best.layouts_gap <= job.request.gap or job.stopped or job.effort.left_seconds <= 0:
+    effort = job.effort
+    if best.layouts_gap <= job.request.gap or job.stopped or effort.left_seconds <= 0:
         return best
-    found = best
+    found, deadline = best, effort.deadline
     with job.stoppable():
+        effort.deadline = time.perf_counter() + TIME_SHARE * effort.left_seconds
         found = _narrowed(job, best)
+    if not job.stopped:
+        effort.deadline = deadline
     return found
 
 
 def _narrowed(job: Job, best: Candidate) -> Candidate:
     draft = Draft(best.rows, Pipeline(best.stages, best.step_seconds))
+    plain = candidate(job, draft, best.schedule)
+    if plain is None or not _is_like(best, plain):
+        return best
     found = candidate(job, draft, best.schedule, programs=WINNERS_PROGRAMS)
-    if found is None or not _is_like(best, found):
+    if found is None:
         return best
     if found.step_seconds < best.step_seconds * (1 - WORTH_IT):
         if not is_whole(len(found.stages), found.num_microbatches):
             found = completed(job, found)
         if found.step_seconds < best.step_seconds:
             return found
+    if not _is_like(best, found):
+        return best
     every = zip(best.answers, found.answers, strict=True)
     return replace(best, answers=tuple(_with_gap(own, other) for own, other in every))
 

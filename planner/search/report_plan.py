@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def layouts_gap(self) -> float:
-        """What better ways to run its stages could take off T at most, as a part of it."""
+        """By how much T would be less if each stage took as much less as its gap leaves open."""
         figures = [
             answer.cost.once_and_slowest(self.num_microbatches) for _, answer in self.answers
         ]

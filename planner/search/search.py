@@ -166,7 +166,7 @@ def solver_info(plan: Plan, found: Searched, bound_seconds: float) -> SolverInfo
     step_seconds, layouts_gap = plan.prediction.step_seconds, plan.solver.layouts_gap
     bound = min(bound_seconds, step_seconds)
     gap = max(0.0, 1 - bound / step_seconds)
-    if layouts_gap is not None:
+    if layouts_gap is not None and plan.num_chunks == 1:
         layouts_gap = min(layouts_gap, gap)
     return SolverInfo(
         gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by, layouts_gap

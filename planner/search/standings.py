@@ -121,4 +121,4 @@ class Standings:
 
 def _rank(found: Candidate) -> tuple[float, float, float]:
     """The fastest first; of equally fast ones that which holds least, then the better proven."""
-    return float(f"{found.step_seconds:.10g}"), found.peak_bytes, found.layouts_gap
+    return float(f"{found.step_seconds:.10g}"), found.peak_bytes, round(found.layouts_gap, 9)
