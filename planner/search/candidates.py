@@ -21,7 +21,7 @@ from ..pricing.stage_cost import StageCost
 from ..pricing.step import Pipeline, Step, latency_seconds, simulated_step
 from ..schedules.held import Halves, is_split, most_held, splits
 from .job import Job
-from .quests import Draft, turning_seconds
+from .quests import Draft, open_seconds, turning_seconds
 from .report_plan import Candidate
 
 Chosen = tuple[IntraOp, StageAnswer]
@@ -119,8 +119,7 @@ def _refine(
     while left:
         figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
-        least = [(q * (1 - g), m * (1 - g)) for (q, m), g in zip(figures, gaps, strict=True)]
-        if turning_seconds(least) >= turning_seconds(figures) * (1 - job.request.gap / 2):
+        if open_seconds(figures, gaps) >= turning_seconds(figures) * (1 - job.request.gap / 2):
             return
         at = max(left, key=lambda each: (figures[each][1], -each))
         left.remove(at)

@@ -184,6 +184,17 @@ def turning_seconds(stages: Sequence[tuple[float, float]]) -> float:
     return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
 
 
+def open_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -> float:
+    """T if each stage took as much less as its gap leaves open.
+
+    >>> open_seconds([(1.0, 4.0), (2.0, 8.0)], [0.0, 0.25])
+    8.5
+    """
+    return turning_seconds(
+        [(q * (1 - gap), m * (1 - gap)) for (q, m), gap in zip(stages, gaps, strict=True)]
+    )
+
+
 def looped_seconds(stages: Sequence[tuple[float, float]], chunks: int) -> float:
     """About T with each stage cut in so many: max(Σ q / chunks + max m, Σ q + max m / chunks).
 

@@ -39,7 +39,7 @@ from ..pricing.structure import Structure
 from ..pricing.undivided import undivided
 from ..requests.request import Request
 from ..strategy import NodeLayout
-from .quests import turning_seconds
+from .quests import open_seconds, turning_seconds
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Candidate:
             answer.cost.once_and_slowest(self.num_microbatches) for _, answer in self.answers
         ]
         gaps = [answer.gap for _, answer in self.answers]
-        least = [(q * (1 - gap), m * (1 - gap)) for (q, m), gap in zip(figures, gaps, strict=True)]
-        return 1 - turning_seconds(least) / turning_seconds(figures)
+        return 1 - open_seconds(figures, gaps) / turning_seconds(figures)
 
     @property
     def spent_seconds(self) -> dict[str, float]:
