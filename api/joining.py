@@ -4,61 +4,63 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
+from autoparallel.adopted import Job
 from autoparallel.cost_model.detect import threads_per_device
-from autoparallel.module import Job
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.planner.errors import UsageError
+from autoparallel.passes.deferred_init import Deferred, materialize
+from autoparallel.passes.outputs import mean_inputs, mean_of_outputs
+from autoparallel.passes.program import Program
+from autoparallel.planner.errors import CaptureError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import (
+    PlanOptions,
     capture_rows,
     captured_seq,
     find_cluster,
     plan_program,
 )
 from autoparallel.runtime.initial_values import Weights
-from autoparallel.runtime.shared import share_tensor, share_text
+from autoparallel.runtime.shared import share_in_place, share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer, join
+from autoparallel.targets import Target
 
 
 def join_training(
+    model: nn.Module,
     job: Job,
     plan: Plan | None,
-    build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     progress: Callable[..., None] | None = None,
     buckets: Sequence[int] = (),
 ) -> Trainer:
-    """The trainer of this rank for the job's model. Collective over all ranks.
+    """The trainer of this rank for ``model``. Collective over all ranks.
 
     Without ``plan`` rank 0 makes one for the processes that torchrun started, and all use it.
     Initial weights are rank 0's: its model's, or those that its generator's state makes. So
-    are the random numbers of the forward: they follow rank 0's ``torch.manual_seed``.
-    ``progress`` is told what a step is about to do; ``buckets``: see ``Trainer``.
+    are the random numbers of the forward: they follow rank 0's ``torch.manual_seed``. What no
+    stage holds (parameters that the loss does not reach, buffers that training leaves alone) has
+    its value in ``model`` afterwards. ``progress`` is told what a step is about to do;
+    ``buckets``: see ``Trainer``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         torch.set_num_threads(threads_per_device(world_size))
     device = join(kind, int(os.environ.get("LOCAL_RANK", rank)))
-    weights: Weights
-    if job.rng_state is not None:
-        weights = record_build(job.target.build_model, share_tensor(job.rng_state))
-        model = weights.model
-    else:
-        model = job.target.build_model()
-        weights = {
-            name: share_tensor(tensor.detach())
-            for method in (model.named_parameters, model.named_buffers)
-            for name, tensor in method(remove_duplicate=False)
-        }
+    weights = _initial_weights(model, job)
     target, options = job.target, job.options
-    precision = options.precision if plan is None else plan.model.precision
-    rows = options.global_batch if plan is None else plan.model.global_batch
-    program = capture_rows(target, model, global_batch=rows, seq=options.seq, precision=precision)
+    if plan is not None:
+        options = replace(
+            options, precision=plan.model.precision, global_batch=plan.model.global_batch
+        )
+    program = _captured(model, target, options)
+    if program.returned:
+        forced = replace(options.forced, num_microbatches=1, pp=1)
+        options = replace(options, forced=forced)
     if plan is None:
         is_local_cpu = job.cluster == "local" and kind == "cpu"
         text = None
@@ -67,11 +69,79 @@ def join_training(
             text = dumps(plan_program(program, target, cluster, options))
         plan = loads(share_text(text))
     _check_length(plan, captured_seq(program))
+    if program.returned and plan.num_microbatches > 1:
+        raise UsageError(
+            "AP932",
+            f"the plan has {plan.num_microbatches} micro-batches, and the model returns no loss",
+            why="the script computes the loss from the outputs of the whole batch",
+            fix="give loss_fn to parallelize, or plan with microbatches=1",
+        )
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
-    return Trainer(
-        program, plan, weights, device=device, build=build_optimizer, progress=progress, seed=seed,
-        buckets=buckets,
+    trainer = Trainer(
+        program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets
+    )
+    if job.deferred is not None:
+        assert isinstance(weights, Deferred)
+        _fill_the_rest(model, weights, program, device)
+    return trainer
+
+
+def _initial_weights(model: nn.Module, job: Job) -> Weights:
+    """What every rank starts with: rank 0's weights, in the model's own memory."""
+    if job.deferred is not None:
+        assert isinstance(job.deferred.seed, Tensor)
+        return replace(job.deferred, seed=share_tensor(job.deferred.seed))
+    weights: dict[str, Tensor] = {}
+    for method in (model.named_parameters, model.named_buffers):
+        for name, tensor in method(remove_duplicate=False):
+            weights[name] = tensor.detach()
+            share_in_place(weights[name])
+    return weights
+
+
+def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program:
+    """The model and its loss as a graph; of a model that gives none, with its outputs returned.
+
+    The script then computes the loss from them.
+    """
+    try:
+        return _capture(model, target, options)
+    except CaptureError as error:
+        if error.code not in ("AP203", "AP204") or target.loss_fn is not None:
+            raise
+    program = _capture(model, replace(target, loss_fn=mean_of_outputs), options)
+    assert program.outputs is not None
+    count = sum(leaf.is_differentiable for leaf in program.outputs.leaves)
+    return replace(program, returned=mean_inputs(program.graph, count))
+
+
+def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
+    return capture_rows(
+        target, model, global_batch=options.global_batch, seq=options.seq,
+        precision=options.precision,
     )  # fmt: skip
+
+
+def _fill_the_rest(
+    model: nn.Module, deferred: Deferred, program: Program, device: torch.device
+) -> None:
+    """Give a recorded model the tensors that no stage holds."""
+    graph = program.graph
+    spread = {node.name for node in graph.parameters} | {*graph.tied, *graph.updates}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    names = [name for name, tensor in tensors if name not in spread and tensor.is_meta]
+
+    def put(name: str, value: Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if attribute in module._parameters:
+            old = module._parameters[attribute]
+            is_trained = old is not None and old.requires_grad
+            value = nn.Parameter(value, requires_grad=is_trained)
+        setattr(module, attribute, value.to(device))
+
+    if names:
+        materialize(deferred, names, put)
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

@@ -1,38 +1,34 @@
-"""A module that trains by a plan: what ``parallelize`` makes of a model under torchrun.
+"""A model that trains by a plan: what ``parallelize`` makes of an ``nn.Module`` under torchrun.
 
-Its parameters are this rank's shards, as DTensors under the model's own names, so that
-optimizers, clipping and checkpoints are the stock ones. Called with the global batch, it
-returns the loss; ``backward()`` on it leaves every shard's complete gradient in ``grad``.
+It stays an object of the model's own class. Its parameters become this rank's shards, as DTensors
+under their own names, so that optimizers, clipping and checkpoints are the stock ones. In
+training it is called as the model is and returns what the model returns; in evaluation the
+model's own code runs, with whole weights (``api.whole_module``).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from autoparallel.adopted import Adopted, Job
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planning import PlanOptions
-from autoparallel.targets import LossFn, Target
+from autoparallel.targets import LossFn
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a module is planned from. ``rng_state`` is the generator's where the model is yet
-    to be built; None where ``target`` returns a model that has its weights."""
-
-    target: Target
-    cluster: str
-    options: PlanOptions
-    rng_state: Tensor | None = None
+_STATE = "_autoparallel"
+"""The attribute that holds a model's ``Adopted``."""
 
 
 class ParallelModule(nn.Module):
@@ -47,11 +43,6 @@ class ParallelModule(nn.Module):
 
     ``autoparallel.Step`` works for every plan.
     """
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self._job: Job | None = job
-        self._trainer: Trainer | None = None
 
     def join(
         self,
@@ -68,82 +59,151 @@ class ParallelModule(nn.Module):
 
         Raises UsageError AP145 where a module that has a plan is given another or a loss.
         """
-        from autoparallel.joining import join_training
         from autoparallel.runtime.watched_script import watch_script
 
-        self._tell = watch_script(os.environ, timeout_seconds).watchdog.progress
-        if self._trainer is not None:
-            if plan is not None or loss_fn is not None or buckets:
-                raise UsageError(
-                    "AP145",
-                    "this module is planned already",
-                    why="it was called, or its parameters were read, before",
-                    fix="give loss_fn and the plan to parallelize, or make the Step first",
-                )
-            if build_optimizer is not None:
-                self._trainer.use_optimizer(build_optimizer)
-            return self._trainer
-        assert self._job is not None
-        job = self._job
-        if loss_fn is not None:
-            job = replace(job, target=replace(job.target, loss_fn=loss_fn))
-        self._trainer = join_training(job, plan, build_optimizer, self._tell, buckets)
-        self._job = None
-        for name, parameter in self._trainer.parameters.items():
-            _register(self, name, parameter.master)
-        for name, buffer in self._trainer.changing_buffers().items():
-            _register(self, name, buffer)
-        return self._trainer
+        adopted = _adopted(self)
+        adopted.tell = watch_script(os.environ, timeout_seconds).watchdog.progress
+        if adopted.trainer is None:
+            job = adopted.job
+            if loss_fn is not None:
+                job = replace(job, target=replace(job.target, loss_fn=loss_fn))
+            adopted.join(self, job, plan, buckets)
+        elif plan is not None or loss_fn is not None or buckets:
+            raise UsageError(
+                "AP145",
+                "this module is planned already",
+                why="it was called, or its parameters were read, before",
+                fix="give loss_fn and the plan to parallelize, or make the Step first",
+            )
+        trainer = adopted.joined
+        if build_optimizer is not None:
+            trainer.use_optimizer(build_optimizer)
+        return trainer
 
     @property
     def plan(self) -> Plan:
         """The plan that this module trains by."""
         return self.join().plan
 
+    @contextmanager
+    def unsharded(
+        self, rank: int | None = None, *, device: torch.device | str | None = None
+    ) -> Iterator[nn.Module]:
+        """While inside, the model is the plain one with whole weights, for generation or export.
+
+        ``rank`` names the only rank that gets them; the others have none meanwhile. ``device``
+        is where they are put (default: the plan's). Weights have the optimizer's dtype.
+        Collective over all ranks.
+
+        Raises UsageError AP926 where the weights were changed inside: that would be lost.
+        """
+        self.join()
+        with _adopted(self).unsharded(self, rank, device):
+            yield self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Does nothing: gradients are summed over ranks in every backward, and add up."""
+        yield
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, under the model's own names."""
-        self.join()
+        self._join_once()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards, for ``torch.distributed.checkpoint``."""
-        self.join()
+        self._join_once()
         return super().state_dict(*args, **kwargs)
 
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """The loss of the global batch, given as it is to the model (and the loss).
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take shards or whole tensors, of which each rank keeps its part.
 
-        Raises UsageError AP146 for a plan with a pipeline, whose backwards start before its
-        last forward is done.
+        Raises UsageError AP924 for ``assign=True``, which would replace the shards.
         """
-        trainer = self.join()
-        if trainer.plan.has_pipeline:
-            raise UsageError(
-                "AP146",
-                "a plan with a pipeline has no loss to call backward on",
-                why="its backwards start while other micro-batches are still in their forward",
-                fix="step = autoparallel.Step(model); loss = step(batch), "
-                'or plan without one: parallel="pp=1"',
-            )
-        batch: Any = kwargs if kwargs else args
-        if args and kwargs:
-            raise UsageError(
-                "AP147",
-                "the batch is given partly by position and partly by name",
-                fix="give all of it by name: model(**batch)",
-            )
-        (executor,) = trainer.executors.values()
-        return executor.differentiable_loss(trainer.fitted(trainer.inputs(batch)), self._tell)
+        if assign:
+            _refuse_move("load_state_dict(assign=True)", "the tensors would replace its shards")
+        self._join_once()
+        adopted = _adopted(self)
+        return super().load_state_dict(adopted.own_part(self, state_dict), strict=strict)
+
+    def _join_once(self) -> None:
+        adopted = _adopted(self)
+        if adopted.trainer is None and not adopted.is_joining:
+            adopted.plans_for_loop()
+            self.join()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """``to``, ``cuda``, ``half`` and the like: where and in what dtype is the plan's to say."""
+        adopted = _adopted(self)
+        if adopted.is_joining or adopted.is_plain:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in (*super().named_parameters(), *self.named_buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=adopted.device_of(tensor))
+            moved = fn(probe)
+            if moved.dtype != probe.dtype:
+                _refuse_move(f"a cast of {name} to {moved.dtype}", "its precision is the plan's")
+            if adopted.trainer is not None and moved.device != probe.device:
+                _refuse_move(f"a move of {name} to {moved.device}", "its devices are the plan's")
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            "AP930",
+            "a parallel model cannot be copied",
+            why="its shards belong to the processes that train it",
+            fix="with model.unsharded(): copy.deepcopy(model.state_dict())",
+        )
 
 
-def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register under a dotted name, making the modules on the way."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module._modules[part]  # type: ignore[assignment]
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(last, tensor)
-    else:
-        module.register_buffer(last, tensor)
+def _adopted(module: nn.Module) -> Adopted:
+    found: Adopted = module.__dict__[_STATE]
+    return found
+
+
+def _refuse_move(what: str, why: str) -> NoReturn:
+    raise UsageError(
+        "AP924",
+        f"a parallel model refuses {what}",
+        why=why,
+        fix="do it before parallelize, or say precision= and cluster= there; for a plain model "
+        "use model.unsharded()",
+    )
+
+
+def adopt(model: nn.Module, job: Job, cls: type[nn.Module] | None = None) -> nn.Module:
+    """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of what it was."""
+    original = type(model)
+    model.__class__ = cls or parallel_class(original)
+    model.__dict__[_STATE] = Adopted(job, original)
+    return model
+
+
+def parallel_class(
+    original: type[nn.Module], make: Callable[..., nn.Module] | None = None
+) -> type[nn.Module]:
+    """A class with the name, methods and signatures of ``original`` that is a ``ParallelModule``.
+
+    ``make(cls, ...)`` is what a call of the class does instead of building the model.
+    """
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _adopted(self).call(self, args, kwargs)
+
+    namespace: dict[str, Any] = {
+        "forward": torch.compiler.disable(forward),  # type: ignore[no-untyped-call]
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
+    if make is not None:
+        namespace |= {"__new__": make, "__init__": _init_nothing}
+        namespace["__signature__"] = inspect.signature(original)
+    return type(original.__name__, (ParallelModule, original), namespace)
+
+
+def _init_nothing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``__new__`` has built the model."""

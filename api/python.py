@@ -25,8 +25,10 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
+from autoparallel.adopted import Job
 from autoparallel.asked import SearchOptions, options_of
-from autoparallel.module import Job, ParallelModule
+from autoparallel.module import ParallelModule, adopt, parallel_class
+from autoparallel.passes.deferred_init import Deferred, record_build
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -205,7 +207,7 @@ def parallelize(
         if inspect.isclass(thing) and issubclass(thing, nn.Module):
             return _parallel_class(thing, given) if under_torchrun() else thing
         if isinstance(thing, nn.Module):
-            return ParallelModule(_job(lambda: thing, given)) if under_torchrun() else thing
+            return adopt(thing, _job(lambda: thing, given)) if under_torchrun() else thing
         raise UsageError(
             "AP140",
             f"parallelize takes an nn.Module or a class of them, not {thing!r}",
@@ -215,25 +217,25 @@ def parallelize(
 
 
 def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
-    """A class of the same name whose calls make a ``ParallelModule`` of the original."""
+    """A class of the same name whose calls build a parallel model, without its weights."""
 
-    def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> ParallelModule:
-        job = _job(lambda: original(*args, **kwargs), given, torch.get_rng_state())
-        return ParallelModule(job)
+    def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        deferred = record_build(lambda: original(*args, **kwargs), torch.get_rng_state())
+        job = _job(lambda: deferred.model, given, deferred)
+        return adopt(deferred.model, job, cls)
 
-    namespace = {"__new__": make, "__doc__": original.__doc__, "__module__": original.__module__}
-    return type(original.__name__, (original,), namespace)
+    return parallel_class(original, make)
 
 
 def _job(
-    build: Callable[[], nn.Module], given: ParallelOptions, rng_state: Tensor | None = None
+    build: Callable[[], nn.Module], given: ParallelOptions, deferred: Deferred | None = None
 ) -> Job:
     rows = given.global_batch or batch_rows(given.example_batch)
     return Job(
         target=make_target(build, given.example_batch, given.loss_fn),
         cluster=given.cluster,
         options=plan_options(rows or 32, given.seq, given.search or {}),
-        rng_state=rng_state,
+        deferred=deferred,
     )
 
 

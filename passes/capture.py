@@ -114,6 +114,7 @@ def _captured(
         inputs={name: key for name, key in exported.inputs.items() if name in names},
         literals={name: value for name, value in literals.items() if name in names},
         unused=tuple(name for name, _ in model.named_parameters() if name not in names),
+        outputs=exported.outputs,
     )
 
 

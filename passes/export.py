@@ -30,6 +30,7 @@ from .leaves import LeafError, widen
 from .locate import capture_error
 from .modes import explicit_casts, promote_to_float64
 from .opaque import annotated_modules, opaque_modules, whole_functions
+from .outputs import OutputForm, output_form, scalar_losses
 from .program import BatchKey, Dtype
 from .repeat_calls import Repeats
 
@@ -43,12 +44,20 @@ Batch = Mapping[str, Any] | Sequence[Any]
 class Exported:
     """``inputs`` names the user inputs of ``program`` in order, with their keys in the batch.
 
-    ``rules`` are those of submodules that the user registered, which are kept whole.
+    ``rules`` are those of submodules that the user registered, which are kept whole. ``outputs``
+    is the form of what the model returns.
     """
 
     program: ExportedProgram
     inputs: Mapping[str, BatchKey]
     rules: Mapping[str, OpRule] = field(default_factory=dict)
+    outputs: OutputForm | None = None
+
+
+class _Noted:
+    """What a trace sees and does not return: ``torch.export`` undoes a module's own attributes."""
+
+    outputs: OutputForm | None = None
 
 
 class _WithLoss(nn.Module):
@@ -59,15 +68,25 @@ class _WithLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.add_module(PREFIX, model)
+        self.training = model.training
+        self.noted = _Noted()
         self._template = batch
         self._keys = keys
         self._loss_fn = loss_fn
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
-        model = self.get_submodule(PREFIX)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else counter_random():
-            return find_loss(call_model(model, batch), batch, self._loss_fn)
+            return self._loss(batch)
+
+    def _loss(self, batch: Any) -> Tensor:
+        """The loss of a forward; what else the model returns is noted."""
+        outputs = call_model(self.get_submodule(PREFIX), batch)
+        loss = find_loss(outputs, batch, self._loss_fn)
+        if not torch.compiler.is_dynamo_compiling():
+            own = None if self._loss_fn is not None else _loss_of(outputs)
+            self.noted.outputs = output_form(outputs, own)
+        return loss
 
 
 class _WithMarks(_WithLoss):
@@ -84,8 +103,7 @@ class _WithMarks(_WithLoss):
         batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
         with counter_random() as draws:
             self._repeats.start(draws)
-            outputs = call_model(self.get_submodule(PREFIX), batch)
-            return find_loss(outputs, batch, self._loss_fn), *self._repeats.marks
+            return self._loss(batch), *self._repeats.marks
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -103,16 +121,12 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """The scalar that training minimizes: ``loss_fn``'s, the output itself, or its ``loss``."""
-    loss: Any
-    if loss_fn is not None:
-        loss = loss_fn(outputs, batch)
-    elif isinstance(outputs, Tensor):
-        loss = outputs
-    elif isinstance(outputs, Mapping) and "loss" in outputs:
-        loss = outputs["loss"]
-    else:
-        loss = getattr(outputs, "loss", None)
+    """The scalar that training minimizes: ``loss_fn``'s, or that among the model's outputs.
+
+    Of the outputs it is the output itself, its ``loss``, or the only differentiable scalar of a
+    tuple, such as ``(logits, loss)``.
+    """
+    loss: Any = _loss_of(outputs) if loss_fn is None else loss_fn(outputs, batch)
     if not isinstance(loss, Tensor):
         raise CaptureError(
             "AP203",
@@ -130,6 +144,19 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
     return loss.reshape(()) if loss.dim() else loss
 
 
+def _loss_of(outputs: Any) -> Any:
+    """The loss among a model's outputs, or what stands in its place."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    loss = getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, tuple | list):
+        scalars = scalar_losses(outputs)
+        return scalars[0] if len(scalars) == 1 else None
+    return loss
+
+
 def export_loss(
     model: nn.Module, batch: Batch, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
@@ -142,7 +169,7 @@ def export_loss(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
-        wrapped = _WithLoss(model, batch, keys, loss_fn).train(model.training)
+        wrapped = _WithLoss(model, batch, keys, loss_fn)
         tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
         leaves, rules = annotated_modules(model), dict[str, OpRule]()
         try:
@@ -152,7 +179,7 @@ def export_loss(
             raise
         except Exception as error:  # noqa: BLE001
             program = _climb(wrapped, tensors, dtype, error, rules)
-    return Exported(program, {input_name(key): key for key in keys}, rules)
+    return Exported(program, {input_name(key): key for key in keys}, rules, wrapped.noted.outputs)
 
 
 def export_repeats(
@@ -166,12 +193,12 @@ def export_repeats(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with repeats.active(), fake_parameters(model, mode, dtype=target), capturable_experts():
-        wrapped = _WithMarks(model, batch, keys, loss_fn, repeats).train(model.training)
+        wrapped = _WithMarks(model, batch, keys, loss_fn, repeats)
         tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
         rules: dict[str, OpRule] = {}
         with opaque_modules(annotated_modules(model), rules):
             program = _export(wrapped, tensors, strict=False, dtype=dtype)
-    return Exported(program, {input_name(key): key for key in keys}, rules)
+    return Exported(program, {input_name(key): key for key in keys}, rules, wrapped.noted.outputs)
 
 
 def _climb(

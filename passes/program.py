@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ..planner.graph import Blocks, Graph
+from ..planner.graph import Blocks, Graph, Ref
+from .outputs import OutputForm
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 BatchKey = str | int
@@ -22,7 +23,9 @@ class Program:
     input's name to its key in the batch (a string of a dict, a position of a tuple); an
     input of floating dtype is to be cast to its node's dtype. ``literals`` are small
     tensors that the model's code makes from Python numbers, as buffers of those names.
-    ``unused`` are the parameters that the loss does not depend on.
+    ``unused`` are the parameters that the loss does not depend on. ``outputs`` is the form of
+    what the model returns, None where that is not known; ``returned`` are the values that its
+    caller differentiates, where it returns no loss.
     """
 
     graph: Graph
@@ -32,6 +35,8 @@ class Program:
     inputs: Mapping[str, BatchKey]
     literals: Mapping[str, Tensor] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    outputs: OutputForm | None = None
+    returned: tuple[Ref, ...] = ()
 
     @property
     def buffers(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ parameters, receives values, runs the blocks in order, and sends values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -87,10 +87,10 @@ class StageProgram:
     ``draws`` says what the blocks' random ops draw for; the executor keeps it up to date.
     ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
     as the buffer is held; such buffers are shared. ``counting`` gives what blocks take that
-    depends on all micro-batches. ``kept`` are the keys of what the next slice of the sequences
-    needs, where they are sliced. ``share``: this
-    rank's rows of a micro-batch, where the batch is not split evenly; specs and layouts are
-    then of an even split of ``share.batch_size`` rows.
+    depends on all micro-batches. ``kept`` are the keys of values that leave the stage though no
+    other stage receives them: what the next slice of the sequences needs, or outputs of the model
+    that its caller differentiates. ``share``: this rank's rows of a micro-batch, where the batch is
+    not split evenly; specs and layouts are then of an even split of ``share.batch_size`` rows.
     """
 
     index: int
@@ -164,11 +164,13 @@ def build_stage(
     coordinates: tuple[int, ...],
     communicator: Communicator,
     of_slice: OfSlice | None = None,
+    outputs: Sequence[Ref] = (),
 ) -> StageProgram:
     """The program of the rank at ``coordinates`` of a stage's mesh.
 
     ``graph`` is at the size of one micro-batch over the whole mesh, or of a slice of it; what is
-    counted is always counted over whole sequences. Raises ``PlanError`` where the plan does not
+    counted is always counted over whole sequences. ``outputs`` are values that leave the stage
+    besides. Raises ``PlanError`` where the plan does not
     fit the graph.
     """
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
@@ -180,7 +182,9 @@ def build_stage(
     leaves = _leaves(graph, blocks, plan, stage_index=stage_index, uses=uses)
     receives = tuple(b for b in crossing if b.target_stage == stage_index)
     sends = tuple(b for b in crossing if b.source_stage == stage_index)
-    kept, draws = (of_slice.kept, of_slice.draws) if of_slice is not None else ((), Draws())
+    kept, draws = tuple(map(value_key, outputs)), Draws()
+    if of_slice is not None:
+        kept, draws = (*kept, *of_slice.kept), of_slice.draws
     stage = _Stage(
         graph, blocks, own, Rank(own.mesh, coordinates, communicator, draws, share),
         plan.num_microbatches, uses, leaves,

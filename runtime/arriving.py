@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,13 +54,19 @@ class Arrival:
             self._told()
 
 
+class Pending(Protocol):
+    """A tensor's value, which is made or waited for when it is first read."""
+
+    def value(self) -> Tensor: ...
+
+
 class ArrivingTensor(Tensor):
-    """A tensor of a number that arrives: the first use of any kind waits for it.
+    """A tensor whose value comes later: the first use of any kind waits for it.
 
     What is made of it is an ordinary tensor.
     """
 
-    arrival: Arrival
+    arrival: Pending
 
     @classmethod
     def __torch_function__(
@@ -74,8 +80,8 @@ class ArrivingTensor(Tensor):
         return function(*(_arrived(value) for value in args), **named)
 
 
-def arriving(arrival: Arrival, like: Tensor) -> Tensor:
-    """A tensor, of the shape of ``like``, that waits for ``arrival`` when it is used."""
+def arriving(arrival: Pending, like: Tensor) -> Tensor:
+    """A tensor, on the device of ``like``, that waits for ``arrival`` when it is used."""
     tensor = like.detach().as_subclass(ArrivingTensor)
     tensor.arrival = arrival
     return tensor

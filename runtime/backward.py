@@ -16,23 +16,27 @@ from torch import Tensor
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, begin: Callable[[], None], end: Callable[[], None]
-    ) -> Tensor:
+        ctx: Any, begin: Callable[[], None], end: Callable[[], None], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.begin, ctx.end = begin, end
-        return tensor.clone()
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.begin()
         end = ctx.end
         # Queued twice: fully_shard queues its own last work when the backward is under way.
         _at_end(lambda: _at_end(end))
-        return gradients[0], None, None
+        return None, None, *gradients
 
 
-def around_backward(tensor: Tensor, begin: Callable[[], None], end: Callable[[], None]) -> Tensor:
-    """``tensor``, such that its backward calls ``begin`` first and ``end`` when all is done."""
-    result: Tensor = _Boundary.apply(tensor, begin, end)  # type: ignore[no-untyped-call]
+def around_backward(
+    tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
+) -> tuple[Tensor, ...]:
+    """``tensors``, such that a backward through any of them calls ``begin`` before anything else
+    and ``end`` when all is done."""
+    result: tuple[Tensor, ...] = _Boundary.apply(begin, end, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 

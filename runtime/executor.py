@@ -20,12 +20,10 @@ from ..cost_model.actions import BACKWARD, FORWARD
 from ..passes.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
-from .backward import around_backward
 from .data import local_inputs, local_part, microbatch_rows
 from .gradients import GradientReducer
 from .stage import StageModule
 from .versions import WeightVersions
-from .watchdog import BETWEEN_STEPS
 from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
 
 if TYPE_CHECKING:
@@ -109,7 +107,7 @@ class StageExecutor:
         """Have the next step run program ``part`` of the stage, which it has for some lengths."""
         self._part, self.program = part, self.stage.programs[part]
 
-    def begin_step(self, batch: Mapping[str, Tensor]) -> None:
+    def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
         """Start a step on the global ``batch``; forget the gradients of the one before."""
         self._batch = batch
         self.program.draws.key = step_key(self.seed, self.steps_begun)
@@ -120,7 +118,8 @@ class StageExecutor:
             self.stage.weight_gradients.clear()
         self.stage.keep_buffers()
         self._counts = list(self._counted())
-        self.zero_grad()
+        if forgets_gradients:
+            self.zero_grad()
         begin_step(self.stage)
         for parameter in self.parameters.values():
             parameter.refresh()
@@ -151,19 +150,27 @@ class StageExecutor:
 
         ``received`` has this rank's part of every value from other stages, by key.
         """
+        leaves = self._leaves(received)
+        return self._finished(microbatch, leaves, self.run(microbatch, leaves), self.program)
+
+    def _leaves(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            key: value.detach().requires_grad_(self._requires_grad[key])
+            for key, value in received.items()
+        }
+
+    def run(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All that leaves the stage in a micro-batch's forward, by key, with its graph."""
         self.program.draws.microbatch = microbatch
         if self.versions is not None:
             self.versions.use(FORWARD, microbatch)
         counts = self._counts[microbatch // self.per_update]
-        leaves = {
-            key: value.detach().requires_grad_(self._requires_grad[key])
-            for key, value in received.items()
-        }
         inputs = local_inputs(
             self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
         )
-        outputs = self.stage({**self._constants, **counts, **inputs, **leaves}, self._part)
-        return self._finished(microbatch, leaves, outputs, self.program)
+        values = {**self._constants, **counts, **inputs, **received}
+        outputs: dict[str, Tensor] = self.stage(values, self._part)
+        return outputs
 
     def _finished(
         self,
@@ -255,40 +262,9 @@ class StageExecutor:
             return None
         return torch.stack(list(self._losses.values())).mean()
 
-    def differentiable_loss(
-        self, batch: Mapping[str, Tensor], tell: Callable[[str], None] = lambda what: None
-    ) -> Tensor:
-        """The step's loss for an ordinary training loop, where no other stage is involved.
-
-        ``backward()`` on it (or on anything computed from it) is the whole step's: afterwards
-        every master has its ``grad``. Each call starts anew, gradients included. ``tell`` is for
-        a watchdog.
-        """
-        self.begin_step(batch)
-        assert self.program.loss is not None
-        assert not self.program.receives
-        losses = []
-        for microbatch in range(self.num_microbatches):
-            tell(f"computing the forward of micro-batch {microbatch}")
-            self.forward(microbatch, {})
-            if torch.is_grad_enabled():
-                loss = self._in_flight.pop(microbatch).loss
-                assert loss is not None
-                losses.append(loss)
-            else:
-                losses.append(self._losses[microbatch])
-        tell(BETWEEN_STEPS)
-
-        def begin() -> None:
-            tell("computing the backward of all micro-batches")
-            begin_backward(self.stage, last=True)
-            self._reducer.begin_backward(last=True)
-
-        def end() -> None:
-            self.finish_step()
-            tell(BETWEEN_STEPS)
-
-        return around_backward(torch.stack(losses).mean(), begin, end)
+    def begin_reduction(self) -> None:
+        """Before a step's only backward, where autograd starts it: sums begin as it goes."""
+        self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:
         """After the last backward: complete the gradient sums and hand them to the optimizer.

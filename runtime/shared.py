@@ -20,3 +20,11 @@ def share_tensor(tensor: Tensor) -> Tensor:
     shared = tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(shared, src=0)
     return shared
+
+
+def share_in_place(tensor: Tensor) -> None:
+    """Give a tensor that every rank has rank 0's value. Collective."""
+    if tensor.is_contiguous():
+        dist.broadcast(tensor, src=0)
+    else:
+        tensor.copy_(share_tensor(tensor))

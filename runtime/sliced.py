@@ -89,9 +89,9 @@ class SlicedExecutor(StageExecutor):
         self._carried = tuple(carried)
         self._sequences: dict[int, _Sequence] = {}
 
-    def begin_step(self, batch: Mapping[str, Tensor]) -> None:
+    def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
         self._sequences.clear()
-        super().begin_step(batch)
+        super().begin_step(batch, forgets_gradients=forgets_gradients)
 
     def forward(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a slice forward; returns the values that other stages get, by key."""

@@ -140,7 +140,9 @@ class Trainer:
         )  # fmt: skip
         whole = self.program
         plan = updating_plan(self.plan, self.schedule)
-        programs = self.of_slices[index] or (build(whole.graph, whole.blocks, plan),)
+        programs = self.of_slices[index] or (
+            build(whole.graph, whole.blocks, plan, outputs=whole.returned),
+        )
         stage = StageModule(
             programs[0],
             communicator.device_mesh,

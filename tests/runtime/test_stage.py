@@ -29,6 +29,7 @@ from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.optimizer import build_optimizer, clip_gradients, gradient_norm
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
+from autoparallel.runtime.training_call import TrainingCall
 
 TOLERANCE = 1e-9
 LEARNING_RATE = 0.05
@@ -179,12 +180,12 @@ def _loops() -> None:
         (Mesh(("tp",), (2,)), 0),
     ):
         stage = make_stage(mesh, [0, 1], zero=zero, device_mesh=device_mesh_of(mesh, [0, 1]))
-        executor = StageExecutor(stage, num_microbatches=2)
+        call = TrainingCall(StageExecutor(stage, num_microbatches=2))
         optimizer = build_optimizer(
             stage.by_name.values(), lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE)
         )
         for step in range(2):
-            loss = executor.differentiable_loss(global_batch(2, step))
+            loss = call.loss(global_batch(2, step))
             assert relative_error(loss.detach(), expected.losses[step]) < TOLERANCE
             loss.backward()
             optimizer.step()
@@ -193,7 +194,7 @@ def _loops() -> None:
             found = parameter.master.detach().full_tensor()  # type: ignore[attr-defined]
             assert relative_error(found, expected.weights[1][name]) < TOLERANCE, name
         with torch.no_grad():
-            loss = executor.differentiable_loss(global_batch(2))
+            loss = call.loss(global_batch(2))
         assert not loss.requires_grad
 
 

@@ -1,0 +1,141 @@
+"""A parallel model's own modules with whole weights in them, for a while.
+
+In: a model whose parameters are this rank's shards, and what gathers them
+(``runtime.whole_weights``). Out: contexts inside which the model's own code runs: with all weights
+in place (``all_in_place``), or with each repeated layer's gathered when the layer is called and
+freed after it (``gathered_by_layer``), as fully sharded data parallelism does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoparallel.runtime.whole_weights import WholeWeights
+
+Slot = tuple[nn.Module, str]
+"""A module and the name of a parameter or buffer that it holds."""
+
+
+class WholeModule:
+    """Puts whole tensors into a model's modules. Every context is collective over all ranks.
+
+    ``tied`` maps further names of a tied parameter to its first.
+    """
+
+    def __init__(self, model: nn.Module, weights: WholeWeights, tied: Mapping[str, str]) -> None:
+        self._weights = weights
+        known = set(weights.names)
+        self._slots: dict[str, list[Slot]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for attribute in (*module._parameters, *module._buffers):
+                name = f"{path}.{attribute}" if path else attribute
+                first = tied.get(name, name)
+                if first in known:
+                    self._slots.setdefault(first, []).append((module, attribute))
+        self._layers, self._around = self._divided(model)
+
+    @property
+    def slots(self) -> Mapping[str, list[Slot]]:
+        """Where each tensor that is spread over ranks belongs in the model."""
+        return self._slots
+
+    def _divided(self, model: nn.Module) -> tuple[dict[nn.Module, list[str]], list[str]]:
+        """The names of each repeated layer's own tensors, and of all others, in order."""
+        layer_of = {module: layer for layer in _layers(model) for module in layer.modules()}
+        layers: dict[nn.Module, list[str]] = {}
+        around: list[str] = []
+        for name in self._weights.names:
+            holders = {layer_of.get(module) for module, _ in self._slots.get(name, ())}
+            layer = holders.pop() if len(holders) == 1 else None
+            if layer is not None:
+                layers.setdefault(layer, []).append(name)
+            elif name in self._slots:
+                around.append(name)
+        return layers, around
+
+    @contextmanager
+    def all_in_place(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """While inside, the model holds ``tensors``, and nothing where they lack a name."""
+        held = self._put(self._slots, tensors)
+        try:
+            yield
+        finally:
+            _restore(held)
+
+    @contextmanager
+    def gathered_by_layer(self) -> Iterator[None]:
+        """While inside, a forward of the model computes with whole weights.
+
+        Buffers are copies: what a forward writes into them is forgotten.
+        """
+        gathered: dict[nn.Module, list[tuple[Slot, Any]]] = {}
+
+        def before(names: list[str], layer: nn.Module, _: Any) -> None:
+            if layer not in gathered:  # a layer that calls itself holds its weights already
+                gathered[layer] = self._put(names, self._gather(names))
+
+        def after(layer: nn.Module, _: Any, __: Any) -> None:
+            _restore(gathered.pop(layer, []))
+
+        handles: list[Any] = []
+        held = self._put(self._around, self._gather(self._around))
+        try:
+            for layer, names in self._layers.items():
+                handles.append(layer.register_forward_pre_hook(partial(before, names)))
+                handles.append(layer.register_forward_hook(after, always_call=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for each in gathered.values():
+                _restore(each)
+            _restore(held)
+
+    def _gather(self, names: Iterable[str]) -> dict[str, Tensor]:
+        found = self._weights.gather(names, as_computed=True)
+        return {
+            name: value.clone() if self._is_buffer(name) else value for name, value in found.items()
+        }
+
+    def _is_buffer(self, name: str) -> bool:
+        module, attribute = self._slots[name][0]
+        return attribute in module._buffers
+
+    def _put(
+        self, names: Iterable[str], tensors: Mapping[str, Tensor]
+    ) -> list[tuple[Slot, Tensor | None]]:
+        """Put tensors in their places; what was there before."""
+        before: list[tuple[Slot, Tensor | None]] = []
+        for name in names:
+            value = tensors.get(name)
+            for module, attribute in self._slots[name]:
+                is_parameter = attribute in module._parameters
+                old: Any = (module._parameters if is_parameter else module._buffers)[attribute]
+                before.append(((module, attribute), old))
+                if is_parameter and value is not None and not isinstance(value, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=False)
+                # ``setattr``: modules such as nn.LSTM keep lists of their parameters up to date.
+                setattr(module, attribute, value)
+        return before
+
+
+def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
+    """Undo ``_put``; last first, as a module that has two names was changed twice."""
+    for (module, attribute), value in reversed(held):
+        setattr(module, attribute, value)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in lists of modules: a model's repeated layers."""
+    lists = nn.ModuleList | nn.ModuleDict
+    for child in model.children():
+        if isinstance(child, lists | nn.Sequential):
+            for layer in child.children():
+                yield from _layers(layer) if isinstance(layer, lists) else (layer,)
+        else:
+            yield from _layers(child)

@@ -1,0 +1,217 @@
+"""Training by a plan in a script's own loop: forwards whose backward autograd starts.
+
+In: the executor of a plan with one stage, and global batches in the plan's shapes. Out: the loss, or
+the model's outputs, with a graph. A backward through them adds this step's gradients, summed over
+ranks and micro-batches, to the masters' ``grad``, as autograd does on one device: any number of
+forwards and backwards may come between two steps of the optimizer.
+
+A plan with one micro-batch keeps its graph until the backward comes. With several, each one's
+backward follows its forward at once, so that no more is held than the plan says: the loss then
+carries finished gradients, which its backward scales by the gradient it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..passes.collectives import convert
+from ..planner.layout import INVARIANT, conversion_steps
+from .backward import around_backward
+from .communicator import ProcessCommunicator
+from .parameters import StageParameter
+from .watchdog import BETWEEN_STEPS
+from .zero import begin_backward
+
+if TYPE_CHECKING:
+    from .executor import StageExecutor
+
+
+class TrainingCall:
+    """The forwards of one trainer's only stage in a script's loop; ``tell`` is for a watchdog."""
+
+    def __init__(
+        self, executor: StageExecutor, tell: Callable[[str], None] = lambda what: None
+    ) -> None:
+        self._executor = executor
+        self._parameters: Sequence[StageParameter] = list(executor.parameters.values())
+        self._tell = tell
+        self._num_backwards = 0
+        self._before: dict[str, Tensor | None] = {}
+
+    @property
+    def step_key(self) -> int:
+        """What the random numbers of the last forward are drawn from."""
+        return self._executor.program.draws.key
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss of the global batch."""
+        if self._executor.num_microbatches > 1 and torch.is_grad_enabled():
+            return self._loss_with_gradients(batch)
+        values = [each[self._loss_key] for each in self._forwards(batch)]
+        loss = torch.stack(values).mean() if len(values) > 1 else values[0]
+        return self._differentiable((loss,))[0]
+
+    def outputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The outputs that the program returns, whole, of a plan with one micro-batch."""
+        (values,) = self._forwards(batch)
+        program = self._executor.program
+        kept = tuple(values[key] for key in program.kept)
+        made = self._differentiable(kept)
+        return tuple(self._whole(key, value) for key, value in zip(program.kept, made, strict=True))
+
+    @property
+    def _loss_key(self) -> str:
+        loss = self._executor.program.loss
+        assert loss is not None
+        return loss
+
+    def _whole(self, key: str, value: Tensor) -> Tensor:
+        """A kept value of this rank as the caller gave the batch: all rows, on every rank."""
+        layout = self._executor.program.layouts[key]
+        steps = conversion_steps(layout, (INVARIANT,) * len(layout))
+        return convert(value, steps, ProcessCommunicator(self._executor.stage.device_mesh))
+
+    def _forwards(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What leaves the stage, of each micro-batch; without gradients buffers change at once."""
+        self._forget_open_backwards()
+        executor = self._executor
+        executor.begin_step(batch, forgets_gradients=False)
+        values = []
+        for microbatch in range(executor.num_microbatches):
+            self._tell(f"computing the forward of micro-batch {microbatch}")
+            values.append(executor.run(microbatch, {}))
+        if not torch.is_grad_enabled():
+            executor.stage.keep_buffers()
+        self._tell(BETWEEN_STEPS)
+        return values
+
+    def _differentiable(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The values, such that a backward through any of them is the whole step's."""
+        if not any(value.requires_grad for value in values):
+            return values
+        return around_backward(values, self._begin, self._end)
+
+    def _begin(self) -> None:
+        """Before a backward. Several forwards may share one: the first of them begins it."""
+        self._num_backwards += 1
+        if self._num_backwards > 1:
+            return
+        self._tell("computing the backward of all micro-batches")
+        self._set_aside()
+        begin_backward(self._executor.stage, last=True)
+        self._executor.begin_reduction()
+
+    def _end(self) -> None:
+        self._num_backwards -= 1
+        if self._num_backwards:
+            return
+        self._executor.finish_step()
+        self._deliver(self._taken())
+        self._tell(BETWEEN_STEPS)
+
+    def _forget_open_backwards(self) -> None:
+        """After a backward that an error ended: the gradients are those from before it."""
+        if self._num_backwards:
+            self._num_backwards = 0
+            self._restore()
+
+    def _loss_with_gradients(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss; every micro-batch's backward has run, and the sums are complete."""
+        executor = self._executor
+        self._forget_open_backwards()
+        executor.begin_step(batch, forgets_gradients=False)
+        self._set_aside()
+        try:
+            for microbatch in range(executor.num_microbatches):
+                self._tell(f"computing the forward of micro-batch {microbatch}")
+                executor.forward(microbatch, {})
+                self._tell(f"computing the backward of micro-batch {microbatch}")
+                last = microbatch == executor.num_microbatches - 1
+                with torch.autocast(executor.stage.device.type, enabled=False):
+                    executor.backward(microbatch, {}, last=last)
+            executor.finish_step()
+        except BaseException:
+            self._restore()
+            raise
+        gradients = self._taken()
+        self._tell(BETWEEN_STEPS)
+        loss = executor.mean_loss()
+        assert loss is not None
+        if not gradients:
+            return loss
+        anchor = torch.zeros((), device=loss.device, requires_grad=True)
+        delivered: Tensor = _Delivered.apply(anchor, loss, gradients, self._deliver)  # type: ignore[no-untyped-call]
+        return delivered
+
+    def _set_aside(self) -> None:
+        """Put the masters' gradients away, so that a backward makes and sums only its own."""
+        for parameter in self._parameters:
+            self._before[parameter.name] = parameter.master.grad
+            parameter.zero_grad()
+
+    def _restore(self) -> None:
+        for parameter in self._parameters:
+            parameter.zero_grad()
+            parameter.master.grad = self._before.get(parameter.name)
+        self._before.clear()
+
+    def _taken(self) -> dict[str, Tensor]:
+        """This step's gradients by name; the masters have those from before it again."""
+        taken = {
+            parameter.name: parameter.master.grad
+            for parameter in self._parameters
+            if parameter.master.grad is not None
+        }
+        self._restore()
+        return taken
+
+    def _deliver(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add gradients to the masters', and call the hooks that a script put on them."""
+        summed: list[tuple[Tensor, Tensor]] = []
+        delivered = []
+        for parameter in self._parameters:
+            master, gradient = parameter.master, gradients.get(parameter.name)
+            if gradient is None or not master.requires_grad:
+                continue
+            for hook in (master._backward_hooks or {}).values():
+                replaced = hook(gradient)
+                gradient = gradient if replaced is None else replaced
+            if master.grad is None:
+                master.grad = gradient
+            else:
+                summed.append((master.grad.to_local(), gradient.to_local()))  # type: ignore[attr-defined]
+            delivered.append(master)
+        if summed:
+            with torch.no_grad():
+                torch._foreach_add_([one for one, _ in summed], [other for _, other in summed])
+        for master in delivered:
+            for hook in (getattr(master, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(master)
+
+
+class _Delivered(torch.autograd.Function):
+    """A loss whose gradients are known: its backward scales them and hands them over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, gradients: dict[str, Tensor],
+        deliver: Callable[[Mapping[str, Tensor]], None],
+    ) -> Tensor:  # fmt: skip
+        ctx.gradients, ctx.deliver = gradients, deliver
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, {}
+        with torch.no_grad():
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for gradient in gradients.values():
+                by_dtype.setdefault(gradient.dtype, []).append(gradient.to_local())
+            for dtype, locals_ in by_dtype.items():
+                torch._foreach_mul_(locals_, scales[0].to(dtype))
+        ctx.deliver(gradients)
+        return None, None, None, None

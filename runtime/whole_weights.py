@@ -1,0 +1,123 @@
+"""The weights of a model that is spread over ranks, whole again: for evaluation and export.
+
+In: a trainer. Out: any of its parameters, and of the buffers that training changes, as plain
+tensors on every rank: gathered within the stage that holds them, and sent from its first rank to
+the ranks of other stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..passes.stage_cut import stage_ranges
+from ..planner.replicas import placed_stages
+from .parameters import COMPUTE_DTYPES
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class WholeWeights:
+    """Gathers tensors of a trainer's model by name; every call is collective over all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._stage_of = _stage_of(trainer)
+        self._is_everywhere = {
+            index: len(stage.devices) == dist.get_world_size()
+            for index, stage in enumerate(placed_stages(trainer.plan))
+        }
+        self._dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that is spread: parameters and the buffers that training changes."""
+        return tuple(self._stage_of)
+
+    def gather(self, names: Iterable[str], *, as_computed: bool) -> dict[str, Tensor]:
+        """The whole values of ``names``, in that order on all ranks.
+
+        ``as_computed`` gives parameters in the dtype that the plan computes in, else they are as
+        the optimizer has them.
+        """
+        whole: dict[str, Tensor] = {}
+        works = []
+        with torch.no_grad():
+            for name in names:
+                index = self._stage_of[name]
+                held = self._held(index, name)
+                if held is not None:
+                    is_cast = as_computed and name in self._trainer.parameters
+                    value = _full(held.to(self._dtype) if is_cast else held)
+                else:
+                    value = self._empty(name, as_computed=as_computed)
+                if not self._is_everywhere[index]:
+                    source = placed_stages(self._trainer.plan)[index].devices[0]
+                    value = value.contiguous()
+                    works.append(dist.broadcast(value, src=source, async_op=True))
+                whole[name] = value
+        for work in works:
+            if work is not None:
+                work.wait()
+        return whole
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether ``name`` is spread over other ranks only."""
+        return name in self._stage_of and self._held(self._stage_of[name], name) is None
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, as a DTensor; a part, and a tensor of another shape
+        than the plan's, as it is."""
+        held = self._held(self._stage_of[name], name)
+        if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
+            return whole
+        stage = self._trainer.stages[self._stage_of[name]]
+        parameter = stage.by_name.get(name)
+        region = stage.buffer_regions[name] if parameter is None else parameter.region
+        box = tuple(slice(start, stop) for start, stop in region)
+        return DTensor.from_local(
+            whole.detach()[box].to(held.to_local()), held.device_mesh, held.placements,
+            run_check=False, shape=held.shape, stride=held.stride(),
+        )  # fmt: skip
+
+    def _held(self, index: int, name: str) -> DTensor | None:
+        """This rank's part of a tensor of stage ``index``, if it works for that."""
+        stage = self._trainer.stages.get(index)
+        if stage is None:
+            return None
+        if name not in stage.by_name:
+            return stage.changing_buffers()[name]
+        master = stage.by_name[name].master
+        assert isinstance(master, DTensor)
+        return master
+
+    def _empty(self, name: str, *, as_computed: bool) -> Tensor:
+        node = self._trainer.program.graph[name]
+        dtype = getattr(torch, node.spec.dtype)
+        if node.kind == "parameter" and not as_computed:
+            dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.empty(node.spec.shape, dtype=dtype, device=self._trainer.device)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+def _stage_of(trainer: Trainer) -> dict[str, int]:
+    """For each parameter and changing buffer the first stage that holds it, in graph order."""
+    program, plan = trainer.program, trainer.plan
+    ranges = stage_ranges(plan)
+    of_block = {at: index for index, positions in enumerate(ranges) for at in positions}
+    position = program.blocks.of_node
+    found = {name: of_block[position[name]] for name in position
+             if program.graph[name].kind == "parameter"}  # fmt: skip
+    for name, ref in program.graph.updates.items():
+        found[name] = of_block[position[ref.name]]
+    return found
