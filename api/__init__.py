@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.environment import one_process
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
@@ -59,6 +60,7 @@ __all__ = [
     "__version__",
     "describe",
     "load_plan",
+    "one_process",
     "parallelize",
     "plan",
     "register_op",
@@ -71,6 +73,7 @@ _HOMES = {
     "Step": "autoparallel.python",
     "describe": "autoparallel.report",
     "load_plan": "autoparallel.plan_io",
+    "one_process": "autoparallel.environment",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",
     "register_op": "autoparallel.register",

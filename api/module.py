@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.adopted import Adopted, Job
+from autoparallel.environment import as_launched
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.targets import LossFn
@@ -62,12 +63,14 @@ class ParallelModule(nn.Module):
         from autoparallel.runtime.watched_script import watch_script
 
         adopted = _adopted(self)
-        adopted.tell = watch_script(os.environ, timeout_seconds).watchdog.progress
+        with as_launched():
+            adopted.tell = watch_script(os.environ, timeout_seconds).watchdog.progress
         if adopted.trainer is None:
             job = adopted.job
             if loss_fn is not None:
                 job = replace(job, target=replace(job.target, loss_fn=loss_fn))
-            adopted.join(self, job, plan, buckets)
+            with as_launched():
+                adopted.join(self, job, plan, buckets)
         elif plan is not None or loss_fn is not None or buckets:
             raise UsageError(
                 "AP145",

@@ -17,7 +17,6 @@ ordinary ``loss.backward()`` loop works where there is none.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, Unpack, overload
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from autoparallel.adopted import Job
 from autoparallel.asked import SearchOptions, options_of
+from autoparallel.environment import under_torchrun
 from autoparallel.module import ParallelModule, adopt, parallel_class
 from autoparallel.passes.deferred_init import Deferred, record_build
 from autoparallel.passes.export import call_model, find_loss
@@ -237,11 +237,6 @@ def _job(
         options=plan_options(rows or 32, given.seq, given.search or {}),
         deferred=deferred,
     )
-
-
-def under_torchrun() -> bool:
-    """Whether this process was started by torchrun."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 class Step:

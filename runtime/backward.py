@@ -20,7 +20,7 @@ class _Boundary(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.begin, ctx.end = begin, end
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:

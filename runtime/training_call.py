@@ -1,9 +1,9 @@
 """Training by a plan in a script's own loop: forwards whose backward autograd starts.
 
-In: the executor of a plan with one stage, and global batches in the plan's shapes. Out: the loss, or
-the model's outputs, with a graph. A backward through them adds this step's gradients, summed over
-ranks and micro-batches, to the masters' ``grad``, as autograd does on one device: any number of
-forwards and backwards may come between two steps of the optimizer.
+In: the executor of a plan with one stage, and global batches in the plan's shapes. Out: the loss,
+or the model's outputs, with a graph. A backward through them adds this step's gradients, summed
+over ranks and micro-batches, to the masters' ``grad``, as autograd does on one device: any number
+of forwards and backwards may come between two steps of the optimizer.
 
 A plan with one micro-batch keeps its graph until the backward comes. With several, each one's
 backward follows its forward at once, so that no more is held than the plan says: the loss then

@@ -1,0 +1,60 @@
+"""Ordinary scripts, adopted by one line, compute what they compute alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import adopted_scripts
+import pytest
+import torch.distributed as dist
+from processes import run_processes
+from torch import nn
+
+import autoparallel
+
+TOLERANCE = 1e-5
+DATA_PARALLEL = ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3")
+PLANS = {
+    "gpt": (*DATA_PARALLEL, "tp=2", "dp=2,microbatches=2", "dp=2,zero=3,microbatches=2"),
+    "resnet": (*DATA_PARALLEL, "tp=2"),
+    "causal_lm": ("dp=2,zero=1", "tp=2", "dp=2,zero=3,microbatches=2"),
+    "classifier": ("dp=2,zero=2", "tp=2", "tp=2,microbatches=2"),
+    "trainer": ("dp=2", "tp=2", "dp=2,zero=3,microbatches=2"),
+    "fabric": ("dp=2,zero=2", "tp=2"),
+}
+
+
+def launched() -> None:
+    """What torchrun puts into the environment."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+
+
+def _adopted(script: str, plans: Sequence[str], arguments: Sequence[Any]) -> dict[str, Any]:
+    launched()
+    found = {}
+    for plan in plans:
+
+        def adopt(model: nn.Module, example: Any, plan: str = plan) -> nn.Module:
+            return autoparallel.parallelize(
+                model, example_batch=example, global_batch=8, parallel=plan, profile="analytic"
+            )
+
+        alone = [autoparallel.one_process()] if script in ("trainer", "fabric") else []
+        found[plan] = getattr(adopted_scripts, script)(adopt, *arguments, *alone)
+    return found
+
+
+@pytest.mark.parametrize("script", PLANS)
+def test_a_script_computes_what_it_computes_alone(script: str, tmp_path: Any) -> None:
+    if script == "fabric":
+        pytest.importorskip("lightning_fabric")
+    arguments = [str(tmp_path)] if script == "trainer" else []
+    expected = getattr(adopted_scripts, script)(lambda model, example: model, *arguments)
+    for results in run_processes(2, _adopted, script, PLANS[script], arguments):
+        for plan, found in results.items():
+            assert [name for name, _ in found] == [name for name, _ in expected]
+            for (name, value), (_, truth) in zip(found, expected, strict=True):
+                assert value == pytest.approx(truth, rel=TOLERANCE, abs=TOLERANCE), (plan, name)
