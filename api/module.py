@@ -69,7 +69,7 @@ class ParallelModule(nn.Module):
             job = adopted.job
             if loss_fn is not None:
                 job = replace(job, target=replace(job.target, loss_fn=loss_fn))
-            with as_launched():
+            with as_launched(), torch.random.fork_rng():
                 adopted.join(self, job, plan, buckets)
         elif plan is not None or loss_fn is not None or buckets:
             raise UsageError(
