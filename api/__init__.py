@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.checkpoints import load, save
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
@@ -58,10 +59,12 @@ __all__ = [
     "WorkerError",
     "__version__",
     "describe",
+    "load",
     "load_plan",
     "parallelize",
     "plan",
     "register_op",
+    "save",
     "save_plan",
 ]
 
@@ -70,10 +73,12 @@ _HOMES = {
     "Plan": "autoparallel.planner.plan",
     "Step": "autoparallel.python",
     "describe": "autoparallel.report",
+    "load": "autoparallel.checkpoints",
     "load_plan": "autoparallel.plan_io",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",
     "register_op": "autoparallel.register",
+    "save": "autoparallel.checkpoints",
     "save_plan": "autoparallel.plan_io",
 }
 
