@@ -44,9 +44,10 @@ def save(
 
     ``model`` is a module or its ``Step``, which brings its optimizer; in a loop of your own give
     the ``optimizer``. ``extras`` are objects with ``state_dict`` and ``load_state_dict``: a
-    scheduler, a gradient scaler, a data loader. ``keep`` is how many checkpoints stay in ``path``. ``asynchronous`` copies
-    everything to CPU memory and writes in the background: ``wait()`` on the result, the next
-    save or the end of the process waits, and raises what went wrong.
+    scheduler, a gradient scaler, a data loader. ``keep`` is how many checkpoints stay in
+    ``path``. ``asynchronous`` copies everything to CPU memory and writes in the background:
+    ``wait()`` on the result, the next save or the end of the process waits, and raises what
+    went wrong.
 
     Raises UsageError (AP882, AP883, AP887, AP890) for what cannot be saved and MachineError
     (AP886) where writing fails; earlier checkpoints stay.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,14 @@ from .checkpoint_metadata import (
     stored_tensors,
 )
 from .checkpoint_optimizer import PREFIX, NamedOptimizer, empty_state
-from .checkpoint_parts import GENERATORS, Stateful, load_part, merge_groups, part_tensors, save_parts
+from .checkpoint_parts import (
+    GENERATORS,
+    Stateful,
+    load_part,
+    merge_groups,
+    part_tensors,
+    save_parts,
+)
 from .checkpoint_values import decode
 from .checkpoint_writer import CheckpointWriter, PendingSave, Snapshot
 
@@ -243,9 +250,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     return document  # type: ignore[no-any-return]
 
 
-def _check_model(
-    path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
     """Raises UsageError (AP885) unless the checkpoint is of a model with these names and shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
@@ -372,5 +377,3 @@ def _optimizer_keys(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             name, _, key = entry.removeprefix(PREFIX).rpartition(".")
             found.setdefault(name, {})[key] = entry
     return found
-
-

@@ -75,7 +75,7 @@ class SafeFileSystemReader(FileSystemReader):
             raise UsageError("AP132", f"{self.folder} holds no checkpoint") from None
         except UsageError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - damaged bytes can raise anything
             raise UsageError(
                 "AP880",
                 "the index of the checkpoint is damaged or not one",

@@ -184,9 +184,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _split_group(
-    first: str, second: str, options: Mapping[str, Mapping[str, Any]]
-) -> UsageError:
+def _split_group(first: str, second: str, options: Mapping[str, Mapping[str, Any]]) -> UsageError:
     one, other = options[first], options[second]
     key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
     return UsageError(

@@ -103,9 +103,7 @@ def save_parts(
     return entries, written
 
 
-def _encode(
-    name: str, part: Stateful, names: Mapping[int, str], tensors: list[Tensor]
-) -> _Encoded:
+def _encode(name: str, part: Stateful, names: Mapping[int, str], tensors: list[Tensor]) -> _Encoded:
     per_group: dict[Path, Any] = {}
     if isinstance(part, LRScheduler):
         state, per_group = take_group_values(part, NamedOptimizer(part.optimizer, names))

@@ -55,7 +55,9 @@ def trainer_state(
     slots.append(Slot({}, leaves))
     own = {parameter.name for parameter in trainer.own_parameters()}
     executors = list(trainer.executors.values())
-    draws = {"seed": executors[0].seed, "steps_begun": executors[0].steps_begun} if executors else None
+    draws = (
+        {"seed": executors[0].seed, "steps_begun": executors[0].steps_begun} if executors else None
+    )
     return TrainingState(
         shapes=persistent,
         slots=tuple(slots),

@@ -70,14 +70,7 @@ def run(
     save_every: SaveEveryOption = None,
     keep: KeepOption = None,
     save_async: SaveAsyncOption = False,
-    resume: KeepOption = Annotated[
-    int | None,
-    typer.Option("--keep", min=1, metavar="N", help="keep only the newest N checkpoints"),
-]
-SaveAsyncOption = Annotated[
-    bool, typer.Option("--save-async", help="write checkpoints in the background, from a copy")
-]
-ResumeOption = None,
+    resume: ResumeOption = None,
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
