@@ -99,7 +99,7 @@ def _given(
 ) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
     """The module, its optimizer and the parts. Raises UsageError AP890."""
     if isinstance(model, Step):
-        model, optimizer = model.model, optimizer or model.optimizer
+        return _given(model.model, model.optimizer if optimizer is None else optimizer, extras)
     if not isinstance(model, nn.Module):
         raise UsageError(
             "AP890", f"a {type(model).__name__} has no weights to save or load",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,9 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
     Every rank reads for itself. Raises UsageError (AP880, AP881).
     """
     try:
-        load(dict(state), storage_reader=reader, planner=_TensorsOnly(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(state), storage_reader=reader, planner=_TensorsOnly(), no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, AutoparallelError):
@@ -138,8 +141,9 @@ def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> U
     """The error about files that are not on this host."""
     writers = []
     for name in missing:
-        rank = name.removeprefix("__").partition("_")[0]
-        host = hosts[int(rank)] if rank.isdigit() and int(rank) < len(hosts) else ""
+        given = name.removeprefix("__").partition("_")[0]
+        rank = int(given) if given.isdigit() else 0
+        host = hosts[rank] if rank < len(hosts) else ""
         writers.append(f"{name} (written by rank {rank}{f' on {host}' if host else ''})")
     return UsageError(
         "AP881",

@@ -102,9 +102,8 @@ def untrained_names(program: Program, weights: Weights) -> list[str]:
     further names of tied tensors."""
     graph = program.graph
     trained = {node.name for node in graph.nodes if node.kind == "parameter"} | set(graph.updates)
-    known: Container[str] = weights
-    if isinstance(weights, deferred_init.Deferred):
-        known = dict(_named(weights.model))
+    given = weights
+    known = dict(_named(given.model)) if isinstance(given, deferred_init.Deferred) else given
     return [
         name
         for name in persistent_shapes(program.model)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -152,7 +153,8 @@ def copied(tensor: Tensor) -> Tensor:
     """A copy in CPU memory; of a DTensor, of this rank's shard."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
-    local = tensor.detach().to_local().to("cpu", copy=True)
+    with torch.no_grad():
+        local = tensor.to_local().detach().to("cpu", copy=True)
     # Not ``from_local``, which would move the copy to the mesh's device.
     made: DTensor = DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made

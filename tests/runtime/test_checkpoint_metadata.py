@@ -42,7 +42,7 @@ def weight_of(held: TrainingState) -> torch.Tensor:
 
 
 def test_an_index_that_torch_wrote_is_read_as_torch_reads_it(saved: Path) -> None:
-    plain = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301
+    plain = pickle.loads((saved / ".metadata").read_bytes())
     found = SafeFileSystemReader(saved).read_metadata()
     assert found.state_dict_metadata == plain.state_dict_metadata
     assert found.storage_data == plain.storage_data
@@ -52,7 +52,7 @@ def test_an_index_that_torch_wrote_is_read_as_torch_reads_it(saved: Path) -> Non
 
 
 def test_code_in_an_index_is_refused_and_not_run(saved: Path, tmp_path: Path) -> None:
-    metadata = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.planner_data = Touch(tmp_path / "touched")
     for hostile in (Touch(tmp_path / "touched"), metadata):
         (saved / ".metadata").write_bytes(pickle.dumps(hostile))
@@ -71,7 +71,7 @@ def test_a_damaged_index_is_refused(saved: Path, content: bytes) -> None:
 def test_a_pickled_object_in_place_of_a_tensor_is_not_unpickled(
     saved: Path, tmp_path: Path
 ) -> None:
-    metadata: Metadata = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301
+    metadata: Metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     torch.save(Touch(tmp_path / "touched"), saved / "__0_0.distcp")
@@ -88,7 +88,7 @@ def test_a_hostile_shard_is_not_unpickled(saved: Path, tmp_path: Path) -> None:
 
 
 def test_an_index_that_names_files_outside_of_its_folder_is_refused(saved: Path) -> None:
-    metadata: Metadata = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301
+    metadata: Metadata = pickle.loads((saved / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.relative_path = "../elsewhere.distcp"
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
