@@ -102,7 +102,8 @@ ALONE = "alone"
 
 def losses(script: Path, kind: str, *arguments: object) -> dict[int, tuple[float, float]]:
     """The loss and the learning rate of each step, in one process or under torchrun."""
-    start = [] if kind == ALONE else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]  # fmt: skip
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    start = [] if kind == ALONE else launcher
     parallel = "dp=2" if kind == ALONE else kind
     done = subprocess.run(
         [sys.executable, *start, str(script), parallel, *map(str, arguments)],
@@ -128,7 +129,7 @@ def test_a_run_goes_on_under_any_plan_and_alone_as_if_unbroken(tmp_path: Path) -
     assert found.keys() == whole.keys()
     for step, expected in whole.items():
         assert found[step] == pytest.approx(expected, rel=1e-5), step
-    assert {loss for loss, _ in whole.values()}.__len__() == 5
+    assert len({loss for loss, _ in whole.values()}) == 5
 
 
 def test_a_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -166,13 +167,13 @@ def test_a_plain_module_and_its_optimizer_come_back(tmp_path: Path) -> None:
     second = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.1)
     fresh = torch.amp.GradScaler("cpu")
     assert autoparallel.load(tmp_path, other, second, scaler=fresh) == 3
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(),
-                                                other.state_dict().values(), strict=True))  # fmt: skip
+    expected = model.state_dict()
+    assert all(torch.equal(expected[name], t) for name, t in other.state_dict().items())
     assert second.param_groups[0]["lr"] == 0.02
     assert second.param_groups[0]["momentum"] == 0.9
     for one, another in zip(model.parameters(), other.parameters(), strict=True):
-        expected = optimizer.state[one]["momentum_buffer"]
-        assert torch.equal(second.state[another]["momentum_buffer"], expected)
+        momentum = optimizer.state[one]["momentum_buffer"]
+        assert torch.equal(second.state[another]["momentum_buffer"], momentum)
     assert fresh.get_scale() == 8.0
 
 
