@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.checkpoints import load, save
     from autoparallel.environment import one_process
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
@@ -59,11 +60,13 @@ __all__ = [
     "WorkerError",
     "__version__",
     "describe",
+    "load",
     "load_plan",
     "one_process",
     "parallelize",
     "plan",
     "register_op",
+    "save",
     "save_plan",
 ]
 
@@ -72,11 +75,13 @@ _HOMES = {
     "Plan": "autoparallel.planner.plan",
     "Step": "autoparallel.python",
     "describe": "autoparallel.report",
+    "load": "autoparallel.checkpoints",
     "load_plan": "autoparallel.plan_io",
     "one_process": "autoparallel.environment",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",
     "register_op": "autoparallel.register",
+    "save": "autoparallel.checkpoints",
     "save_plan": "autoparallel.plan_io",
 }
 

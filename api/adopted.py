@@ -25,6 +25,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning import CAPTURE_BATCH, PlanOptions
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.parameters import COMPUTE_DTYPES
+from autoparallel.runtime.shared import share_in_place
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_optimizer import retire
@@ -130,6 +131,16 @@ class Adopted:
                 setattr(module, attribute, value)
                 if isinstance(old, nn.Parameter) and old is not value:
                     retire(old, f"{type(model).__name__}.{name}")
+
+    def take_untrained(self, model: nn.Module) -> None:
+        """See ``ParallelModule.take_untrained``."""
+        tied = self.joined.program.graph.tied
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tied.get(name, name) not in self._whole.slots:
+                loaded = self.joined.untrained.get(name)
+                if loaded is not None:
+                    tensor.data.copy_(loaded)
+                share_in_place(tensor.data)
 
     def own_part(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict with whole tensors cut to this rank's shards, without other stages'."""

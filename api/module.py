@@ -132,6 +132,10 @@ class ParallelModule(nn.Module):
         adopted = _adopted(self)
         return super().load_state_dict(adopted.own_part(self, state_dict), strict=strict)
 
+    def take_untrained(self) -> None:
+        """Give what training leaves alone the values of the trainer's last load. Collective."""
+        _adopted(self).take_untrained(self)
+
     def _join_once(self) -> None:
         adopted = _adopted(self)
         if adopted.trainer is None and not adopted.is_joining:

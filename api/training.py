@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import shape_text
 from autoparallel.runtime.launch import launch
+from autoparallel.worker import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
@@ -26,24 +28,22 @@ def start_training(
     *,
     steps: int,
     seed: int,
-    save: str | None = None,
-    save_every: int | None = None,
+    saving: Saving | None = None,
     resume: str | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
-    ``save`` and ``resume`` are folders of checkpoints (see ``worker.train``).
+    ``saving`` and ``resume``: see ``worker.train``.
     Returns measured and predicted figures (see ``worker.outcome``).
     """
-    folders = {
-        name: None if folder is None else str(Path(folder).resolve())
-        for name, folder in (("save", save), ("resume", resume))
-    }
+    if saving is not None:
+        saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
-        "train", path, timeout_seconds=timeout_seconds,
-        steps=steps, seed=seed, save_every=save_every, **folders,
+        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
+        saving=None if saving is None else asdict(saving),
+        resume=None if resume is None else str(Path(resume).resolve()),
     )  # fmt: skip
 
 

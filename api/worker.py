@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,14 @@ def train(
     plan_path: str,
     steps: int,
     seed: int,
-    save: str | None = None,
-    save_every: int | None = None,
+    saving: Mapping[str, Any] | None = None,
     resume: str | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
 
-    ``save`` is the folder of checkpoints, written every ``save_every`` steps and at the end;
-    ``resume`` a checkpoint, or such a folder, whose newest is taken. Data goes on where the
-    checkpoint stopped. Returns the measured and predicted seconds and bytes, and the losses.
+    ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose
+    newest is taken. Data goes on where the checkpoint stopped, with its seed. Returns the
+    measured and predicted seconds and bytes, and the losses.
     """
     plan, target = load_job(plan_path)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
@@ -64,32 +63,66 @@ def train(
     log = StepLog(plan, memory, is_printing=worker.rank == 0)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
-    done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
-    batches = itertools.islice(global_batches(trainer, target, seed), done, None)
+    position = DataPosition(seed)
+    trainer.parts["data"] = position
+    done = 0
+    if resume is not None:
+        worker.watchdog.progress("reading the checkpoint")
+        done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data",))
+    batches = itertools.islice(
+        global_batches(trainer, target, position.seed), position.batches or done, None
+    )
+    how = Saving(**saving) if saving is not None else None
     for step in range(done + 1, done + steps + 1):
         inputs = log.timed_data(batches)
         log.add(step, trainer.step(inputs))
-        is_due = step == done + steps or (save_every is not None and step % save_every == 0)
-        if save is not None and is_due:
+        position.batches = step
+        trainer.checkpoints.check()
+        if how is not None and how.is_due(step, done + steps):
             log.finish()
             worker.watchdog.progress(f"writing the checkpoint of step {step}")
-            trainer.save(checkpoint_path(save, step), step=step)
+            trainer.save(
+                how.folder, step=step, optimizer=trainer.optimizer, keep=how.keep,
+                asynchronous=how.asynchronous,
+            )  # fmt: skip
             log.restart()
     log.finish()
+    worker.watchdog.progress("waiting for the last checkpoint")
+    trainer.checkpoints.wait()
     if worker.rank == 0:
         print(summary(log.records, plan), flush=True)
     return outcome(log.records, plan)
 
 
-def checkpoint_path(folder: str, step: int) -> Path:
-    """Where the checkpoint of a step goes; names sort by step."""
-    return Path(folder) / f"step-{step:08d}"
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Where and when a run writes checkpoints: every ``every`` steps, and at its end.
+
+    ``keep`` is how many stay.
+    """
+
+    folder: str
+    every: int | None = None
+    keep: int | None = None
+    asynchronous: bool = False
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to save after ``step``, where the run ends with ``last``."""
+        return step == last or (self.every is not None and step % self.every == 0)
 
 
-def newest_checkpoint(path: str) -> Path:
-    """``path`` itself, or the newest of the checkpoints in it."""
-    found = sorted(Path(path).glob("step-*/.metadata"))
-    return found[-1].parent if found else Path(path)
+@dataclass(slots=True)
+class DataPosition:
+    """How far a run has gone through its data, as a part of its checkpoints."""
+
+    seed: int
+    batches: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.seed, "batches": self.batches}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.seed, self.batches = state["seed"], state["batches"]
 
 
 def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str, Any]:

@@ -78,8 +78,7 @@ class StageExecutor:
         self.seed = seed
         self.steps_begun = 0
         self.parameters = stage.by_name
-        self._constants = self._local_constants(constants or {})
-        self._whole = counted or constants or {}
+        self.use_constants(constants or {}, counted)
         self._counts: list[Mapping[str, Tensor]] = []
         self._is_updated = False
         self._requires_grad = {
@@ -90,6 +89,13 @@ class StageExecutor:
         self._batch: Mapping[str, Tensor] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: dict[int, Tensor] = {}
+
+    def use_constants(
+        self, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Compute with these values of the stage's constants from the next step on."""
+        self._constants = self._local_constants(constants)
+        self._whole = counted or constants
 
     def _local_constants(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh, coordinates = self.program.mesh, self.program.coordinates

@@ -275,12 +275,16 @@ class StageModule(nn.Module):
 
     def changing_buffers(self) -> dict[str, DTensor]:
         """The buffers that training changes, over the memory that this rank holds."""
+        return self.distributed_buffers(self.program.updates)
+
+    def distributed_buffers(self, names: Iterable[str]) -> dict[str, DTensor]:
+        """The buffers ``names``, over the memory that this rank holds."""
         held = self.program.buffers
         return {
             name: DTensor.from_local(
                 self.buffer(name), self.device_mesh, placements(held[name].layout), run_check=False
             )
-            for name in self.program.updates
+            for name in names
         }
 
     def owner(self, name: str) -> tuple[nn.Module, str]:

@@ -8,7 +8,7 @@ the world makes a ``Trainer``, and calls ``step`` with the same global batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,15 @@ from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
 from .buckets import bucket_graphs, bucket_of, bucket_programs
 from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint_parts import Stateful
+from .checkpoint_state import trainer_state, untrained_names
+from .checkpoint_writer import CheckpointWriter, PendingSave
 from .communicator import ProcessCommunicator
 from .data import check_batch, microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
-from .initial_values import Weights, constants_of, fill_stage
+from .initial_values import Weights, constant_leaves, constants_of, fill_stage, whole_tensors
 from .mesh import build_meshes, stages_of_rank
 from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .padded import SequencePadding
@@ -67,7 +70,10 @@ class StepResult:
 class Trainer:
     """Trains on this rank; ``stages`` are those it works for, none if the plan leaves it idle.
 
-    ``parameters`` has each parameter once; two of the stages may both hold it.
+    ``parameters`` has each parameter once; two of the stages may both hold it. ``untrained``
+    is, on rank 0, what training does not change of the model's ``state_dict``: parameters that
+    the loss does not reach, and constant buffers. ``parts`` are objects with ``state_dict`` and
+    ``load_state_dict`` that every checkpoint holds under their names.
     """
 
     def __init__(
@@ -119,7 +125,16 @@ class Trainer:
         for parameter in self.all_parameters():
             self.parameters.setdefault(parameter.name, parameter)
         self.tied = find_tied({index: stage.by_name for index, stage in self.stages.items()})
-        self.executors = {index: self._make_executor(index, weights, seed) for index in self.stages}
+        self.leaves = {
+            name: tensor
+            for stage in self.stages.values()
+            for name, tensor in constant_leaves(self.program, stage, weights).items()
+        }
+        names = untrained_names(self.program, weights) if self.rank == 0 else ()
+        self.untrained = whole_tensors(names, weights)
+        self.parts: dict[str, Stateful] = {}
+        self.checkpoints = CheckpointWriter()
+        self.executors = {index: self._make_executor(index, seed) for index in self.stages}
         self.optimizer: Optimizer = build_optimizer(
             self.all_parameters(), build, name=plan.model.optimizer
         )
@@ -164,13 +179,19 @@ class Trainer:
         found = boundaries(bucket.graph, bucket.blocks, bucket.plan)
         return with_replicas(found, len(self.plan.stages)) if self.schedule.parts else found
 
-    def _make_executor(self, index: int, weights: Weights, seed: int) -> StageExecutor:
+    def _constants_of(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The constants of a stage: for its blocks, and for what it counts over the batch."""
+        stage, device = self.stages[index], str(self.device)
+        counted = constants_of(self.program, stage, self.leaves, device)
+        share = stage.program.share
+        if share is None:
+            return counted, counted
+        own = self.program.with_batch_size(share.batch_size)
+        return constants_of(own, stage, self.leaves, device), counted
+
+    def _make_executor(self, index: int, seed: int) -> StageExecutor:
         stage, count = self.stages[index], self.plan.num_microbatches
-        share, device = stage.program.share, str(self.device)
-        constants = counted = constants_of(self.program, stage, weights, device)
-        if share is not None:
-            own = self.program.with_batch_size(share.batch_size)
-            constants = constants_of(own, stage, weights, device)
+        constants, counted = self._constants_of(index)
         if not self.slices:
             return StageExecutor(
                 stage, num_microbatches=count, constants=constants, counted=counted, seed=seed,
@@ -314,35 +335,54 @@ class Trainer:
         """Replace the optimizer by ``build(parameters)``."""
         self.optimizer = build_optimizer(self.all_parameters(), build)
 
-    def save(self, path: str | Path, *, step: int) -> None:
-        """Write a checkpoint under the model's own names, for this or any other plan.
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: Optimizer | None,
+        parts: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> PendingSave:
+        """Write the checkpoint ``folder/step-N``, for this or any other plan.
 
-        Collective over all ranks.
+        ``optimizer`` is the one that trains: the trainer's or the user's, or None to save only
+        the model. With ``keep`` only that many checkpoints stay. ``asynchronous`` copies all to
+        CPU memory and writes in the background. Collective over all ranks; raises as
+        ``save_checkpoint`` does.
         """
-        save_checkpoint(
-            path,
-            self.own_parameters(),
-            self.optimizer,
-            step=step,
-            tied=self.program.graph.tied,
-            buffers=self.changing_buffers(),
+        state = trainer_state(self, optimizer, {**self.parts, **(parts or {})})
+        return save_checkpoint(
+            folder, state, self.checkpoints, step=step, keep=keep, asynchronous=asynchronous
         )
 
-    def load(self, path: str | Path) -> int:
-        """Take weights, buffers and optimizer state from a checkpoint; the step it is of.
+    def load(
+        self,
+        path: str | Path,
+        *,
+        optimizer: Optimizer | None,
+        parts: Mapping[str, Stateful] | None = None,
+        optional: Container[str] = (),
+    ) -> int:
+        """Go on from the checkpoint ``path``, or the newest in it; the step that it is of.
 
-        Random numbers of the forward go on from that step. Collective over all ranks.
+        Random numbers of the forward go on from there. A checkpoint may lack the ``optional``
+        parts. Collective over all ranks; raises as ``load_checkpoint`` does.
         """
-        slots = max(len(stages_of_rank(self.plan, r)) for r in range(dist.get_world_size()))
-        stages = list(self.stages.values())
-        step = 0
-        for slot in range(slots):
-            held = stages[slot].by_name.values() if slot < len(stages) else ()
-            buffers = stages[slot].changing_buffers() if slot < len(stages) else {}
-            step = load_checkpoint(path, held, self.optimizer, buffers)
-        for executor in self.executors.values():
-            executor.steps_begun = step
-        return step
+        self.checkpoints.wait()
+        given = {**self.parts, **(parts or {})}
+        state = trainer_state(self, optimizer, given, optional=optional)
+        found = load_checkpoint(path, state)
+        draws = found.facts.get("draws") or {}
+        for index, executor in self.executors.items():
+            executor.steps_begun = draws.get("steps_begun", found.step)
+            executor.seed = draws.get("seed", executor.seed)
+            if self.leaves:
+                executor.use_constants(*self._constants_of(index))
+        for parameter in self.all_parameters():
+            parameter.refresh()
+        return found.step
 
     def changing_buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank's stages that training changes."""

@@ -39,6 +39,13 @@ SaveOption = Annotated[
 SaveEveryOption = Annotated[
     int | None, typer.Option("--save-every", min=1, help="steps between checkpoints")
 ]
+KeepOption = Annotated[
+    int | None,
+    typer.Option("--keep", min=1, metavar="N", help="keep only the newest N checkpoints"),
+]
+SaveAsyncOption = Annotated[
+    bool, typer.Option("--save-async", help="write checkpoints in the background, from a copy")
+]
 ResumeOption = Annotated[
     str | None,
     typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
@@ -61,17 +68,28 @@ def run(
     settings: SetOption = None,
     save: SaveOption = None,
     save_every: SaveEveryOption = None,
+    keep: KeepOption = None,
+    save_async: SaveAsyncOption = False,
     resume: ResumeOption = None,
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
+    if save is None and (save_every is not None or keep is not None or save_async):
+        from autoparallel.planner.errors import UsageError
+
+        raise UsageError(
+            "AP891", "--save-every, --keep and --save-async need --save DIR", fix="add --save DIR"
+        )
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training
+        from autoparallel.worker import Saving
 
+        saving = None
+        if save is not None:
+            saving = Saving(save, every=save_every, keep=keep, asynchronous=save_async)
         start_training(
-            path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume,
-            timeout_seconds=timeout,
-        )  # fmt: skip
+            path, steps=steps, seed=seed, saving=saving, resume=resume, timeout_seconds=timeout
+        )
 
 
 @contextmanager

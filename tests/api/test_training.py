@@ -58,9 +58,17 @@ def test_training_resumes_under_another_plan_as_if_it_had_not_stopped(
 
     whole = losses(str(plan_file), "--steps", "4")
     saved = str(tmp_path / "checkpoints")
-    first = losses(str(plan_file), "--steps", "2", "--save", saved)
+    saving = ("--save", saved, "--save-every", "1", "--keep", "1", "--save-async")
+    first = losses(str(plan_file), "--steps", "2", *saving)
+    assert [path.name for path in Path(saved).iterdir()] == ["step-00000002"]
     rest = losses(*GPT, "--parallel", "dp=2,zero=3", "--steps", "2", "--resume", saved)
     assert first + rest == whole
+
+
+def test_options_of_saving_need_a_folder(plan_file: Path) -> None:
+    done = command("run", str(plan_file), "--steps", "1", "--keep", "2")
+    assert done.returncode == 2
+    assert "error[AP891]" in done.stderr
 
 
 def test_resuming_from_a_folder_without_checkpoint_is_refused(

@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Mesh
-from autoparallel.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autoparallel.runtime.checkpoint import (
+    Slot,
+    TrainingState,
+    load_checkpoint,
+    save_checkpoint,
+)
+from autoparallel.runtime.checkpoint_writer import CheckpointWriter
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.materialize import materialize
@@ -40,6 +46,14 @@ def make(
     return StageExecutor(stage, num_microbatches=1), optimizer
 
 
+def state_of(executor: StageExecutor, optimizer: Optimizer) -> TrainingState:
+    masters = {name: parameter.master for name, parameter in executor.parameters.items()}
+    shapes = {**WEIGHTS, "head.scale": WEIGHTS["scale"]}
+    return TrainingState(
+        shapes, (Slot(masters),), aliases={"head.scale": "scale"}, optimizer=optimizer
+    )
+
+
 def run_step(executor: StageExecutor, optimizer: Optimizer, step: int) -> None:
     executor.begin_step(global_batch(1, step))
     executor.forward(0, {})
@@ -58,13 +72,13 @@ def _save_and_load(folder: str, source: tuple[Mesh, int], targets: list[tuple[Me
     expected = reference(2, 1, LEARNING_RATE)
     executor, optimizer = make(*source, weights())
     run_step(executor, optimizer, 0)
-    save_checkpoint(
-        folder, executor.parameters.values(), optimizer, step=1, tied={"head.scale": "scale"}
-    )
+    save_checkpoint(folder, state_of(executor, optimizer), CheckpointWriter(), step=1)
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in WEIGHTS.items()}
     for target in targets:
         executor, optimizer = make(*target, zeros)
-        assert load_checkpoint(folder, executor.parameters.values(), optimizer) == 1
+        assert load_checkpoint(folder, state_of(executor, optimizer)).step == 1
+        for parameter in executor.parameters.values():
+            parameter.refresh()
         check_weights(executor, expected.weights[0])
         run_step(executor, optimizer, 1)
         check_weights(executor, expected.weights[1])
@@ -77,7 +91,7 @@ def test_a_checkpoint_loads_under_another_plan_and_training_goes_on_as_if_unbrok
     run_processes(2, _save_and_load, str(tmp_path / "a"), (dp, 3), [(tp, 0), (dp, 0), (dp, 3)])
     plain = {"model": {n: torch.empty(shape, dtype=torch.float64) for n, shape in WEIGHTS.items()}}
     plain["model"]["head.scale"] = torch.empty(6, dtype=torch.float64)
-    dcp.load(plain, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.load(plain, checkpoint_id=tmp_path / "a" / "step-00000001", no_dist=True)
     expected = reference(1, 1, LEARNING_RATE).weights[0]
     for name in WEIGHTS:
         assert relative_error(plain["model"][name], expected[name]) < 1e-9, name
@@ -93,4 +107,4 @@ def test_a_checkpoint_of_zero_with_tensor_parallel_loads_under_data_parallel(
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no checkpoint"):
-        load_checkpoint(tmp_path, [])
+        load_checkpoint(tmp_path, TrainingState({}, ()))
