@@ -28,7 +28,7 @@ PUBLIC = {
     "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
     "TimeLimitError", "UsageError",
     "VerificationError", "WorkerError", "__version__", "describe", "load", "load_plan",
-    "parallelize", "plan", "register_op", "save", "save_plan",
+    "one_process", "parallelize", "plan", "register_op", "save", "save_plan",
 }  # fmt: skip
 
 
