@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.measured_first import (
+    Leader,
+    is_wanted,
+    measure_together,
+    under_torchrun_here,
+)
 from autoparallel.module import Job
 from autoparallel.passes.deferred_init import record_build
+from autoparallel.passes.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import (
+    PlanOptions,
     capture_rows,
     captured_seq,
     find_cluster,
     plan_program,
 )
+from autoparallel.profile_progress import shown_progress
 from autoparallel.runtime.initial_values import Weights
+from autoparallel.runtime.profile_links import agree
 from autoparallel.runtime.shared import share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer, join
+from autoparallel.targets import Target
 
 
 def join_training(
@@ -61,17 +74,40 @@ def join_training(
     program = capture_rows(target, model, global_batch=rows, seq=options.seq, precision=precision)
     if plan is None:
         is_local_cpu = job.cluster == "local" and kind == "cpu"
-        text = None
+        cluster = None
         if rank == 0:
             cluster = find_cluster(f"cpu:{world_size}" if is_local_cpu else job.cluster)
-            text = dumps(plan_program(program, target, cluster, options))
-        plan = loads(share_text(text))
+        plan = _planned(program, target, cluster, options, device)
     _check_length(plan, captured_seq(program))
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
     return Trainer(
         program, plan, weights, device=device, build=build_optimizer, progress=progress, seed=seed,
         buckets=buckets,
     )  # fmt: skip
+
+
+def _planned(
+    program: Program,
+    target: Target,
+    cluster: Cluster | None,
+    options: PlanOptions,
+    device: torch.device,
+) -> Plan:
+    """Rank 0's plan for ``cluster``, which it alone knows, on every rank. Collective.
+
+    Before that all ranks measure what it asks for, where torchrun started just the cluster's
+    processes, on one machine.
+    """
+    text, leader = None, None
+    with ExitStack() as shown:
+        if cluster is not None and is_wanted(options, cluster) and under_torchrun_here(cluster):
+            bar = shown.enter_context(shown_progress(options.measure_seconds))
+            leader = Leader(program, target, cluster, options, bar.advance)
+        if agree(leader is not None, device):
+            measure_together(leader, device=device, build=target.build_optimizer)
+    if cluster is not None:
+        text = dumps(plan_program(program, target, cluster, options))
+    return loads(share_text(text))
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

@@ -5,6 +5,7 @@ Everything that commands and the Python API ask of the planner goes through ``ma
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -50,7 +51,8 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 class PlanOptions:
     """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
 
-    ``database`` is the file of measured times, None the user's own.
+    ``database`` is the file of measured times, None the user's own. So many ``measure_seconds``
+    are spent at most on measuring what a plan for this machine asks for.
     """
 
     global_batch: int = 32
@@ -72,6 +74,7 @@ class PlanOptions:
     processes: int = 1
     profile: Mode = "auto"
     database: str | None = None
+    measure_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
@@ -84,6 +87,13 @@ class PlanOptions:
             )
         if self.profile not in MODES:
             raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
+        if self.measure_seconds < 0:
+            raise UsageError(
+                "AP840",
+                f"{self.measure_seconds:g} seconds are none to measure in",
+                where="--measure-seconds",
+                fix="0 measures nothing before planning, 10 is usual",
+            )
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
 
 
@@ -109,7 +119,7 @@ def make_plan(
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started
-    found = plan_program(program, target, cluster, options, observe, cache)
+    found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
     is_arranged = found.schedule in ARRANGED_SCHEDULES
     if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not is_arranged:
@@ -122,6 +132,36 @@ def make_plan(
     if "total" in spent:
         spent["total"] += capture_seconds + spent["memory"]
     return replace(found, solver=replace(found.solver, seconds=spent))
+
+
+def _plan_measured(
+    program: Program,
+    target: Target,
+    cluster: Cluster,
+    options: PlanOptions,
+    observe: Observe,
+    cache: Cache,
+) -> Plan:
+    """The best plan found, once what it asks for was measured where that is wanted.
+
+    Under torchrun, and of a target that other processes cannot load, only what is known counts.
+    """
+    from autoparallel.runtime.launch import is_launched
+
+    if options.profile != "auto" or options.measure_seconds <= 0 or not target.is_named:
+        return plan_program(program, target, cluster, options, observe, cache)
+    from autoparallel.first_worker import start_measuring
+    from autoparallel.measured_first import Leader, is_wanted
+
+    if not is_wanted(options, cluster) or is_launched(os.environ):
+        return plan_program(program, target, cluster, options, observe, cache)
+    leader = Leader(program, target, cluster, options)
+    if leader.known()[0].num_ops:
+        found = plan_program(program, target, cluster, options, observe, cache)
+        if not leader.is_worth_starting(found):
+            return found
+    start_measuring(target, cluster, options, observe)
+    return plan_program(program, target, cluster, options, observe, cache)
 
 
 @rare_collections()

@@ -131,6 +131,13 @@ ProfileOption = Annotated[
 DatabaseOption = Annotated[
     str | None, typer.Option("--database", metavar="FILE", help="measured times; the user's own")
 ]
+MeasureSecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--measure-seconds",
+        help="to measure what a plan for this machine asks for, at most: 10; 0 measures nothing",
+    ),
+]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="training steps")]
 
 
@@ -158,6 +165,7 @@ def plan_options(
     processes: ProcessesOption = None,
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,
+    measure_seconds: MeasureSecondsOption = None,
 ) -> PlanOptions:
     """The options of planning as values. Raises UsageError (see ``asked.options_of``).
 
