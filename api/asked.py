@@ -51,6 +51,7 @@ class SearchOptions(TypedDict, total=False):
     price: Texts | float | Mapping[str, float]
     deadline: str | None
     gap: float
+    tolerance: float
     time_limit: float
     top: int
     search: str
@@ -83,6 +84,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         features=features_of(allow, deny, (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)),
         goal=goal,
         gap=asked.get("gap", 0.01),
+        tolerance=asked.get("tolerance", 0.02),
         time_limit_seconds=asked.get("time_limit", 60.0),
         top=asked.get("top", 5),
         search=asked.get("search", "dp"),

@@ -205,9 +205,9 @@ class Leader:
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)
         reached: dict[object, int] = {}
-        for each in known.transfers:
-            place = (each.level, each.library, each.kind, each.num_ranks, each.num_hosts)
-            reached[place] = max(each.num_bytes, reached.get(place, 0))
+        for has in known.transfers:
+            place = (has.level, has.library, has.kind, has.num_ranks, has.num_hosts)
+            reached[place] = max(has.num_bytes, reached.get(place, 0))
         for each in asked.transfers.values():
             group = each.group
             partition = partition_of(self.cluster, each.kind, group, each.partition)

@@ -17,7 +17,7 @@ from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import Pin
-from autoparallel.planner.requests.request import Forced, Request, check_allowed
+from autoparallel.planner.requests.request import Forced, Request, check_allowed, check_tolerance
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.targets import Batch, LossFn, Target, building
@@ -68,6 +68,7 @@ class PlanOptions:
     features: Features = field(default_factory=Features)
     goal: Goal = field(default_factory=Goal)
     gap: float = 0.01
+    tolerance: float = 0.02
     time_limit_seconds: float = 60.0
     top: int = 5
     search: str = "dp"
@@ -95,6 +96,7 @@ class PlanOptions:
                 fix="0 measures nothing before planning, 10 is usual",
             )
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
+        check_tolerance(self.tolerance)
 
 
 @rare_collections()
@@ -239,6 +241,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         features=options.features,
         goal=options.goal,
         gap=options.gap,
+        tolerance=options.tolerance,
         time_limit_seconds=options.time_limit_seconds,
         top=options.top,
         target=target.name,

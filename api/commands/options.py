@@ -105,6 +105,14 @@ DeadlineOption = Annotated[
 GapOption = Annotated[
     float, typer.Option("--gap", help="how much worse than the best a stage may be: 0.01")
 ]
+ToleranceOption = Annotated[
+    float,
+    typer.Option(
+        "--tolerance",
+        help="of plans that take no more than so much longer than the fastest, the simplest is "
+        "taken: 0.02; 0 takes the fastest",
+    ),
+]
 TimeLimitOption = Annotated[
     float, typer.Option("--time-limit", min=0.1, help="seconds for the search")
 ]
@@ -159,6 +167,7 @@ def plan_options(
     price: PriceOption = None,
     deadline: DeadlineOption = None,
     gap: GapOption = 0.01,
+    tolerance: ToleranceOption = 0.02,
     time_limit: TimeLimitOption = 60.0,
     top: TopOption = 5,
     search: SearchOption = "dp",

@@ -102,10 +102,10 @@ def whole_blocks(
         own = by_kind[block.kind]
         if own is not None:
             factors.update(zip(block.nodes, own.factors, strict=True))
-    found = [each for each in by_kind.values() if each is not None]
+    every = [each for each in by_kind.values() if each is not None]
     rest = (
-        _ratio(sum(each.whole[0] for each in found), sum(each.summed[0] for each in found)),
-        _ratio(sum(each.whole[1] for each in found), sum(each.summed[1] for each in found)),
+        _ratio(sum(each.whole[0] for each in every), sum(each.summed[0] for each in every)),
+        _ratio(sum(each.whole[1] for each in every), sum(each.summed[1] for each in every)),
     )
     return replace(basis, profile=replace(profile, factors=factors, rest=rest))
 
