@@ -195,7 +195,7 @@ def _best(
         raise none_found(request, others.lost, int(found.job.limits.memory_bytes))
     simplest = simplest_of(found, tolerance, others.fastest)
     if others.best is not None and simplest is None:
-        return _of_others(found, others.best, others)
+        return _of_others(found, others.best, others, tolerance)
     found, why = simplest or (found, None)
     plain = found.winner()
     alternatives = list(plain.alternatives) if request.allows_one_stage else []
@@ -211,7 +211,9 @@ def _best(
     return replace(plain, solver=replace(plain.solver, simplest=why))
 
 
-def _of_others(found: search.Searched, best: Plan, others: Others) -> Plan:
+def _of_others(
+    found: search.Searched, best: Plan, others: Others, tolerance: float
+) -> Plan:
     """A plan of another schedule, with those that lost to it."""
     request, winner, step = found.request, found.ranking[0], best.prediction.step_seconds
     plainly = found.plan(winner).alternatives if request.allows_one_stage else ()
@@ -228,9 +230,7 @@ def _of_others(found: search.Searched, best: Plan, others: Others) -> Plan:
     first = others.fastest
     if first is None or first.step_seconds >= step:
         return best
-    why = Simplest(
-        found.request.tolerance, 1 + len(faster), first.summary, first.step_seconds
-    )  # fmt: skip
+    why = Simplest(tolerance, 1 + len(faster), first.summary, first.step_seconds)
     return replace(best, solver=replace(best.solver, simplest=why))
 
 
