@@ -61,6 +61,10 @@ LINK_SHARE, BLOCK_SHARE = 0.01, 0.5
 BLOCK_ROUNDS = 5
 """How often a block runs forward and backward at least while it is measured."""
 
+UPDATE_SHARE = 0.05
+"""Of a predicted step, what hangs on the optimizer's: it is priced too low where steps are small,
+but blocks come before it."""
+
 SLOWER = 2.0
 """A block that was not measured may take so many times what its ops are priced at."""
 
@@ -231,7 +235,7 @@ class Leader:
             )
             sizes = [size for size in SIZES if size < largest]
             sizes += [size for size in SIZES if size >= largest][:1]
-            weight = plan.prediction.step_seconds  # it is quick, and often what a small step is
+            weight = UPDATE_SHARE * plan.prediction.step_seconds
             yield Todo(UpdateTodo(optimizer, tuple(sizes)), weight)
 
     def keep(self, found: BlockSeconds | Transfer) -> None:
@@ -270,7 +274,8 @@ def measure_together(
                 tell(f"measuring {_name(todo)}")
                 if leader is not None:
                     leader.advance(_name(todo))
-                for found in _measured(todo, device=device, build=build):
+                ends = began + (0.0 if leader is None else leader.left_seconds)
+                for found in _measured(todo, ends, device=device, build=build):
                     if leader is not None:
                         leader.keep(found)
                 if leader is not None:
@@ -280,21 +285,25 @@ def measure_together(
 
 
 def _measured(
-    todo: Todo, *, device: torch.device, build: BuildOptimizer | None
+    todo: Todo, ends: float, *, device: torch.device, build: BuildOptimizer | None
 ) -> Iterator[BlockSeconds | Transfer]:
+    """The times of one thing. Sizes end at ``ends`` of rank 0's ``perf_counter``."""
     what, seconds = todo.what, todo.seconds
-    never = lambda: False  # noqa: E731
+
+    def is_late() -> bool:
+        return time.perf_counter() > ends
+
     if isinstance(what, BlockTodo):
         found = measure_everywhere(
             what.graph, what.block, device=device, accumulates=what.accumulates, seconds=seconds
         )
         yield block_case(what.graph, what.block), found
     elif isinstance(what, LinkTodo):
-        for each in measure_links(what.links, device=device, case_seconds=seconds, until=never):
+        for each in measure_links(what.links, device=device, case_seconds=seconds, until=is_late):
             yield what.transfer(each)
     else:
         for each in measure_updates(
-            what.optimizer, what.num_bytes, device=device, case_seconds=seconds, until=never,
+            what.optimizer, what.num_bytes, device=device, case_seconds=seconds, until=is_late,
             build=build,
         ):  # fmt: skip
             yield _update_time(what.optimizer, each)

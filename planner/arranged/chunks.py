@@ -211,9 +211,7 @@ def _best(
     return replace(plain, solver=replace(plain.solver, simplest=why))
 
 
-def _of_others(
-    found: search.Searched, best: Plan, others: Others, tolerance: float
-) -> Plan:
+def _of_others(found: search.Searched, best: Plan, others: Others, tolerance: float) -> Plan:
     """A plan of another schedule, with those that lost to it."""
     request, winner, step = found.request, found.ranking[0], best.prediction.step_seconds
     plainly = found.plan(winner).alternatives if request.allows_one_stage else ()
