@@ -16,6 +16,7 @@ from autoparallel.options import (
     parse_prices,
     parse_size,
 )
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.pricing.basis import Mode
 from autoparallel.planner.requests.features import features_of
@@ -23,6 +24,11 @@ from autoparallel.planner.requests.goal import Goal, Objective
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import ARRANGED_SCHEDULES, CHUNKED_SCHEDULES, SCHEDULES
 from autoparallel.planning import PlanOptions
+
+MEASURE_SECONDS = 10.0
+"""To measure what a plan for this machine asks for, where nothing is said."""
+
+MEASURE_VARIABLE = "AUTOPARALLEL_MEASURE_SECONDS"
 
 Texts = str | Sequence[str] | None
 """One text or several."""
@@ -45,12 +51,14 @@ class SearchOptions(TypedDict, total=False):
     price: Texts | float | Mapping[str, float]
     deadline: str | None
     gap: float
+    tolerance: float
     time_limit: float
     top: int
     search: str
     processes: int | None
     profile: Mode
     database: str | None
+    measure_seconds: float | None
 
 
 def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> PlanOptions:
@@ -76,13 +84,34 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         features=features_of(allow, deny, (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)),
         goal=goal,
         gap=asked.get("gap", 0.01),
+        tolerance=asked.get("tolerance", 0.02),
         time_limit_seconds=asked.get("time_limit", 60.0),
         top=asked.get("top", 5),
         search=asked.get("search", "dp"),
         processes=asked.get("processes") or num_processes(),
         profile=asked.get("profile", "auto"),
         database=asked.get("database"),
+        measure_seconds=_measure_seconds(asked.get("measure_seconds")),
     )
+
+
+def _measure_seconds(asked: float | None) -> float:
+    """Seconds to measure before planning: as asked, or as the environment says, or the usual.
+
+    Raises UsageError AP840 where the environment's are no number.
+    """
+    if asked is not None:
+        return asked
+    text = os.environ.get(MEASURE_VARIABLE, "")
+    try:
+        return float(text) if text else MEASURE_SECONDS
+    except ValueError:
+        raise UsageError(
+            "AP840",
+            f"{text!r} is no number of seconds to measure in",
+            where=f"the environment variable {MEASURE_VARIABLE}",
+            fix="0 measures nothing before planning, 10 is usual",
+        ) from None
 
 
 def num_processes() -> int:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from autoparallel.adopted import Job
+from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.measured_first import (
+    Leader,
+    is_wanted,
+    measure_together,
+    under_torchrun_here,
+)
 from autoparallel.passes.deferred_init import Deferred, materialize
 from autoparallel.passes.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.program import Program
@@ -24,7 +32,9 @@ from autoparallel.planning import (
     find_cluster,
     plan_program,
 )
+from autoparallel.profile_progress import shown_progress
 from autoparallel.runtime.initial_values import Weights
+from autoparallel.runtime.profile_links import agree
 from autoparallel.runtime.shared import share_in_place, share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer, join
 from autoparallel.targets import Target
@@ -63,11 +73,10 @@ def join_training(
         options = replace(options, forced=forced)
     if plan is None:
         is_local_cpu = job.cluster == "local" and kind == "cpu"
-        text = None
+        cluster = None
         if rank == 0:
             cluster = find_cluster(f"cpu:{world_size}" if is_local_cpu else job.cluster)
-            text = dumps(plan_program(program, target, cluster, options))
-        plan = loads(share_text(text))
+        plan = _planned(program, target, cluster, options, device)
     _check_length(plan, captured_seq(program))
     if program.returned and plan.num_microbatches > 1:
         raise UsageError(
@@ -142,6 +151,30 @@ def _fill_the_rest(
 
     if names:
         materialize(deferred, names, put)
+
+
+def _planned(
+    program: Program,
+    target: Target,
+    cluster: Cluster | None,
+    options: PlanOptions,
+    device: torch.device,
+) -> Plan:
+    """Rank 0's plan for ``cluster``, which it alone knows, on every rank. Collective.
+
+    Before that all ranks measure what it asks for, where torchrun started just the cluster's
+    processes, on one machine.
+    """
+    text, leader = None, None
+    with ExitStack() as shown:
+        if cluster is not None and is_wanted(options, cluster) and under_torchrun_here(cluster):
+            bar = shown.enter_context(shown_progress(options.measure_seconds))
+            leader = Leader(program, target, cluster, options, bar.advance)
+        if agree(leader is not None, device):
+            measure_together(leader, device=device, build=target.build_optimizer)
+    if cluster is not None:
+        text = dumps(plan_program(program, target, cluster, options))
+    return loads(share_text(text))
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

@@ -5,6 +5,7 @@ Everything that commands and the Python API ask of the planner goes through ``ma
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +17,7 @@ from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import Pin
-from autoparallel.planner.requests.request import Forced, Request, check_allowed
+from autoparallel.planner.requests.request import Forced, Request, check_allowed, check_tolerance
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.targets import Batch, LossFn, Target, building
@@ -50,7 +51,8 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 class PlanOptions:
     """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
 
-    ``database`` is the file of measured times, None the user's own.
+    ``database`` is the file of measured times, None the user's own. So many ``measure_seconds``
+    are spent at most on measuring what a plan for this machine asks for.
     """
 
     global_batch: int = 32
@@ -66,12 +68,14 @@ class PlanOptions:
     features: Features = field(default_factory=Features)
     goal: Goal = field(default_factory=Goal)
     gap: float = 0.01
+    tolerance: float = 0.02
     time_limit_seconds: float = 60.0
     top: int = 5
     search: str = "dp"
     processes: int = 1
     profile: Mode = "auto"
     database: str | None = None
+    measure_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
@@ -84,7 +88,15 @@ class PlanOptions:
             )
         if self.profile not in MODES:
             raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
+        if self.measure_seconds < 0:
+            raise UsageError(
+                "AP840",
+                f"{self.measure_seconds:g} seconds are none to measure in",
+                where="--measure-seconds",
+                fix="0 measures nothing before planning, 10 is usual",
+            )
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
+        check_tolerance(self.tolerance)
 
 
 @rare_collections()
@@ -109,7 +121,7 @@ def make_plan(
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started
-    found = plan_program(program, target, cluster, options, observe, cache)
+    found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
     is_arranged = found.schedule in ARRANGED_SCHEDULES
     if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not is_arranged:
@@ -122,6 +134,36 @@ def make_plan(
     if "total" in spent:
         spent["total"] += capture_seconds + spent["memory"]
     return replace(found, solver=replace(found.solver, seconds=spent))
+
+
+def _plan_measured(
+    program: Program,
+    target: Target,
+    cluster: Cluster,
+    options: PlanOptions,
+    observe: Observe,
+    cache: Cache,
+) -> Plan:
+    """The best plan found, once what it asks for was measured where that is wanted.
+
+    Under torchrun, and of a target that other processes cannot load, only what is known counts.
+    """
+    from autoparallel.runtime.launch import is_launched
+
+    if options.profile != "auto" or options.measure_seconds <= 0 or not target.is_named:
+        return plan_program(program, target, cluster, options, observe, cache)
+    from autoparallel.first_worker import start_measuring
+    from autoparallel.measured_first import Leader, is_wanted
+
+    if not is_wanted(options, cluster) or is_launched(os.environ):
+        return plan_program(program, target, cluster, options, observe, cache)
+    leader = Leader(program, target, cluster, options)
+    if leader.known()[0].num_ops:
+        found = plan_program(program, target, cluster, options, observe, cache)
+        if not leader.is_worth_starting(found):
+            return found
+    start_measuring(target, cluster, options, observe)
+    return plan_program(program, target, cluster, options, observe, cache)
 
 
 @rare_collections()
@@ -199,6 +241,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         features=options.features,
         goal=options.goal,
         gap=options.gap,
+        tolerance=options.tolerance,
         time_limit_seconds=options.time_limit_seconds,
         top=options.top,
         target=target.name,

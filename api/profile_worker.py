@@ -38,6 +38,7 @@ from autoparallel.planner.search.wanted import Wanted, asked_cases
 from autoparallel.planning import PlanOptions, capture_target, own_update, request_of
 from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress
+from autoparallel.profile_transfers import LinkTodo, sizes_to
 from autoparallel.profiles import explained, measuring_environment
 from autoparallel.runtime.optimizer import BuildOptimizer
 from autoparallel.runtime.process import Worker
@@ -61,36 +62,8 @@ LINK_SECONDS = 0.15
 BLOCK_SHARE = 0.2
 """The part of the budget that is kept for whole blocks."""
 LEAST_CASE_SECONDS, MOST_CASE_SECONDS = 0.05, 1.0
-LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
-"""Sizes of transfers: from the first to the second, as far as is asked, each ``STEP`` times
-the one before."""
 USUAL_BYTES = 1 << 22
 """How far transfers are measured that the search did not ask for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """Transfers to measure, and the place in the database where they belong.
-
-    ``is_asked``: the search asked for them; others are measured where time is left.
-    """
-
-    links: Links
-    level: str
-    library: str
-    num_hosts: int
-    is_asked: bool
-
-    def transfer(self, found: LinkTime) -> Transfer:
-        return Transfer(
-            self.level, self.library, self.links.kind, len(self.links.partition[0]),
-            self.num_hosts, found.num_bytes, found.seconds, found.repeats,
-        )  # fmt: skip
-
-    @property
-    def place(self) -> tuple[str, str, str, int, int]:
-        ranks = len(self.links.partition[0])
-        return (self.level, self.library, self.links.kind, ranks, self.num_hosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +71,7 @@ class _Todo:
     """What one round measures."""
 
     ops: tuple[OpCase, ...]
-    links: tuple[_Link, ...]
+    links: tuple[LinkTodo, ...]
     case_seconds: float
     optimizer: str = ""
     """Whose step is measured; "" if none is to be."""
@@ -120,7 +93,7 @@ class _Todo:
         for each in table["links"]:
             own = each.pop("links")
             groups = tuple(map(tuple, own["partition"]))
-            links.append(_Link(Links(own["kind"], groups, tuple(own["num_bytes"])), **each))
+            links.append(LinkTodo(Links(own["kind"], groups, tuple(own["num_bytes"])), **each))
         ops = tuple(case_from_json(case) for case in table["ops"])
         return _Todo(ops, tuple(links), table["case_seconds"], table["optimizer"])
 
@@ -195,7 +168,7 @@ def _measure(
 
 def _measure_links(
     worker: Worker,
-    links: Sequence[_Link],
+    links: Sequence[LinkTodo],
     leader: _Leader | None,
     *,
     device: torch.device,
@@ -304,7 +277,7 @@ class _Leader:
         case_seconds = min(MOST_CASE_SECONDS, max(LEAST_CASE_SECONDS, seconds * 0.7))
         return _Todo(ops, links, case_seconds, optimizer)
 
-    def _links(self, wanted: Wanted, known: Profile) -> Iterator[_Link]:
+    def _links(self, wanted: Wanted, known: Profile) -> Iterator[LinkTodo]:
         """The sizes of the search's transfers that nothing measured reaches, then the usual."""
         reached: dict[object, int] = {}
         for each in known.transfers:
@@ -315,7 +288,7 @@ class _Leader:
             partition = partition_of(self.cluster, kind, group, partition)
             links = Links(kind, partition, sizes_to(most))
             is_asked = index < len(asked)
-            link = _Link(links, level_of(group), group.library, group.num_hosts, is_asked)
+            link = LinkTodo(links, level_of(group), group.library, group.num_hosts, is_asked)
             new = [(link.place, size) for size in sizes_to(most) if partition]
             new = [each for each in new if each[1] > 2 * reached.get(link.place, 0)]
             sizes = tuple(size for place, size in new if (place, size) not in self.tried)
@@ -355,7 +328,7 @@ class _Leader:
         self.database.put(self.environment, found.case, found.measurement)
         self.measured += 1
 
-    def keep_transfer(self, link: _Link, found: LinkTime) -> None:
+    def keep_transfer(self, link: LinkTodo, found: LinkTime) -> None:
         """Writes a transfer's time at once."""
         self.shown.advance(f"{link.links.kind} of {len(link.links.partition[0])} ranks")
         self.waiting_links -= 1
@@ -390,15 +363,3 @@ class _Leader:
             },
             "seconds": time.perf_counter() - self.began,
         }
-
-
-def sizes_to(most_bytes: float) -> tuple[int, ...]:
-    """Sizes to measure for transfers of up to ``most_bytes``.
-
-    >>> sizes_to(20_000)
-    (1024, 4096, 16384, 65536)
-    """
-    sizes = [LEAST_BYTES]
-    while sizes[-1] < min(most_bytes, MOST_BYTES):
-        sizes.append(sizes[-1] * STEP)
-    return tuple(sizes)

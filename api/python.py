@@ -122,7 +122,7 @@ def make_target(
             "example_batch is missing",
             fix="give a batch of global shapes, or a function (global_batch, seq) that makes one",
         )
-    return Target(name, build, batch_function(example_batch), loss_fn)
+    return Target(name, build, batch_function(example_batch), loss_fn, is_named=False)
 
 
 def batch_function(example_batch: Batch | Callable[..., Batch]) -> Callable[..., Batch]:

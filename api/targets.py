@@ -45,6 +45,7 @@ class Target:
     """What a target holds. ``name`` and ``settings`` find it again in another process.
 
     ``example_batch(global_batch, seq)`` gives a checked batch of global shapes.
+    ``is_named``: not of one made of objects in this process.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Target:
     build_data: Callable[..., Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     takes_seq: bool = True
+    is_named: bool = True
 
 
 @rare_collections()

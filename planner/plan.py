@@ -128,6 +128,17 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class Simplest:
+    """Why a plan is not the fastest that was found: ``num_equal`` are within ``tolerance`` of
+    ``fastest_seconds``, and it is the simplest of them. ``fastest`` is the fastest, in words."""
+
+    tolerance: float
+    num_equal: int
+    fastest: str
+    fastest_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class SolverInfo:
     """How the plan was found, and how good it is under the cost model.
 
@@ -139,7 +150,7 @@ class SolverInfo:
     micro-batch with its share of the step's end can take in other layouts, ZeRO stages and
     recomputation. This is by how much T, the dynamic program's time of the pipeline, would be less
     if each stage took so much less; of several stages per rank that of the pipeline that was cut
-    again. None where it is not known.
+    again. None where it is not known. ``simplest`` is None for the fastest plan found.
     """
 
     gap: float
@@ -148,6 +159,7 @@ class SolverInfo:
     bound_seconds: float = 0.0
     stopped: str = ""
     layouts_gap: float | None = None
+    simplest: Simplest | None = None
 
 
 @dataclass(frozen=True, slots=True)

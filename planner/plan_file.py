@@ -74,7 +74,7 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     table = {"goal": None, "slices": [], **table}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
     if isinstance(solver, dict):
-        solver = {"stopped": "", "layouts_gap": None, **solver}
+        solver = {"stopped": "", "layouts_gap": None, "simplest": None, **solver}
         table = {**table, "solver": solver}
     if schema == SCHEMA or not isinstance(prediction, dict) or not isinstance(solver, dict):
         return table

@@ -32,7 +32,9 @@ from ..planner.pricing.whole_block import ONE_DEVICE, block_inputs
 Value = TypeVar("Value")
 
 MOST_COPIES = 4
-LEAST_RUNS, MOST_RUNS = 4, 40
+LEAST_RUNS, ENOUGH_RUNS, MOST_RUNS = 2, 4, 40
+"""Runs of all copies: what a median takes, what the time should allow for, and the most."""
+
 MEMORY_SHARE = 0.4
 STATE_COPIES = 8
 """Bytes in use per byte of a block's inputs and weights, at most about: gradients, activations."""
@@ -65,13 +67,20 @@ def measure_block(
     """Median seconds of a block, forward and backward, measured for about ``seconds``.
 
     With ``accumulates`` gradients add to those there are, as from the second micro-batch on.
+    A block that takes long is measured with fewer copies: its own values leave the caches.
     Raises RuntimeError where there is not the memory for it.
     """
-    copies = _copies(graph, block, device)
+    start = time.perf_counter()
+    most = _num_copies(graph, block, device)
+    copies = [_copy(graph, block, device)]
+    _round(copies, device)
+    once = sum(_round(copies, device))
+    count = max(1, min(most, int(seconds / (ENOUGH_RUNS * max(once, 1e-9)))))
+    copies += [_copy(graph, block, device) for _ in range(count - 1)]
+    if count > 1:
+        _round(copies, device)
     forward: list[float] = []
     backward: list[float] = []
-    start = time.perf_counter()
-    _round(copies, device)
     while len(forward) < LEAST_RUNS or (
         time.perf_counter() - start < seconds and len(forward) < MOST_RUNS
     ):
@@ -142,14 +151,14 @@ def _forget(copies: Sequence[_Copy]) -> None:
             tensor.grad = None
 
 
-def _copies(graph: Graph, block: Block, device: torch.device) -> list[_Copy]:
+def _num_copies(graph: Graph, block: Block, device: torch.device) -> int:
+    """How many copies there is the memory for. Raises RuntimeError where there is for none."""
     refs = block_inputs(graph, block)
     needed = STATE_COPIES * sum(graph.spec(ref).num_bytes for ref in refs)
     free = _free_bytes(device) * MEMORY_SHARE
     if needed > free:
         raise RuntimeError(f"it needs about {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB may be used")
-    count = max(1, min(MOST_COPIES, int(free / max(needed, 1))))
-    return [_copy(graph, block, device) for _ in range(count)]
+    return max(1, min(MOST_COPIES, int(free / max(needed, 1))))
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -105,6 +105,14 @@ DeadlineOption = Annotated[
 GapOption = Annotated[
     float, typer.Option("--gap", help="how much worse than the best a stage may be: 0.01")
 ]
+ToleranceOption = Annotated[
+    float,
+    typer.Option(
+        "--tolerance",
+        help="of plans that take no more than so much longer than the fastest, the simplest is "
+        "taken: 0.02; 0 takes the fastest",
+    ),
+]
 TimeLimitOption = Annotated[
     float, typer.Option("--time-limit", min=0.1, help="seconds for the search")
 ]
@@ -131,6 +139,13 @@ ProfileOption = Annotated[
 DatabaseOption = Annotated[
     str | None, typer.Option("--database", metavar="FILE", help="measured times; the user's own")
 ]
+MeasureSecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--measure-seconds",
+        help="to measure what a plan for this machine asks for, at most: 10; 0 measures nothing",
+    ),
+]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="training steps")]
 
 
@@ -152,12 +167,14 @@ def plan_options(
     price: PriceOption = None,
     deadline: DeadlineOption = None,
     gap: GapOption = 0.01,
+    tolerance: ToleranceOption = 0.02,
     time_limit: TimeLimitOption = 60.0,
     top: TopOption = 5,
     search: SearchOption = "dp",
     processes: ProcessesOption = None,
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,
+    measure_seconds: MeasureSecondsOption = None,
 ) -> PlanOptions:
     """The options of planning as values. Raises UsageError (see ``asked.options_of``).
 

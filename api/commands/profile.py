@@ -35,7 +35,7 @@ ImportOption = Annotated[
 ListOption = Annotated[bool, typer.Option("--list", help="show what the database holds")]
 
 
-@planning(without=("profile", "database", "objective", "price", "deadline"))
+@planning(without=("profile", "database", "measure_seconds", "objective", "price", "deadline"))
 def profile(
     target: TargetOrNothing = "",
     *,

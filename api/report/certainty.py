@@ -51,6 +51,18 @@ def _gap_text(plan: Plan) -> str:
     )
 
 
+def simplest_text(plan: Plan) -> str:
+    """Of how many equally fast plans it is the simplest; "" for the fastest."""
+    why = plan.solver.simplest
+    if why is None:
+        return ""
+    more = 1 - why.fastest_seconds / plan.prediction.step_seconds
+    return (
+        f"the simplest of {why.num_equal} plans within {percent_text(why.tolerance)}; the fastest"
+        f" takes {percent_text(more)} less: {why.fastest} (--tolerance 0)"
+    )
+
+
 def _layouts_text(plan: Plan) -> str:
     """What the integer programs prove of the stages as they are."""
     of = "the stages as they are cut, on their meshes"
@@ -68,6 +80,8 @@ def certainty(plan: Plan) -> RenderableType:
     solver = plan.solver
     lines.append(Text(f"memory: {memory_source(plan)}"))
     lines.append(Text(f"plan: {gap_text(plan)} ({solver.num_problems} problems solved)"))
+    if simplest_text(plan):
+        lines.append(Text(f"choice: {simplest_text(plan)}"))
     if solver.layouts_gap is not None and solver.layouts_gap < solver.gap:
         lines.append(Text(f"layouts: {_layouts_text(plan)}"))
     if plan.replicated_ops:

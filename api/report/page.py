@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
-from autoparallel.report.certainty import certainty, gap_text, source_lines
+from autoparallel.report.certainty import certainty, gap_text, simplest_text, source_lines
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
     MEMORY_ORDER,
@@ -74,6 +74,7 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
         parts.append(section("The step, F forward and B backward", Text(drawn)))
     if short:
         sure = [*source_lines(plan)[:1], Text(f"plan: {gap_text(plan)}")]
+        sure += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
         parts.append(Padding(Group(*sure), (1, 0, 0, INDENT)))
     if plan.alternatives:
         parts.append(section("Considered, and lost", alternatives(plan, limit=3 if short else 10)))

@@ -53,6 +53,10 @@ CREATE TABLE IF NOT EXISTS transfers (
     seconds REAL NOT NULL, repeats INTEGER NOT NULL, measured_at REAL NOT NULL,
     PRIMARY KEY (environment, level, library, kind, num_ranks, num_hosts, num_bytes)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS failures (
+    environment INTEGER NOT NULL REFERENCES environments (id),
+    key TEXT NOT NULL, reason TEXT NOT NULL, measured_at REAL NOT NULL,
+    PRIMARY KEY (environment, key)) WITHOUT ROWID;
 """
 _FIND_ENVIRONMENT = (
     "SELECT id FROM environments WHERE device=? AND driver=? AND torch=? AND threads=?"
@@ -202,6 +206,18 @@ class Database:
         with self._transaction():
             self._write(Record(environment, transfer, None, time.time()))
 
+    def put_failure(self, environment: Environment, case: OpCase, reason: str) -> None:
+        """Keeps why a case could not be measured, so that it is not tried every time."""
+        with self._transaction():
+            number = self._numbered(environment)
+            row = (number, case.key(), reason, time.time())
+            self._connection.execute("INSERT OR REPLACE INTO failures VALUES (?,?,?,?)", row)
+
+    def failures(self, environment: Environment) -> Mapping[str, str]:
+        """Why cases could not be measured, by their keys."""
+        query = "SELECT key, reason FROM failures WHERE environment=?"
+        return dict(self._rows(query, (self._find(environment),)))
+
     def describe(self, environment: Environment, cases: Iterable[OpCase]) -> None:
         """Renews the features of measured cases: they may be computed better now."""
         number = self._find(environment)
@@ -271,12 +287,7 @@ class Database:
 
     def _write(self, record: Record) -> None:
         """Inside a transaction."""
-        environment = astuple(record.environment)
-        self._connection.execute(
-            "INSERT OR IGNORE INTO environments (device, driver, torch, threads) VALUES (?,?,?,?)",
-            environment,
-        )
-        number = self._connection.execute(_FIND_ENVIRONMENT, environment).fetchone()[0]
+        number = self._numbered(record.environment)
         values: tuple[Any, ...]
         if isinstance(record.item, Transfer):
             table, values = "transfers", astuple(record.item)
@@ -289,6 +300,15 @@ class Database:
             f"INSERT OR REPLACE INTO {table} VALUES ({places})",
             (number, *values, record.measured_at),
         )
+
+    def _numbered(self, environment: Environment) -> int:
+        """The number of an environment, made where it is new. Inside a transaction."""
+        values = astuple(environment)
+        self._connection.execute(
+            "INSERT OR IGNORE INTO environments (device, driver, torch, threads) VALUES (?,?,?,?)",
+            values,
+        )
+        return int(self._connection.execute(_FIND_ENVIRONMENT, values).fetchone()[0])
 
     def _records(self) -> Iterator[Record]:
         for environment in self.environments():

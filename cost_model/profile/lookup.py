@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,22 +48,33 @@ class Estimate:
     error: float
 
 
+class Factor(NamedTuple):
+    """What multiplies an op's seconds, forward and backward, so that its block adds up to what it
+    took in one piece; there the op read and wrote ``num_bytes``."""
+
+    forward: float
+    backward: float
+    num_bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class Profile:
     """What was measured in ``environment``; nothing changes it after it is made.
 
     ``mismatch`` says in a clause how that differs from what was asked for ("" if it does
     not). ``factors`` are of the ops of one model, by the name of its node: what their blocks
-    took in one piece, over the sum (see ``planner.pricing.whole_block``). ``update`` is the
-    optimizer whose measured step counts, where it is the model's own. Answers are kept, which
-    no caller can see.
+    took in one piece, over the sum (see ``planner.pricing.whole_block``); ``rest`` is the mean
+    factor, forward and backward, for ops of other blocks that were not measured. ``update`` is
+    the optimizer whose measured step counts, where it is the model's own. Answers are kept,
+    which no caller can see.
     """
 
     environment: Environment
     ops: Mapping[OpCase, Measurement]
     transfers: tuple[Transfer, ...] = ()
     mismatch: str = ""
-    factors: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+    factors: Mapping[str, Factor] = field(default_factory=dict, repr=False)
+    rest: tuple[float, float] = (1.0, 1.0)
     update: str = ""
     _answers: dict[OpCase, Estimate | None] = field(default_factory=dict, repr=False)
     _curves: dict[Any, Any] = field(default_factory=dict, repr=False)

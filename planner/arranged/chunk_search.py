@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..errors import UsageError
@@ -25,8 +25,9 @@ from ..schedules.rank_held import rank_held
 from ..search.candidates import edges
 from ..search.job import Job
 from ..search.narrowing import narrowed
-from ..search.report_plan import Candidate
+from ..search.report_plan import LESS_SIMPLE, Candidate
 from ..search.search import Searched
+from ..search.simplest import equals, shape_of_plan, simplest_first
 from .balanced import block_flops
 from .chunk_guesses import NUM_CHUNKS, Guess, Way, fastest
 from .chunk_memory import fitting
@@ -58,15 +59,27 @@ class Cut(Protocol):
     ) -> Plan: ...  # fmt: skip
 
 
-def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, list[Alternative]]:
-    """The fastest cut plan that fits and is faster than all of one stage per rank, if there is
-    one, and the others that were priced.
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Plans of other schedules than those of one stage per rank.
+
+    ``best`` is the simplest within the tolerance of the ``fastest`` that fits and takes less than
+    all of one stage per rank; both are None where there is none. ``lost`` are the others that
+    were priced.
+    """
+
+    best: Plan | None
+    fastest: Alternative | None
+    lost: list[Alternative]
+
+
+def cut_again(found: Searched, cut: Cut, deadline: float, tolerance: float = 0.0) -> Others:
+    """The plans that are cut again.
 
     ``deadline`` is of ``perf_counter``; where all of one stage per rank are out of the question
     the first that fits is found after it too.
     """
-    best: Plan | None = None
-    of: Candidate | None = None
+    fit: list[Fitting] = []
     bar, lost = found.ranking[0].step_seconds, []
     if not found.request.allows_one_stage and len(found.ranking[0].stages) > 1:
         bar = float("inf")
@@ -98,14 +111,37 @@ def cut_again(found: Searched, cut: Cut, deadline: float) -> tuple[Plan | None, 
                 continue
             step, peak = plan.prediction.step_seconds, plan.prediction.peak_memory_bytes
             if peak <= limit and step < bar:
-                best, of, bar = plan, way.base.candidate, step
+                fit.append(Fitting(plan, way))
+                bar = step
             else:
                 reason = "more messages, uneven chunks, or more recomputed"
                 reason = "does not fit" if peak > limit else reason
                 lost.append(Alternative(way.summary, max(step, guess.seconds), peak, reason))
-        if best is not None and of is not None:
-            best = _with_proven_layouts(best, of, found.job)
-    return best, lost
+    if not fit:
+        return Others(None, None, lost)
+    near = equals(fit, _step_seconds, tolerance)
+    best = simplest_first(near, _step_seconds, lambda each: shape_of_plan(each.plan))[0]
+    lost += [each.alternative(LESS_SIMPLE) for each in fit if each is not best]
+    with found.job.stoppable():
+        plan = _with_proven_layouts(best.plan, best.way.base.candidate, found.job)
+        return Others(plan, min(fit, key=_step_seconds).alternative(LESS_SIMPLE), lost)
+    return Others(best.plan, None, lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A cut plan that fits, and the way in which it was cut."""
+
+    plan: Plan
+    way: Way
+
+    def alternative(self, reason: str) -> Alternative:
+        own = self.plan.prediction
+        return Alternative(self.way.summary, own.step_seconds, own.peak_memory_bytes, reason)
+
+
+def _step_seconds(fit: Fitting) -> float:
+    return fit.plan.prediction.step_seconds
 
 
 def _with_proven_layouts(best: Plan, of: Candidate, job: Job) -> Plan:

@@ -27,7 +27,7 @@ from ..errors import InfeasibleError, UsageError
 from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..graph import Blocks, Graph
 from ..layout import Layout
-from ..plan import Alternative, BlockPlan, Plan, StagePlan, StagePrediction
+from ..plan import Alternative, BlockPlan, Plan, Simplest, StagePlan, StagePrediction
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules, boundary_layout
 from ..pricing.slice_costs import best_lengths
@@ -40,13 +40,14 @@ from ..schedules.schedules import find_schedule
 from ..search import search
 from ..search.job import Job
 from ..search.loops import MOST_CHUNKS
-from ..search.report_plan import leaf_layout
+from ..search.report_plan import LESS_SIMPLE, leaf_layout
+from ..search.simplest import simplest_of, tolerance_of
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from .balanced import balanced, block_flops
 from .chunk_bound import chunk_bound, chunk_bound_of
 from .chunk_memory import fitting
-from .chunk_search import Cut, cut_again
+from .chunk_search import Cut, Others, cut_again
 from .forced_chunks import (
     check_begins,
     check_memory,
@@ -130,7 +131,8 @@ def _plan(
     )
 
     def searched_best() -> Plan:
-        return _best(searched(request), cut, arranging, deadline)
+        found = searched(request)
+        return _best(found, cut, arranging, deadline, tolerance_of(found, basis))
 
     count = num_chunks(request.forced)
     best = searched_best() if count == 1 else _forced(blocks, cluster, request, searched_best)
@@ -176,62 +178,93 @@ def _base(request: Request, found: Callable[[Request], Plan], ranks: int, count:
     return base
 
 
-def _best(found: search.Searched, cut: Cut, arranging: Arranging, deadline: float) -> Plan:
-    """The fastest of what was found, and of the same under other schedules: cut again into
-    several stages per rank, or arranged as it is.
+def _best(
+    found: search.Searched, cut: Cut, arranging: Arranging, deadline: float, tolerance: float
+) -> Plan:
+    """The simplest within the tolerance of the fastest, of what was found and of the same under
+    other schedules: cut again into several stages per rank, or arranged as it is.
 
     Pipelines across unlike hosts, and with stages or layouts that are asked for, are left alone.
     """
     request, winner = found.request, found.ranking[0]
-    other: Plan | None = None
-    lost: list[Alternative] = []
+    others = Others(None, None, [])
     is_done = found.job.stopped and request.allows_one_stage
     if _may_be_cut_again(found.cluster, request) and not is_done:
-        other, lost = _under_others(found, cut, arranging, deadline)
-    if other is None and len(winner.stages) > 1 and not request.allows_one_stage:
-        raise none_found(request, lost, int(found.job.limits.memory_bytes))
-    plain = found.plan(winner) if other is not None else found.winner()
-    plainly = plain.alternatives if request.allows_one_stage else ()
-    others = sorted((*plainly, *lost), key=lambda each: each.step_seconds)
-    if other is None:
-        plain = replace(plain, alternatives=tuple(others))
-        if _has_chunks(found.cluster, request) and max(found.job.stage_numbers) > 1:
-            return _gauged(plain, found)
-        return found.judged(plain)
-    step = other.prediction.step_seconds
+        others = _under_others(found, cut, arranging, deadline, tolerance)
+    if others.best is None and len(winner.stages) > 1 and not request.allows_one_stage:
+        raise none_found(request, others.lost, int(found.job.limits.memory_bytes))
+    simplest = simplest_of(found, tolerance, others.fastest)
+    if others.best is not None and simplest is None:
+        return _of_others(found, others.best, others, tolerance)
+    found, why = simplest or (found, None)
+    plain = found.winner()
+    alternatives = list(plain.alternatives) if request.allows_one_stage else []
+    alternatives += others.lost
+    if others.fastest is not None and others.fastest not in alternatives:
+        alternatives.append(others.fastest)
+    by_speed = sorted(alternatives, key=lambda each: each.step_seconds)
+    plain = replace(plain, alternatives=tuple(by_speed))
+    if _has_chunks(found.cluster, request) and max(found.job.stage_numbers) > 1:
+        plain = _gauged(plain, found)
+    else:
+        plain = found.judged(plain)
+    return replace(plain, solver=replace(plain.solver, simplest=why))
+
+
+def _of_others(found: search.Searched, best: Plan, others: Others, tolerance: float) -> Plan:
+    """A plan of another schedule, with those that lost to it."""
+    request, winner, step = found.request, found.ranking[0], best.prediction.step_seconds
+    plainly = found.plan(winner).alternatives if request.allows_one_stage else ()
+    lost = sorted((*plainly, *others.lost), key=lambda each: each.step_seconds)
     if request.allows_one_stage:
         seconds, peak = winner.step_seconds, int(winner.peak_bytes)
         reason = f"{winner.schedule}: +{(seconds - step) / step:.1%}"
-        if other.num_chunks > 1:
+        if best.num_chunks > 1:
             reason = f"one stage per rank: +{(seconds - step) / step:.1%}"
-        others.insert(0, Alternative(winner.summary, seconds, peak, reason))
-    slower = [each for each in others if each.step_seconds >= step]
-    return replace(_gauged(other, found), alternatives=tuple(slower))
+        lost.insert(0, Alternative(winner.summary, seconds, peak, reason))
+    faster = [each for each in lost if each.step_seconds < step and each.reason == LESS_SIMPLE]
+    slower = [each for each in lost if each.step_seconds >= step]
+    best = replace(_gauged(best, found), alternatives=(*faster, *slower))
+    first = others.fastest
+    if first is None or first.step_seconds >= step:
+        return best
+    why = Simplest(tolerance, 1 + len(faster), first.summary, first.step_seconds)
+    return replace(best, solver=replace(best.solver, simplest=why))
 
 
 def _under_others(
-    found: search.Searched, cut: Cut, arranging: Arranging, deadline: float
-) -> tuple[Plan | None, list[Alternative]]:
-    """The fastest plan of a pipeline cut again or arranged, and those that lost to it."""
+    found: search.Searched, cut: Cut, arranging: Arranging, deadline: float, tolerance: float
+) -> Others:
+    """The plans of pipelines cut again or arranged."""
     request, winner = found.request, found.ranking[0]
-    looped: Plan | None = None
-    lost: list[Alternative] = []
+    looped = Others(None, None, [])
     if request.chunked_schedules:
-        looped, lost = cut_again(found, cut, deadline)
+        looped = cut_again(found, cut, deadline, tolerance)
     bar = winner.step_seconds
     if not request.allows_one_stage and len(winner.stages) > 1:
         bar = float("inf")
-    if looped is not None:
-        bar = looped.prediction.step_seconds
+    if looped.best is not None:
+        bar = looped.best.prediction.step_seconds / (1 + tolerance)
     if not request.arranged_schedules or found.job.stopped:
-        return looped, lost
+        return looped
     best, slower = arranged(found, arranging, bar=bar, deadline=deadline)
-    if best is not None and looped is not None:
-        own = looped.prediction
-        summary = f"{looped.schedule}, {looped.num_chunks} stages per rank"
-        more = own.step_seconds / best.prediction.step_seconds - 1
-        slower.append(Alternative(summary, own.step_seconds, own.peak_memory_bytes, f"+{more:.1%}"))
-    return best or looped, [*lost, *slower]
+    if best is None:
+        return replace(looped, lost=[*looped.lost, *slower])
+    if looped.best is not None:
+        slower.append(_alternative(looped.best, best.prediction.step_seconds))
+    return Others(best, _alternative(best), [*looped.lost, *slower])
+
+
+def _alternative(plan: Plan, step_seconds: float = 0.0) -> Alternative:
+    """A plan of another schedule, in words; ``step_seconds`` are those of one that is faster."""
+    own = plan.prediction
+    summary = f"{plan.schedule}, {plan.num_chunks} stages per rank"
+    if plan.num_chunks == 1:
+        summary = (
+            f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
+        )
+    reason = f"+{own.step_seconds / step_seconds - 1:.1%}" if step_seconds else LESS_SIMPLE
+    return Alternative(summary, own.step_seconds, own.peak_memory_bytes, reason)
 
 
 def _may_be_cut_again(cluster: Cluster, request: Request) -> bool:

@@ -232,22 +232,17 @@ class Prices:
         if self.profile is None and self.asked is None:
             return analytic
         case = op_case(node, inputs, outputs, work)
-        if case is None:
-            if self.asked is not None and analytic.forward + analytic.backward > 0:
-                self.asked.unwritten.add(node.op)
-            return analytic
-        known = self.profile.op(case) if self.profile is not None else None
-        found, error = analytic, 0.0
+        known = self.profile.op(case) if self.profile is not None and case is not None else None
+        bare = analytic
         if known is not None:
-            assert self.profile is not None
-            forward, backward = self.profile.factors.get(node.name, (1.0, 1.0))
-            found = Priced(
-                known.forward_seconds * forward, known.backward_seconds * backward,
-                known.source, *issue,
-            )  # fmt: skip
-            error = known.error
-        if self.asked is not None:
-            op = AskedOp(case, found.source, error=error)
+            bare = Priced(known.forward_seconds, known.backward_seconds, known.source, *issue)
+        num_bytes = sum(spec.num_bytes for spec in (*inputs, *outputs))
+        found = bare if self.profile is None else _scaled(bare, self.profile, node.name, num_bytes)
+        if case is None:
+            if self.asked is not None and found.forward + found.backward > 0:
+                self.asked.unwritten.add(node.op)
+        elif self.asked is not None:
+            op = AskedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
 
@@ -393,3 +388,21 @@ class Prices:
             if self.asked is not None and num_bytes > 0:
                 self.asked.transfer(("p2p", group, ()), num_bytes, seconds, source)
         return self._counted(found).forward
+
+
+def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:
+    """An op's seconds with the factor of its block, where that was measured in one piece.
+
+    With as many bytes as in that block the result is measured, as the block is.
+    """
+    own = profile.factors.get(name)
+    if own is None:
+        forward, backward = profile.rest if bare.source == "spec" else (1.0, 1.0)
+        source: Source = bare.source
+    else:
+        forward, backward = own.forward, own.backward
+        source = "interpolated" if bare.source == "spec" else bare.source
+        source = "measured" if num_bytes == own.num_bytes else source
+    return bare._replace(
+        forward=bare.forward * forward, backward=bare.backward * backward, source=source
+    )

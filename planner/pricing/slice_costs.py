@@ -41,8 +41,8 @@ def slice_shares(
         return None
     places = find_places(graph)
     forward, backward = [], []
-    totals = [sum(cost.forward_seconds for cost in whole),
-              sum(cost.backward_seconds for cost in whole)]  # fmt: skip
+    totals = [sum(cost.forward_seconds for cost in whole) or 1.0,
+              sum(cost.backward_seconds for cost in whole) or 1.0]  # fmt: skip
     for bounds in slice_bounds(plan.slices):
         costs = _costs(graph, blocks, plan, places, bounds, price)
         forward.append(sum(cost.forward_seconds for cost in costs) / totals[0])

@@ -1,9 +1,11 @@
 """What a block takes in one piece, against the sum of its ops measured one by one.
 
 In: a graph, its blocks, a profile that has whole blocks among its ops. Out: by node the factor
-of its measured seconds, forward and backward, that makes the ops of a block add up to what the
-block took. It holds what no op by itself shows: values that have left the caches, views, sums
-of gradients of values used more than once, and the interpreter between the ops.
+of its seconds, forward and backward, that makes the ops of a block add up to what the block
+took. It holds what no op by itself shows: values that have left the caches, views, sums
+of gradients of values used more than once, and the interpreter between the ops. Ops that were
+not measured themselves are scaled like the others, so that a block alone, measured in one piece,
+gives its time; ops of blocks that were not measured have the mean factor of those that were.
 
 A whole block is kept as an op case: ``BLOCK_OP`` on the block's inputs at the rows of one rank,
 its arguments a hash of what it computes. Of several of one kind the nearest in bytes counts.
@@ -13,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from ...cost_model.cluster import Cluster
 from ...cost_model.profile.case import OpCase, TensorCase, canonical
-from ...cost_model.profile.lookup import Profile
+from ...cost_model.profile.lookup import Factor, Profile
 from ...cost_model.profile.records import Measurement
 from .. import rules as default_rules
 from ..graph import Block, Blocks, Graph, Ref
@@ -35,8 +37,25 @@ FAMILY = "block"
 
 ONE_DEVICE = Mesh(("dp",), (1,))
 
-Factors = Mapping[str, tuple[float, float]]
-"""By node: of measured seconds forward and backward."""
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A block of a graph as it was measured: in one piece, and as the sum of its ops."""
+
+    whole: tuple[float, float]
+    summed: tuple[float, float]
+    num_bytes: tuple[int, ...]
+    """What each of its ops reads and writes."""
+
+    @property
+    def factors(self) -> Iterator[Factor]:
+        """By op."""
+        ratios = [_ratio(*each) for each in zip(self.whole, self.summed, strict=True)]
+        return (Factor(ratios[0], ratios[1], each) for each in self.num_bytes)
+
+
+def _ratio(whole: float, summed: float) -> float:
+    return whole / summed if summed > 0 else 1.0
 
 
 def block_inputs(graph: Graph, block: Block) -> tuple[Ref, ...]:
@@ -74,26 +93,37 @@ def whole_blocks(
     if not measured:
         return basis
     graph = with_precision(graph, precision)
-    factors: dict[str, tuple[float, float]] = {}
     by_kind = {
-        kind: _factors(graph, block, cluster, profile, measured)
+        kind: _compared(graph, block, cluster, profile, measured)
         for kind, block in blocks.kinds.items()
     }
+    factors: dict[str, Factor] = {}
     for block in blocks.blocks:
         own = by_kind[block.kind]
         if own is not None:
-            factors.update(dict.fromkeys(block.nodes, own))
-    return replace(basis, profile=replace(profile, factors=factors))
+            factors.update(zip(block.nodes, own.factors, strict=True))
+    every = [each for each in by_kind.values() if each is not None]
+    rest = (
+        _ratio(sum(each.whole[0] for each in every), sum(each.summed[0] for each in every)),
+        _ratio(sum(each.whole[1] for each in every), sum(each.summed[1] for each in every)),
+    )
+    return replace(basis, profile=replace(profile, factors=factors, rest=rest))
 
 
-def _factors(
+def _node_bytes(graph: Graph, name: str) -> int:
+    """What an op reads and writes."""
+    node = graph[name]
+    return sum(spec.num_bytes for spec in (*input_specs(node, graph), *node.outputs))
+
+
+def _compared(
     graph: Graph,
     block: Block,
     cluster: Cluster,
     profile: Profile,
     measured: Mapping[str, list[tuple[OpCase, Measurement]]],
-) -> tuple[float, float] | None:
-    """The factors of the nearest block of this kind that was measured; None if none was."""
+) -> _Compared | None:
+    """The nearest block of this kind that was measured, beside its ops; None if none was."""
     own = block_case(graph, block)
     same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0])]
     if not same:
@@ -101,18 +131,17 @@ def _factors(
     case, found = min(same, key=lambda each: abs(sum(each[0].num_bytes) - sum(own.num_bytes)))
     rows = _rows(graph, block, case)
     assert rows is not None
-    summed = seconds_by_ops(graph.with_batch_size(rows), block, cluster, profile)
-    return (
-        found.forward_seconds / summed[0] if summed[0] > 0 else 1.0,
-        found.backward_seconds / summed[1] if summed[1] > 0 else 1.0,
-    )
+    graph = graph.with_batch_size(rows)
+    summed = seconds_by_ops(graph, block, cluster, profile)
+    sizes = tuple(_node_bytes(graph, name) for name in block.nodes)
+    return _Compared((found.forward_seconds, found.backward_seconds), summed, sizes)
 
 
 def seconds_by_ops(
     graph: Graph, block: Block, cluster: Cluster, profile: Profile
 ) -> tuple[float, float]:
     """Seconds of a block on one device, forward and backward, as the sum of its ops."""
-    bare = replace(profile, factors={})
+    bare = replace(profile, factors={}, rest=(1.0, 1.0))
     prices = Prices(ONE_DEVICE, cluster, (0,), "fp32", "adamw", default_rules, profile=bare)
     forward = backward = 0.0
     whole = (INVARIANT,)

@@ -95,7 +95,9 @@ class Request:
     ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch over
     all data-parallel ranks; None lets the search choose. ``memory_limit_bytes`` per device
     overrides what the device says. ``top`` is how many candidates the simulator ranks.
-    ``gap``: how much worse than the best a plan may be, where that can be shown. ``pins`` are
+    ``gap``: how much worse than the best a plan may be, where that can be shown. ``tolerance``:
+    of plans that take no more than so much longer than the fastest, the simplest is chosen; 0
+    asks for the fastest. ``pins`` are
     layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
     may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
     With ``processes`` 2 or more, two search a large space.
@@ -111,6 +113,7 @@ class Request:
     time_limit_seconds: float = 60.0
     top: int = 5
     gap: float = 0.01
+    tolerance: float = 0.0
     pins: tuple[Pin, ...] = ()
     stage_at: tuple[str, ...] = ()
     max_tp: int | None = None
@@ -127,6 +130,7 @@ class Request:
         if self.global_batch < 1:
             raise UsageError("AP123", f"a global batch of {self.global_batch} has no rows")
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
+        check_tolerance(self.tolerance)
         rows = self.microbatch_size
         if rows is not None and (rows < 1 or self.global_batch % rows):
             raise UsageError(
@@ -217,6 +221,15 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
                 "AP186", f"{name} is forced and denied",
                 fix="leave it out of --parallel or of --deny, or name it in --allow",
             )  # fmt: skip
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raises AP841 for a tolerance that is none."""
+    if not 0 <= tolerance < 1:
+        raise UsageError(
+            "AP841", f"a tolerance of {tolerance:g} is not at least 0 and below 1",
+            where="--tolerance", fix="0.02 takes plans within 2 % for equally fast",
+        )  # fmt: skip
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -41,6 +41,9 @@ from ..requests.request import Request
 from ..strategy import NodeLayout
 from .quests import open_seconds, turning_seconds
 
+LESS_SIMPLE = "about as fast, and less simple"
+"""Why a plan lost that takes less, by no more than the tolerance."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -203,8 +206,11 @@ def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternat
 def reason(best: Candidate, loser: Candidate) -> str:
     """What the loser spends more on than the winner, most first, in shares of the winner's step.
 
-    The winner's part counts on its own busiest stage, the loser's on its.
+    The winner's part counts on its own busiest stage, the loser's on its. One that takes less
+    lost to a simpler one.
     """
+    if loser.step_seconds < best.step_seconds:
+        return LESS_SIMPLE
     ours, theirs = best.spent_seconds, loser.spent_seconds
     more = sorted(((theirs[name] - ours[name], name) for name in ours), reverse=True)
     named = [

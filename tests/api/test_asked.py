@@ -29,7 +29,8 @@ def test_every_command_that_plans_takes_the_same_options() -> None:
     assert shared <= names(plan)
     assert shared <= names(run)
     assert shared - {"precision"} <= names(verify)
-    assert shared - {"profile", "objective", "price", "deadline"} <= names(profile)
+    alone = {"profile", "measure_seconds", "objective", "price", "deadline"}
+    assert shared - alone <= names(profile)
 
 
 def test_python_takes_the_options_of_the_command_line() -> None:

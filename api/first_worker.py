@@ -1,0 +1,104 @@
+"""Processes that measure before planning: started for it, one per device of this machine.
+
+Each loads the target by its name; rank 0 captures it and leads (``measured_first``). The
+options cross as a pickle: between processes of one program.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster_file import from_dict, to_dict
+from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.measured_first import Leader, measure_together
+from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
+from autoparallel.planning import PlanOptions, capture_target
+from autoparallel.progress import Observe
+from autoparallel.runtime.launch import launch
+from autoparallel.runtime.process import Worker
+from autoparallel.runtime.trainer import join
+from autoparallel.targets import Target, load_target
+
+PHASE = "measuring"
+TICK_SECONDS = 0.25
+
+
+def start_measuring(
+    target: Target, cluster: Cluster, options: PlanOptions, observe: Observe
+) -> None:
+    """Measures with one process per device what planning ``target`` asks for.
+
+    Where that fails, planning goes on without, and stderr says why. A ``KeyboardInterrupt``
+    goes through; what was measured until then is kept.
+    """
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+    number = cluster.num_devices
+    arguments = {
+        "target": target.name,
+        "settings": dict(target.settings),
+        "cluster": to_dict(cluster),
+        "options": base64.b64encode(pickle.dumps(options)).decode(),
+    }
+    try:
+        with _ticking(observe, options.measure_seconds):
+            launch(
+                "autoparallel.first_worker:measure", arguments,
+                num_processes=number, num_threads=threads_per_device(number),
+            )  # fmt: skip
+    except (InfeasibleError, TimeLimitError):
+        return  # planning says so
+    except AutoparallelError as error:
+        print(f"autoparallel: planned without measuring, which failed: {error}", file=sys.stderr)
+
+
+@contextmanager
+def _ticking(observe: Observe, seconds: float) -> Iterator[None]:
+    """Shows the seconds that pass, as a part of those that measuring may take."""
+    is_over = threading.Event()
+
+    def tick() -> None:
+        passed = 0.0
+        while not is_over.wait(TICK_SECONDS):
+            passed = min(passed + TICK_SECONDS, seconds - TICK_SECONDS)
+            observe(PHASE, round(passed, 1), seconds)
+
+    observe(PHASE, 0, seconds)
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        observe(PHASE, seconds, seconds)
+
+
+def measure(
+    worker: Worker,
+    *,
+    target: str,
+    settings: Mapping[str, Any],
+    cluster: Mapping[str, Any],
+    options: str,
+) -> None:
+    """Inside each process. Collective."""
+    loaded = load_target(target, settings)
+    on = from_dict(dict(cluster), "cluster")
+    chosen: PlanOptions = pickle.loads(base64.b64decode(options))
+    device = join(on.device(worker.rank).kind, worker.local_rank)
+    leader = None
+    if worker.rank == 0:
+        worker.watchdog.progress("capturing the model")
+        leader = Leader(capture_target(loaded, chosen), loaded, on, chosen)
+    measure_together(
+        leader, device=device, build=loaded.build_optimizer, tell=worker.watchdog.progress
+    )
