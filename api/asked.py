@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from autoparallel.options import (
     parse_deadline,
@@ -23,6 +23,9 @@ from autoparallel.planner.requests.goal import Goal, Objective
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import ARRANGED_SCHEDULES, CHUNKED_SCHEDULES, SCHEDULES
 from autoparallel.planning import PlanOptions
+
+Init = Literal["sharded", "exact"]
+"""How initial values are drawn; see ``passes.deferred_init``."""
 
 Texts = str | Sequence[str] | None
 """One text or several."""
@@ -94,6 +97,21 @@ def num_processes() -> int:
         return 1
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (0,)
     return min(2, len(cores))
+
+
+def checked_init(init: str) -> Init:
+    """``init`` as a value. Raises UsageError AP850 for a text that is none.
+
+    >>> checked_init("exact")
+    'exact'
+    """
+    if init == "sharded" or init == "exact":
+        return init
+    raise UsageError(
+        "AP850",
+        f"there is no initialization {init!r}",
+        fix="sharded: each rank draws what it holds; exact: the values of a plain build",
+    )
 
 
 def texts(value: Texts) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def join_training(
     device = join(kind, int(os.environ.get("LOCAL_RANK", rank)))
     weights: Weights
     if job.rng_state is not None:
-        weights = record_build(job.target.build_model, share_tensor(job.rng_state))
+        weights = record_build(job.target.build_model, share_tensor(job.rng_state), job.init)
         model = weights.model
     else:
         model = job.target.build_model()

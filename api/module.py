@@ -21,18 +21,21 @@ from autoparallel.planning import PlanOptions
 from autoparallel.targets import LossFn, Target
 
 if TYPE_CHECKING:
+    from autoparallel.asked import Init
     from autoparallel.runtime.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a module is planned from. ``rng_state`` is the generator's where the model is yet
-    to be built; None where ``target`` returns a model that has its weights."""
+    to be built; None where ``target`` returns a model that has its weights. ``init`` is how
+    weights are drawn (``deferred_init``)."""
 
     target: Target
     cluster: str
     options: PlanOptions
     rng_state: Tensor | None = None
+    init: Init = "sharded"
 
 
 class ParallelModule(nn.Module):

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from autoparallel.asked import SearchOptions, options_of
+from autoparallel.asked import Init, SearchOptions, checked_init, options_of
 from autoparallel.module import Job, ParallelModule
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
@@ -55,6 +55,7 @@ class ParallelOptions:
     seq: int | None = None
     loss_fn: LossFn | None = None
     search: SearchOptions | None = None
+    init: Init = "sharded"
 
 
 def plan(
@@ -166,6 +167,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    init: Init = "sharded",
     **options: Unpack[SearchOptions],
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 @overload
@@ -177,6 +179,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    init: Init = "sharded",
     **options: Unpack[SearchOptions],
 ) -> nn.Module: ...
 def parallelize(
@@ -187,6 +190,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    init: Init = "sharded",
     **options: Unpack[SearchOptions],
 ) -> Any:
     """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
@@ -196,10 +200,18 @@ def parallelize(
     model that the class makes is never whole in memory. Plans are for one global batch;
     without ``loss_fn`` the model returns the loss, or ``Step`` brings the function.
 
-    Raises UsageError AP140 unless ``model`` is an nn.Module or a class of them.
+    Weights that a class's constructor draws are, by ``init="sharded"``, drawn by each rank for
+    what it holds: the same for every plan, distributed as the constructor says, but not those
+    of the plain class. ``init="exact"`` gives these, bit for bit; each rank then draws the whole
+    model's numbers. Either takes one number of torch's generator, whose state is the seed.
+
+    Raises UsageError AP850 for another ``init``, and AP140 unless ``model`` is an nn.Module or
+    a class of them.
     """
     plan_options(global_batch or 1, seq, options)
-    given = ParallelOptions(example_batch, cluster, global_batch, seq, loss_fn, options)
+    given = ParallelOptions(
+        example_batch, cluster, global_batch, seq, loss_fn, options, checked_init(init)
+    )
 
     def mark(thing: Any) -> Any:
         if inspect.isclass(thing) and issubclass(thing, nn.Module):
@@ -218,8 +230,9 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
     """A class of the same name whose calls make a ``ParallelModule`` of the original."""
 
     def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> ParallelModule:
-        job = _job(lambda: original(*args, **kwargs), given, torch.get_rng_state())
-        return ParallelModule(job)
+        state = torch.get_rng_state()
+        torch.rand(())  # So that the next model of the script does not start from this state.
+        return ParallelModule(_job(lambda: original(*args, **kwargs), given, state))
 
     namespace = {"__new__": make, "__doc__": original.__doc__, "__module__": original.__module__}
     return type(original.__name__, (original,), namespace)
@@ -234,6 +247,7 @@ def _job(
         cluster=given.cluster,
         options=plan_options(rows or 32, given.seq, given.search or {}),
         rng_state=rng_state,
+        init=given.init,
     )
 
 

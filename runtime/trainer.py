@@ -34,7 +34,7 @@ from .data import check_batch, microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
-from .initial_values import Weights, constants_of, fill_stage
+from .initial_values import Weights, constants_of, fill_stages
 from .mesh import build_meshes, stages_of_rank
 from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .padded import SequencePadding
@@ -114,12 +114,12 @@ class Trainer:
         self.of_slices: dict[int, tuple[StageProgram, ...]] = {}
         for index in stages_of_rank(plan, self.rank):
             self.stages[index] = self._make_stage(index, ProcessCommunicator(meshes[index]))
-            fill_stage(self.stages[index], weights, self.program)
+        buffers = fill_stages(self.stages.values(), weights, self.program, progress)
         self.parameters: dict[str, StageParameter] = {}
         for parameter in self.all_parameters():
             self.parameters.setdefault(parameter.name, parameter)
         self.tied = find_tied({index: stage.by_name for index, stage in self.stages.items()})
-        self.executors = {index: self._make_executor(index, weights, seed) for index in self.stages}
+        self.executors = {index: self._make_executor(index, buffers, seed) for index in self.stages}
         self.optimizer: Optimizer = build_optimizer(
             self.all_parameters(), build, name=plan.model.optimizer
         )
@@ -162,13 +162,13 @@ class Trainer:
         found = boundaries(bucket.graph, bucket.blocks, bucket.plan)
         return with_replicas(found, len(self.plan.stages)) if self.schedule.parts else found
 
-    def _make_executor(self, index: int, weights: Weights, seed: int) -> StageExecutor:
+    def _make_executor(self, index: int, buffers: Mapping[str, Tensor], seed: int) -> StageExecutor:
         stage, count = self.stages[index], self.plan.num_microbatches
         share, device = stage.program.share, str(self.device)
-        constants = counted = constants_of(self.program, stage, weights, device)
+        constants = counted = constants_of(self.program, stage, buffers, device)
         if share is not None:
             own = self.program.with_batch_size(share.batch_size)
-            constants = constants_of(own, stage, weights, device)
+            constants = constants_of(own, stage, buffers, device)
         if not self.slices:
             return StageExecutor(
                 stage, num_microbatches=count, constants=constants, counted=counted, seed=seed,

@@ -44,6 +44,14 @@ ResumeOption = Annotated[
     typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
 ]
 
+InitOption = Annotated[
+    str,
+    typer.Option(
+        "--init",
+        help="initial weights: sharded (each rank draws what it holds) or exact (those of a "
+        "plain build, for which each rank draws the whole model's)",
+    ),
+]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
 ]
@@ -62,6 +70,7 @@ def run(
     save: SaveOption = None,
     save_every: SaveEveryOption = None,
     resume: ResumeOption = None,
+    init: InitOption = "sharded",
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
@@ -70,7 +79,7 @@ def run(
 
         start_training(
             path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume,
-            timeout_seconds=timeout,
+            init=init, timeout_seconds=timeout,
         )  # fmt: skip
 
 
