@@ -16,6 +16,7 @@ from autoparallel.options import (
     parse_prices,
     parse_size,
 )
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.pricing.basis import Mode
 from autoparallel.planner.requests.features import features_of
@@ -105,8 +106,9 @@ def checked_init(init: str) -> Init:
     >>> checked_init("exact")
     'exact'
     """
-    if init == "sharded" or init == "exact":
-        return init
+    known: dict[str, Init] = {"sharded": "sharded", "exact": "exact"}
+    if init in known:
+        return known[init]
     raise UsageError(
         "AP850",
         f"there is no initialization {init!r}",

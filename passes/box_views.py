@@ -86,7 +86,7 @@ def box_view(view: Tensor, base: Tensor) -> BoxView | None:
     """
     if view.dtype != base.dtype or 0 in view.shape or not _is_dense(base):
         return None
-    left = view.storage_offset() - base.storage_offset()
+    left = int(view.storage_offset()) - int(base.storage_offset())
     if left < 0:
         return None
     order = sorted((d for d, size in enumerate(base.shape) if size > 1), key=base.stride)

@@ -125,3 +125,9 @@ class Log:
     def written(self) -> frozenset[int]:
         """The storages that some call writes to."""
         return frozenset(self.storage(slot) for call in self.calls for slot in call.written)
+
+
+def copied(tensor: Tensor) -> torch.UntypedStorage:
+    """A copy of a tensor's storage."""
+    copy: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return copy

@@ -59,8 +59,9 @@ class Deferred:
         """The shape of a parameter or buffer."""
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
-        tensor = module._parameters.get(last)
-        tensor = module._buffers[last] if tensor is None else tensor
+        tensor: Tensor | None = module._parameters.get(last)
+        if tensor is None:
+            tensor = module._buffers[last]
         assert tensor is not None
         return tensor.shape
 

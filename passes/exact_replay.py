@@ -24,6 +24,7 @@ from .build_log import (
     Log,
     Slot,
     UnrecordableError,
+    copied,
 )
 
 _SCRATCH = 1 << 15
@@ -163,7 +164,7 @@ class _Replay:
         if storage not in self.log.written:
             return self.log.constant(slot)
         if storage not in self.copies:
-            self.copies[storage] = self.log.constants[storage].untyped_storage().clone()
+            self.copies[storage] = copied(self.log.constants[storage])
         return self.log.constant(slot, self.copies[storage])
 
     def _draw(self, call: Call) -> None:

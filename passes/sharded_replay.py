@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..planner.layout import Region
 from .box_views import BoxView, box_view
-from .build_log import CONSTANT, SEED, TRUNC_NORMAL, UNINITIALIZED, Call, Log, Slot
+from .build_log import CONSTANT, SEED, TRUNC_NORMAL, UNINITIALIZED, Call, Log, Slot, copied
 from .tiles import draw_box, num_tiles, tile_seed
 
 _DRAWS_IN_PLACE = frozenset(
@@ -314,10 +314,10 @@ class _PartReplay:
             if not self._is_written(storage):
                 return self.log.constant(slot)
             if storage not in self.whole:
-                self.whole[storage] = self.log.constants[storage].untyped_storage().clone()
+                self.whole[storage] = copied(self.log.constants[storage])
             return self.log.constant(slot, self.whole[storage])
         if storage not in self.whole:
-            self.whole[storage] = torch.UntypedStorage(fake.untyped_storage().nbytes())
+            self.whole[storage] = _allocated(fake.untyped_storage().nbytes())
         empty = torch.empty(0, dtype=fake.dtype)
         return empty.set_(
             self.whole[storage], fake.storage_offset(), fake.shape, fake.stride()
@@ -357,7 +357,7 @@ def overwrites(call: Call) -> bool:
 def _is_exact(call: Call) -> bool:
     if call.name.removesuffix("_") not in _EXACT or call.kwargs.get("rounding_mode"):
         return False
-    return call.kwargs.get("alpha", 1) == 1
+    return bool(call.kwargs.get("alpha", 1) == 1)
 
 
 def _value_of(call: Call) -> Any:
@@ -374,3 +374,7 @@ def _hull(first: Region | None, second: Region | None) -> Region | None:
     if first is None or second is None:
         return None
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+
+
+def _allocated(num_bytes: int) -> torch.UntypedStorage:
+    return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
