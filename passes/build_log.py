@@ -43,6 +43,10 @@ class UnrecordableError(Exception):
     """A build did something that cannot be repeated from a log."""
 
 
+class NeedsValuesError(UnrecordableError):
+    """A build did something that only real tensors allow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A tensor of a recorded build, by number."""

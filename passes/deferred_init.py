@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..planner.layout import Region
-from .build_log import Log, UnrecordableError
+from .build_log import Log, NeedsValuesError, UnrecordableError
 from .exact_replay import exact_replay
 from .recording import record
 from .sharded_replay import full_box, sharded_replay
@@ -76,7 +76,8 @@ def record_build(
     """Build a model without allocating it.
 
     ``build`` must not read values of random tensors or use a generator of its own; where it
-    does, the model is built on ``meta`` if it can be, else really. What it reads from files
+    does, the model is built on ``meta`` if it can be, else really, and so where it writes
+    tensors to a file. What it reads from files
     stays in memory once, mapped where it can be, as long as the answer lives.
     """
     try:
@@ -85,7 +86,7 @@ def record_build(
         tensors = _named_tensors(model)
         slots = {name: _slot(log, name, tensor) for name, tensor in tensors}
     except Exception as error:  # noqa: BLE001
-        model, built = _build_empty(build, seed)
+        model, built = _build_empty(build, seed, isinstance(error, NeedsValuesError))
         return Deferred(model, build, seed, None, {}, _reason(error), init, built=built)
     _to_meta(model)
     return Deferred(model, build, seed, log, slots, init=init)
@@ -222,13 +223,15 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
 
 
 def _build_empty(
-    build: Callable[[], nn.Module], seed: int | Tensor
+    build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """What cannot be recorded: built under ``torch.device("meta")``, or really and emptied.
 
     With its real tensors by name where there are any.
     """
     try:
+        if needs_values:
+            raise NotImplementedError
         with seeded(seed), torch.device("meta"):
             model = build()
     except (RuntimeError, NotImplementedError):

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from .build_log import SEED, TRUNC_NORMAL, Call, Log, Slot, UnrecordableError
+from .build_log import SEED, TRUNC_NORMAL, Call, Log, NeedsValuesError, Slot, UnrecordableError
 from .exact_replay import deterministic_value
 from .quick_fakes import quick_fake
 
@@ -196,6 +196,7 @@ def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any
         (torch, "asarray", _for_real(torch.asarray)),
         (torch, "frombuffer", _for_real(torch.frombuffer)),
         (torch, "from_file", _for_real(torch.from_file)),
+        (torch, "save", _refuse_save),
         (torch, "manual_seed", seed),
         (torch.random, "manual_seed", seed),
         (torch, "set_rng_state", _refuse_state),
@@ -233,6 +234,10 @@ def _seeding(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., 
         return generator
 
     return manual_seed
+
+
+def _refuse_save(*_: Any, **__: Any) -> None:
+    raise NeedsValuesError("the build writes tensors to a file")
 
 
 def _refuse_state(new_state: Tensor) -> None:
