@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from autoparallel.options import (
     parse_deadline,
@@ -29,6 +29,8 @@ MEASURE_SECONDS = 10.0
 """To measure what a plan for this machine asks for, where nothing is said."""
 
 MEASURE_VARIABLE = "AUTOPARALLEL_MEASURE_SECONDS"
+Init = Literal["sharded", "exact"]
+"""How initial values are drawn; see ``passes.deferred_init``."""
 
 Texts = str | Sequence[str] | None
 """One text or several."""
@@ -123,6 +125,22 @@ def num_processes() -> int:
         return 1
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (0,)
     return min(2, len(cores))
+
+
+def checked_init(init: str) -> Init:
+    """``init`` as a value. Raises UsageError AP850 for a text that is none.
+
+    >>> checked_init("exact")
+    'exact'
+    """
+    known: dict[str, Init] = {"sharded": "sharded", "exact": "exact"}
+    if init in known:
+        return known[init]
+    raise UsageError(
+        "AP850",
+        f"there is no initialization {init!r}",
+        fix="sharded: each rank draws what it holds; exact: the values of a plain build",
+    )
 
 
 def texts(value: Texts) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoparallel.cost_model.cluster import Cluster
-    from autoparallel.passes.deferred_init import Deferred
+    from autoparallel.passes.deferred_init import Deferred, Init
     from autoparallel.passes.program import Program
     from autoparallel.planner.pricing.basis import Basis, Mode
 
@@ -307,15 +307,17 @@ def capture_rows(
     return captured(global_batch)
 
 
-def record_target(target: Target, seed: int = 0) -> Deferred:
+def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferred:
     """The target's model without its weights, and how to make them from ``seed``.
+
+    ``init``: see ``deferred_init``.
 
     Raises UsageError AP106 where the user's code fails.
     """
     from autoparallel.passes.deferred_init import record_build
 
     with building(target):
-        return record_build(target.build_model, seed)
+        return record_build(target.build_model, seed, init)
 
 
 def capture_model(

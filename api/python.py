@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.adopted import Job
-from autoparallel.asked import SearchOptions, options_of
+from autoparallel.asked import Init, SearchOptions, checked_init, options_of
 from autoparallel.environment import under_torchrun
 from autoparallel.module import ParallelModule, adopt, parallel_class
 from autoparallel.passes.deferred_init import Deferred, record_build
@@ -57,6 +57,7 @@ class ParallelOptions:
     seq: int | None = None
     loss_fn: LossFn | None = None
     search: SearchOptions | None = None
+    init: Init = "sharded"
 
 
 def plan(
@@ -168,6 +169,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    init: Init = "sharded",
     **options: Unpack[SearchOptions],
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 @overload
@@ -179,6 +181,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    init: Init = "sharded",
     **options: Unpack[SearchOptions],
 ) -> nn.Module: ...
 def parallelize(
@@ -189,6 +192,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    init: Init = "sharded",
     **options: Unpack[SearchOptions],
 ) -> Any:
     """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
@@ -198,10 +202,18 @@ def parallelize(
     model that the class makes is never whole in memory. Plans are for one global batch;
     without ``loss_fn`` the model returns the loss, or ``Step`` brings the function.
 
-    Raises UsageError AP140 unless ``model`` is an nn.Module or a class of them.
+    Weights that a class's constructor draws are, by ``init="sharded"``, drawn by each rank for
+    what it holds: the same for every plan, distributed as the constructor says, but not those
+    of the plain class. ``init="exact"`` gives these, bit for bit; each rank then draws the whole
+    model's numbers. Either takes one number of torch's generator, whose state is the seed.
+
+    Raises UsageError AP850 for another ``init``, and AP140 unless ``model`` is an nn.Module or
+    a class of them.
     """
     plan_options(global_batch or 1, seq, options)
-    given = ParallelOptions(example_batch, cluster, global_batch, seq, loss_fn, options)
+    given = ParallelOptions(
+        example_batch, cluster, global_batch, seq, loss_fn, options, checked_init(init)
+    )
 
     def mark(thing: Any) -> Any:
         if inspect.isclass(thing) and issubclass(thing, nn.Module):
@@ -220,7 +232,9 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
     """A class of the same name whose calls build a parallel model, without its weights."""
 
     def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-        deferred = record_build(lambda: original(*args, **kwargs), torch.get_rng_state())
+        state = torch.get_rng_state()
+        torch.rand(())  # So that the next model of the script does not start from this state.
+        deferred = record_build(lambda: original(*args, **kwargs), state, given.init)
         job = _job(lambda: deferred.model, given, deferred)
         return adopt(deferred.model, job, cls)
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from autoparallel.asked import checked_init
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.arranged.asynchronous import is_asynchronous
@@ -30,6 +31,7 @@ def start_training(
     seed: int,
     saving: Saving | None = None,
     resume: str | None = None,
+    init: str = "sharded",
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
@@ -37,11 +39,13 @@ def start_training(
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
     ``saving`` and ``resume``: see ``worker.train``.
     Returns measured and predicted figures (see ``worker.outcome``).
+    Raises UsageError AP850 for an unknown ``init``.
     """
+    checked_init(init)
     if saving is not None:
         saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
-        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
+        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed, init=init,
         saving=None if saving is None else asdict(saving),
         resume=None if resume is None else str(Path(resume).resolve()),
     )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.passes.counter_random import batch_dims
-from autoparallel.passes.deferred_init import plain_build
+from autoparallel.passes.deferred_init import Init, plain_build
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
@@ -50,16 +50,20 @@ def train(
     seed: int,
     saving: Mapping[str, Any] | None = None,
     resume: str | None = None,
+    init: Init = "sharded",
 ) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
 
     ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose
-    newest is taken. Data goes on where the checkpoint stopped, with its seed. Returns the
-    measured and predicted seconds and bytes, and the losses.
+    newest is taken. Data goes on where the checkpoint stopped, with its seed, and no initial
+    weights are drawn. ``init``: see ``deferred_init``. Returns the measured and predicted seconds
+    and bytes, and the losses.
     """
     plan, target = load_job(plan_path)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
-    trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
+    trainer, memory = make_trainer(
+        plan, target, worker, device=device, seed=seed, init=init, is_given=resume is not None
+    )
     log = StepLog(plan, memory, is_printing=worker.rank == 0)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
@@ -194,12 +198,24 @@ def load_plan_target(plan: Plan, plan_path: str) -> Target:
 
 
 def make_trainer(
-    plan: Plan, target: Target, worker: Worker, *, device: torch.device, seed: int
+    plan: Plan,
+    target: Target,
+    worker: Worker,
+    *,
+    device: torch.device,
+    seed: int,
+    init: Init = "exact",
+    is_given: bool = False,
 ) -> tuple[Trainer, MemoryMeter]:
-    """The trainer of this rank, and what it needs of memory from here. Collective."""
+    """The trainer of this rank, and what it needs of memory from here. Collective.
+
+    With ``is_given`` its parameters are left unset: the caller loads them.
+    """
     tell = worker.watchdog.progress
     tell("capturing the model")
-    deferred = record_target(target, seed)
+    deferred = record_target(target, seed, init)
+    if is_given:
+        deferred = deferred.without(name for name, _ in deferred.model.named_parameters())
     program = capture_program(
         target,
         deferred,

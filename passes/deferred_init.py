@@ -1,25 +1,33 @@
 """Deferred initialization: build a model without its weights, and its weights when wanted.
 
 ``record_build`` gives the model on ``meta`` and a log of how its tensors came to be;
-``materialize`` makes any of them, bit for bit as a plain build from the same seed would,
-and hands each over as soon as it is finished, so that a rank that keeps only its shards
-never holds the model.
+``materialize`` makes any of them, or boxes of them, and hands each over as soon as it is
+finished, so that a rank that keeps only its shards never holds the model. Values are either
+those of a plain build from the same seed, bit for bit (``"exact"``), or drawn by place, so that
+only what is wanted is ever drawn (``"sharded"``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .recording import Log, UnrecordableError, record
+from ..planner.layout import Region
+from .build_log import Log, NeedsValuesError, UnrecordableError
+from .exact_replay import exact_replay
+from .recording import record
+from .sharded_replay import full_box, sharded_replay
 from .uncollected import uncollected
 
+Init = Literal["sharded", "exact"]
 OnTensor = Callable[[str, Tensor], None]
+OnPart = Callable[[str, Region, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,9 @@ class Deferred:
 
     ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each parameter and
     buffer name (tied ones all) to its tensor in ``log``. ``log`` is None where the build
-    could not be recorded; ``materialize`` then builds the whole model. ``reason`` says why.
+    could not be recorded; ``materialize`` then builds the whole model, once, unless ``built``
+    has its tensors already. ``reason`` says why. ``given`` names the tensors that get their
+    values from elsewhere: who fills a stage draws nothing for them.
     """
 
     model: nn.Module
@@ -37,28 +47,49 @@ class Deferred:
     log: Log | None
     slots: dict[str, int]
     reason: str = ""
+    init: Init = "exact"
+    given: frozenset[str] = frozenset()
+    built: dict[str, Tensor] = field(default_factory=dict)
+
+    def without(self, names: Iterable[str]) -> Deferred:
+        """The same, with ``names`` given: they get their values from elsewhere."""
+        return replace(self, given=frozenset(names))
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a parameter or buffer."""
+        path, _, last = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        tensor: Tensor | None = module._parameters.get(last)
+        if tensor is None:
+            tensor = module._buffers[last]
+        assert tensor is not None
+        return tensor.shape
 
     @property
     def is_recorded(self) -> bool:
         return self.log is not None
 
 
-def record_build(build: Callable[[], nn.Module], seed: int | Tensor = 0) -> Deferred:
+def record_build(
+    build: Callable[[], nn.Module], seed: int | Tensor = 0, init: Init = "exact"
+) -> Deferred:
     """Build a model without allocating it.
 
-    ``build`` must not read values of random tensors, seed a generator or use one of its
-    own; where it does, the model is built on ``meta`` if it can be, else really.
+    ``build`` must not read values of random tensors or use a generator of its own; where it
+    does, the model is built on ``meta`` if it can be, else really, and so where it writes
+    tensors to a file. What it reads from files
+    stays in memory once, mapped where it can be, as long as the answer lives.
     """
     try:
         with seeded(seed), uncollected():
             model, log = record(build)
         tensors = _named_tensors(model)
-        slots = {name: log.slot(tensor) for name, tensor in tensors}
-        _check_untouched(tensors)
+        slots = {name: _slot(log, name, tensor) for name, tensor in tensors}
     except Exception as error:  # noqa: BLE001
-        return Deferred(_build_on_meta(build, seed), build, seed, None, {}, reason=_reason(error))
+        model, built = _build_empty(build, seed, isinstance(error, NeedsValuesError))
+        return Deferred(model, build, seed, None, {}, _reason(error), init, built=built)
     _to_meta(model)
-    return Deferred(model, build, seed, log, slots)
+    return Deferred(model, build, seed, log, slots, init=init)
 
 
 def plain_build(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
@@ -74,28 +105,57 @@ def materialize(
     names: Iterable[str],
     on_tensor: OnTensor,
     *,
-    device: str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> None:
     """Hand over the tensors ``names``, each as soon as it is finished.
 
-    ``on_tensor(name, tensor)`` gets a tensor without gradient on ``device``, floating ones
-    cast to ``dtype`` if given. It may be called in any order; memory in between is what the
-    caller keeps and the tensors in the making.
+    ``on_tensor(name, tensor)`` gets a CPU tensor without gradient, floating ones cast to
+    ``dtype`` if given. It may be called in any order; memory in between is what the caller
+    keeps and the tensors in the making.
     """
-    wanted = list(names)
 
-    def give(name: str, tensor: Tensor) -> None:
+    def give(name: str, box: Region, tensor: Tensor) -> None:
         target = dtype if tensor.is_floating_point() else None
-        on_tensor(name, _compact(tensor.detach()).to(device=device, dtype=target))
+        on_tensor(name, compact(tensor).to(dtype=target))
 
-    if deferred.log is None:
-        tensors = dict(_named_tensors(plain_build(deferred.build, deferred.seed)))
-        for name in wanted:
-            give(name, tensors[name])
+    materialize_boxes(deferred, {name: [full_box(deferred.shape(name))] for name in names}, give)
+
+
+def materialize_boxes(
+    deferred: Deferred,
+    boxes: Mapping[str, Iterable[Region]],
+    on_part: OnPart,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Hand over boxes of tensors, each as soon as it is finished, by one replay of the build.
+
+    ``on_part(name, box, tensor)`` gets a CPU tensor of the box's shape to copy from, which may
+    be a view of a larger one. ``tick`` is called again and again in between.
+    """
+    boxes = {name: tuple(dict.fromkeys(each)) for name, each in boxes.items()}
+    if not any(boxes.values()):
         return
+
+    def cut(name: str, tensor: Tensor) -> None:
+        for box in boxes[name]:
+            on_part(name, box, tensor.detach()[tuple(slice(*bounds) for bounds in box)])
+
+    log = deferred.log
+    if log is None:
+        if not deferred.built:
+            model = plain_build(deferred.build, deferred.seed)
+            deferred.built.update(_named_tensors(model))
+        for name in boxes:
+            tick()
+            cut(name, deferred.built[name])
+        return
+    slots = deferred.slots
     with seeded(deferred.seed), torch.no_grad():
-        deferred.log.replay({name: deferred.slots[name] for name in wanted}, give)
+        if deferred.init == "exact":
+            exact_replay(log, {name: slots[name] for name in boxes}, cut, tick)
+        else:
+            parts = {(name, box): slots[name] for name, each in boxes.items() for box in each}
+            sharded_replay(log, parts, on_part, tick)
 
 
 @contextmanager
@@ -129,11 +189,16 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _check_untouched(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise where a tensor was changed behind the log's back, by ``tensor.data = …``."""
-    for name, tensor in tensors:
-        if not isinstance(tensor, FakeTensor):
-            raise UnrecordableError(f"{name} was not made by a torch op")
+def _slot(log: Log, name: str, tensor: Tensor) -> int:
+    """The slot of a tensor of the model; one that came real into the build becomes a constant.
+
+    Raises UnrecordableError where it has no values.
+    """
+    if isinstance(tensor, FakeTensor):
+        return log.slot(tensor)
+    if tensor.is_meta:
+        raise UnrecordableError(f"{name} is on meta")
+    return log.add_constant(tensor)
 
 
 def _to_meta(model: nn.Module) -> None:
@@ -157,19 +222,27 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
     return made[id(tensor)]
 
 
-def _build_on_meta(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
-    """What cannot be recorded: built under ``torch.device("meta")``, or really and emptied."""
+def _build_empty(
+    build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """What cannot be recorded: built under ``torch.device("meta")``, or really and emptied.
+
+    With its real tensors by name where there are any.
+    """
     try:
+        if needs_values:
+            raise NotImplementedError
         with seeded(seed), torch.device("meta"):
             model = build()
     except (RuntimeError, NotImplementedError):
         model = plain_build(build, seed)
-    adopt_tensors(model)
+    named = dict(_named_tensors(model))
+    is_real = not any(tensor.is_meta for tensor in named.values())
     _to_meta(model)
-    return model
+    return model, named if is_real else {}
 
 
-def _compact(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
     """A tensor that holds no more memory than it shows."""
     full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     return tensor if full else tensor.clone()

@@ -1,12 +1,12 @@
-"""What a stage starts with: its parameters and buffers, and the constants that it reads.
+"""What stages start with: their parameters and buffers, and the constants that they read.
 
 In: a recorded build of the model or its tensors by name. Out: this rank's part of them in the
-stage's module; the constants' whole values, computed once.
+stages' modules; the constants' whole values, computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,56 +14,115 @@ from torch import Tensor
 from ..passes import deferred_init
 from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
-from .materialize import materialize, materialize_deferred
+from ..passes.sharded_replay import full_box
+from ..planner.layout import Region
+from .materialize import box_of, fill, fill_box, tensor_names
 from .stage import StageModule
 
 Weights = deferred_init.Deferred | Mapping[str, Tensor]
 """Where initial parameters and buffers come from: a recorded build, or tensors by name."""
 
 
-def fill_stage(stage: StageModule, weights: Weights, program: Program) -> None:
-    """Gives the stage's parameters and buffers their initial values, this rank's part."""
-    if isinstance(weights, deferred_init.Deferred):
-        materialize_deferred(stage, weights, program.literals)
-    else:
-        materialize(stage, {**weights, **program.literals})
+def fill_stages(
+    stages: Collection[StageModule],
+    weights: Weights,
+    program: Program,
+    progress: Callable[[str], object] | None = None,
+) -> dict[str, Tensor]:
+    """Gives the stages' parameters and buffers their initial values, this rank's part.
+
+    All are made together: a recorded build is replayed once. Tensors that the build says are
+    ``given`` stay as they are. ``progress`` is told again and again that values are made.
+    Returns the whole values of the buffers that the stages' constants read.
+    """
+    needed = {name for stage in stages for name in buffers_read(program, stage)}
+    dtype = torch.float64 if program.dtype == "float64" else None
+    buffers: dict[str, Tensor] = {}
+
+    def keep(name: str, whole: Tensor) -> None:
+        is_cast = dtype is not None and whole.is_floating_point()
+        buffers[name] = deferred_init.compact(whole.to(dtype) if is_cast else whole)
+
+    for stage in stages:
+        for name in tensor_names(stage):
+            if name in program.literals:
+                fill(stage, name, program.literals[name])
+            elif isinstance(weights, Mapping):
+                fill(stage, name, weights[name])
+    if isinstance(weights, Mapping):
+        for name in needed:
+            keep(name, weights[name])
+        return buffers
+    boxes, takers = _boxes(stages, weights, program)
+    for name in needed:
+        whole = full_box(weights.shape(name))
+        boxes.setdefault(name, []).append(whole)
+        takers.setdefault((name, whole), []).append(keep)
+
+    def give(name: str, box: Region, part: Tensor) -> None:
+        for take in takers[name, box]:
+            take(name, part)
+
+    def tick() -> None:
+        if progress is not None:
+            progress("making initial values")
+
+    deferred_init.materialize_boxes(weights, boxes, give, tick)
+    return buffers
+
+
+Take = Callable[[str, Tensor], None]
+
+
+def _boxes(
+    stages: Collection[StageModule], weights: deferred_init.Deferred, program: Program
+) -> tuple[dict[str, list[Region]], dict[tuple[str, Region], list[Take]]]:
+    """The boxes that the stages hold, by name, and what takes each."""
+    boxes: dict[str, list[Region]] = {}
+    takers: dict[tuple[str, Region], list[Take]] = {}
+    for stage in stages:
+        for name in tensor_names(stage):
+            if name in program.literals or name in weights.given:
+                continue
+            box = box_of(stage, name)
+            boxes.setdefault(name, []).append(box)
+            takers.setdefault((name, box), []).append(_taker(stage))
+    return boxes, takers
+
+
+def _taker(stage: StageModule) -> Take:
+    def take(name: str, part: Tensor) -> None:
+        fill_box(stage, name, part)
+
+    return take
+
+
+def buffers_read(program: Program, stage: StageModule) -> set[str]:
+    """The buffers that the constants of ``stage`` read."""
+    return ancestors(program.graph, _constants(stage)) & set(program.buffers)
 
 
 def constants_of(
-    program: Program, stage: StageModule, leaves: Mapping[str, Tensor], device: str
+    program: Program, stage: StageModule, buffers: Mapping[str, Tensor], device: str
 ) -> dict[str, Tensor]:
     """The whole values of the constants that ``stage`` uses, at the program's batch size.
 
-    With them the constants and buffers that its counting reads. ``leaves`` has at least the
-    buffers of ``constant_leaves``.
+    With them the constants and buffers that its counting reads. ``buffers`` has the values of
+    those that they read, as ``fill_stages`` returns them.
     """
-    names, needed = _constant_names(program, stage)
-    buffers = {name: leaves[name] for name in needed}
-    return evaluate(program, names, device, buffers)
+    read = {name: buffers[name] for name in sorted(buffers_read(program, stage))}
+    return evaluate(program, _constants(stage), device, read)
 
 
-def constant_leaves(program: Program, stage: StageModule, weights: Weights) -> dict[str, Tensor]:
-    """The whole buffers that the constants of ``stage`` are computed from."""
-    _, needed = _constant_names(program, stage)
-    return whole_tensors(needed, weights, torch.float64 if program.dtype == "float64" else None)
+def _constants(stage: StageModule) -> tuple[str, ...]:
+    counting = stage.program.counting
+    return tuple({*stage.program.constants, *(counting.leaves if counting else ())})
 
 
-def whole_tensors(
-    names: Sequence[str], weights: Weights, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Copies of the initial values of ``names``; floating ones in ``dtype``, if given."""
+def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
+    """Copies of the initial values of ``names``."""
     found: dict[str, Tensor] = {}
     if isinstance(weights, deferred_init.Deferred):
-        deferred_init.materialize(weights, names, found.__setitem__, dtype=dtype)
+        deferred_init.materialize(weights, names, found.__setitem__)
         return found
-    for name in names:
-        target = dtype if weights[name].is_floating_point() else None
-        found[name] = weights[name].detach().to(dtype=target, copy=True)
-    return found
-
-
-def _constant_names(program: Program, stage: StageModule) -> tuple[tuple[str, ...], list[str]]:
-    """The constants of ``stage``, and the buffers that they are computed from."""
-    counting = stage.program.counting
-    names = tuple({*stage.program.constants, *(counting.leaves if counting else ())})
-    return names, sorted(ancestors(program.graph, names) & set(program.buffers))
+    return {name: weights[name].detach().clone() for name in names}

@@ -1,18 +1,16 @@
 """Filling a stage's parameters and buffers: each rank keeps its own shards only.
 
-In: whole tensors by name, one at a time (from a deferred initialization, a state dict, any
-function). Out: the stage's memory filled in place. Never is more than one whole tensor kept.
+In: tensors by name, whole or this rank's box of them, one at a time. Out: the stage's memory
+filled in place. Never is more than one whole tensor kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..passes import deferred_init
 from ..planner.errors import UsageError
 from ..planner.layout import Region
 from .stage import StageModule
@@ -30,13 +28,33 @@ def fill(stage: StageModule, name: str, whole: Tensor) -> None:
 
     Raises UsageError (AP131) where the shape differs from the plan's.
     """
-    if name in stage.by_name:
-        parameter = stage.by_name[name]
-        _copy(name, parameter.local, whole, parameter.spec.shape, parameter.region)
-        parameter.refresh()
-    else:
-        shape = stage.program.buffers[name].spec.shape
-        _copy(name, stage.buffer(name), whole, shape, stage.buffer_regions[name])
+    held = stage.by_name if name in stage.by_name else stage.program.buffers
+    shape = held[name].spec.shape
+    if tuple(whole.shape) != shape:
+        raise UsageError(
+            "AP131",
+            f"{name!r} has shape {tuple(whole.shape)}",
+            why=f"the plan was made for {shape}",
+        )
+    box = box_of(stage, name)
+    fill_box(stage, name, whole.detach()[tuple(slice(start, stop) for start, stop in box)])
+
+
+def box_of(stage: StageModule, name: str) -> Region:
+    """The box of the whole parameter or buffer ``name`` that this rank holds."""
+    parameter = stage.by_name.get(name)
+    return stage.buffer_regions[name] if parameter is None else parameter.region
+
+
+def fill_box(stage: StageModule, name: str, part: Tensor) -> None:
+    """Copy ``part``, this rank's box, into the stage's parameter or buffer ``name``."""
+    parameter = stage.by_name.get(name)
+    with torch.no_grad():
+        if parameter is None:
+            stage.buffer(name).copy_(part)
+        else:
+            parameter.local.copy_(part)
+            parameter.refresh()
 
 
 def materialize(stage: StageModule, source: Source) -> None:
@@ -44,28 +62,3 @@ def materialize(stage: StageModule, source: Source) -> None:
     get = source if callable(source) else source.__getitem__
     for name in tensor_names(stage):
         fill(stage, name, get(name))
-
-
-def materialize_deferred(
-    stage: StageModule,
-    deferred: deferred_init.Deferred,
-    literals: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Fill everything as a plain build of the model would; ``literals`` are other buffers."""
-    given = literals or {}
-    for name in tensor_names(stage):
-        if name in given:
-            fill(stage, name, given[name])
-    wanted = [name for name in tensor_names(stage) if name not in given]
-    deferred_init.materialize(deferred, wanted, partial(fill, stage))
-
-
-def _copy(name: str, target: Tensor, whole: Tensor, shape: tuple[int, ...], box: Region) -> None:
-    if tuple(whole.shape) != shape:
-        raise UsageError(
-            "AP131",
-            f"{name!r} has shape {tuple(whole.shape)}",
-            why=f"the plan was made for {shape}",
-        )
-    with torch.no_grad():
-        target.copy_(whole.detach()[tuple(slice(start, stop) for start, stop in box)])

@@ -37,7 +37,7 @@ from .data import check_batch, microbatch_rows
 from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
-from .initial_values import Weights, constant_leaves, constants_of, fill_stage, whole_tensors
+from .initial_values import Weights, constants_of, fill_stages, whole_tensors
 from .mesh import build_meshes, stages_of_rank
 from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
 from .padded import SequencePadding
@@ -120,16 +120,12 @@ class Trainer:
         self.of_slices: dict[int, tuple[StageProgram, ...]] = {}
         for index in stages_of_rank(plan, self.rank):
             self.stages[index] = self._make_stage(index, ProcessCommunicator(meshes[index]))
-            fill_stage(self.stages[index], weights, self.program)
+        read = fill_stages(self.stages.values(), weights, self.program, progress)
+        self.leaves = {name: tensor.clone() for name, tensor in read.items()}
         self.parameters: dict[str, StageParameter] = {}
         for parameter in self.all_parameters():
             self.parameters.setdefault(parameter.name, parameter)
         self.tied = find_tied({index: stage.by_name for index, stage in self.stages.items()})
-        self.leaves = {
-            name: tensor
-            for stage in self.stages.values()
-            for name, tensor in constant_leaves(self.program, stage, weights).items()
-        }
         names = untrained_names(self.program, weights) if self.rank == 0 else ()
         self.untrained = whole_tensors(names, weights)
         self.parts: dict[str, Stateful] = {}

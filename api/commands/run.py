@@ -51,6 +51,14 @@ ResumeOption = Annotated[
     typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
 ]
 
+InitOption = Annotated[
+    str,
+    typer.Option(
+        "--init",
+        help="initial weights: sharded (each rank draws what it holds) or exact (those of a "
+        "plain build, for which each rank draws the whole model's)",
+    ),
+]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
 ]
@@ -71,6 +79,7 @@ def run(
     keep: KeepOption = None,
     save_async: SaveAsyncOption = False,
     resume: ResumeOption = None,
+    init: InitOption = "sharded",
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
@@ -88,8 +97,9 @@ def run(
         if save is not None:
             saving = Saving(save, every=save_every, keep=keep, asynchronous=save_async)
         start_training(
-            path, steps=steps, seed=seed, saving=saving, resume=resume, timeout_seconds=timeout
-        )
+            path, steps=steps, seed=seed, saving=saving, resume=resume, init=init,
+            timeout_seconds=timeout,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -227,7 +227,7 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
 
     from autoparallel.planning import record_target
     from autoparallel.runtime.communicator import ProcessCommunicator
-    from autoparallel.runtime.initial_values import constant_leaves, constants_of, fill_stage
+    from autoparallel.runtime.initial_values import constants_of, fill_stages
 
     weights = record_target(target, 0)
 
@@ -236,10 +236,9 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
             super().__init__()
             mesh = trainer.stages[index].device_mesh
             self.stage = trainer._make_stage(index, ProcessCommunicator(mesh))
-            fill_stage(self.stage, weights, trainer.program)
+            buffers = fill_stages([self.stage], weights, trainer.program)
             program = self.stage.program
-            leaves = constant_leaves(trainer.program, self.stage, weights)
-            self.constants = constants_of(trainer.program, self.stage, leaves, "cpu")
+            self.constants = constants_of(trainer.program, self.stage, buffers, "cpu")
             received = [boundary.key for boundary in program.receives]
             self.executor = trainer.executors[index]
             (self.entry,) = received or ["tokens"]

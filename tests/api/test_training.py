@@ -107,7 +107,7 @@ def batch():
 def loss_fn(outputs, batch):
     return (outputs - batch["y"]).square().mean()
 
-@autoparallel.parallelize(example_batch=batch(), parallel="pp=2,microbatches=2")
+@autoparallel.parallelize(example_batch=batch(), parallel="pp=2,microbatches=2", init="exact")
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,0 +1,137 @@
+"""The log of a build: every op that a model's constructor ran on tensors, in order.
+
+``recording`` writes it; ``exact_replay`` and ``sharded_replay`` make tensors from it. Tensors
+go by number (``Slot``); what a slot looks like (shape, strides, storage) is that of the fake
+tensor that the build had. Real tensors that the build came by, as those of a file, are the
+log's constants: it refers to them and never copies or changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CONSTANT = "constant"
+"""Name of the call that stands for a real tensor."""
+
+SEED = "manual_seed"
+"""Name of the call by which a build seeds the generator."""
+
+TRUNC_NORMAL = "_no_grad_trunc_normal_"
+"""Name of ``torch.nn.init.trunc_normal_``, which is recorded as one call."""
+
+UNINITIALIZED = frozenset(
+    {
+        "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty",
+        "aten::new_empty_strided",
+    }
+)  # fmt: skip
+"""Ops that only allocate."""
+
+OVERWRITES = frozenset(
+    {"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", TRUNC_NORMAL}
+)
+"""Ops that overwrite a tensor and read no other."""
+
+
+class UnrecordableError(Exception):
+    """A build did something that cannot be repeated from a log."""
+
+
+class NeedsValuesError(UnrecordableError):
+    """A build did something that only real tensors allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a recorded build, by number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One recorded op. ``outputs`` and ``written`` are slots; ``reads`` all tensor arguments."""
+
+    name: str
+    is_random: bool
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[int, ...]
+    reads: tuple[int, ...]
+    written: tuple[int, ...]
+
+
+def _mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@dataclass
+class Log:
+    """The calls of a build and the fake tensors they were made on.
+
+    ``reals`` are the real tensors that the build came by, ``constants`` one of each storage.
+    ``mode`` makes the fake ones: what shares memory in reality does so in the log.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    slots: dict[int, int] = field(default_factory=dict)
+    constants: dict[int, Tensor] = field(default_factory=dict)
+    reals: list[Tensor] = field(default_factory=list)
+    mode: FakeTensorMode = field(default_factory=_mode)
+
+    def slot(self, tensor: Tensor) -> int:
+        """The number of a tensor that the build made."""
+        index = self.slots.get(id(tensor))
+        if index is None:
+            raise UnrecordableError("a tensor that no recorded op made")
+        return index
+
+    def add(self, tensor: Tensor) -> int:
+        """The number of a fake tensor, a new one if it has none."""
+        index = self.slots.get(id(tensor))
+        if index is None:
+            index = self.slots[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return index
+
+    def add_constant(self, real: Tensor) -> int:
+        """The number of the fake tensor that stands for ``real``."""
+        if id(real) in self.slots:
+            return self.slots[id(real)]
+        fake = self.mode.from_tensor(real)
+        slot = self.slots[id(real)] = self.add(fake)
+        self.calls.append(Call(CONSTANT, False, None, (), {}, (slot,), (), ()))
+        self.reals.append(real)
+        self.constants.setdefault(self.storage(slot), real)
+        return slot
+
+    def storage(self, slot: int) -> int:
+        """What identifies the storage of a slot."""
+        return int(self.tensors[slot].untyped_storage()._cdata)
+
+    def constant(self, slot: int, storage: torch.UntypedStorage | None = None) -> Tensor:
+        """The real tensor of a slot in a constant's storage, or in a copy of that."""
+        real, fake = self.constants[self.storage(slot)], self.tensors[slot]
+        memory = real.untyped_storage() if storage is None else storage
+        empty = torch.empty(0, dtype=fake.dtype, device=real.device)
+        return empty.set_(memory, fake.storage_offset(), fake.shape, fake.stride())
+
+    @property
+    def written(self) -> frozenset[int]:
+        """The storages that some call writes to."""
+        return frozenset(self.storage(slot) for call in self.calls for slot in call.written)
+
+
+def copied(tensor: Tensor) -> torch.UntypedStorage:
+    """A copy of a tensor's storage."""
+    copy: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return copy
