@@ -29,21 +29,34 @@ def start_training(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
+    weights: str | None = None,
+    weights_partial: bool = False,
+    data: str | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
     ``save`` and ``resume`` are folders of checkpoints (see ``worker.train``).
+    ``weights`` is a file or folder of initial weights, ``data`` one of text.
     Returns measured and predicted figures (see ``worker.outcome``).
+
+    Raises UsageError AP863 where both ``weights`` and ``resume`` are given.
     """
-    folders = {
-        name: None if folder is None else str(Path(folder).resolve())
-        for name, folder in (("save", save), ("resume", resume))
+    if weights is not None and resume is not None:
+        raise UsageError(
+            "AP863",
+            "--weights and --resume are both given",
+            why="a checkpoint to go on from has the weights",
+            fix="leave one out: --resume goes on with a run, --weights starts one",
+        )
+    given = (("save", save), ("resume", resume), ("weights", weights), ("data", data))
+    places = {
+        name: None if place is None else str(Path(place).resolve()) for name, place in given
     }
     return _start(
-        "train", path, timeout_seconds=timeout_seconds,
-        steps=steps, seed=seed, save_every=save_every, **folders,
+        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
+        save_every=save_every, weights_partial=weights_partial, **places,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.passes.counter_random import batch_dims
-from autoparallel.passes.deferred_init import plain_build
+from autoparallel.passes.deferred_init import Deferred, plain_build
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
@@ -30,6 +30,7 @@ from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.optimizer import default_optimizer
+from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.replay import run_replay
@@ -37,6 +38,7 @@ from autoparallel.runtime.trainer import Trainer, join
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, summary
 from autoparallel.targets import Batch, Target, load_target
+from autoparallel.text_data import with_text
 
 VERIFIED_STEPS = 2
 QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
@@ -51,16 +53,25 @@ def train(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
+    weights: str | None = None,
+    weights_partial: bool = False,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
+
+    ``weights`` is a file or folder of initial weights (see ``runtime.pretrained``); ``data``
+    one of text (see ``text_data``).
 
     ``save`` is the folder of checkpoints, written every ``save_every`` steps and at the end;
     ``resume`` a checkpoint, or such a folder, whose newest is taken. Data goes on where the
     checkpoint stopped. Returns the measured and predicted seconds and bytes, and the losses.
     """
     plan, target = load_job(plan_path)
+    if data is not None:
+        target = with_text(target, data, worker)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
-    trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
+    start = None if weights is None else partial(pretrained, weights, partial=weights_partial)
+    trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed, start=start)
     log = StepLog(plan, memory, is_printing=worker.rank == 0)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
@@ -161,9 +172,18 @@ def load_plan_target(plan: Plan, plan_path: str) -> Target:
 
 
 def make_trainer(
-    plan: Plan, target: Target, worker: Worker, *, device: torch.device, seed: int
+    plan: Plan,
+    target: Target,
+    worker: Worker,
+    *,
+    device: torch.device,
+    seed: int,
+    start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
 ) -> tuple[Trainer, MemoryMeter]:
-    """The trainer of this rank, and what it needs of memory from here. Collective."""
+    """The trainer of this rank, and what it needs of memory from here. Collective.
+
+    ``start`` gives the initial weights of the model, which are else those of its build.
+    """
     tell = worker.watchdog.progress
     tell("capturing the model")
     deferred = record_target(target, seed)
@@ -174,11 +194,14 @@ def make_trainer(
         seq=batch_seq(plan, target),
         precision=plan.model.precision,
     )
+    weights = deferred if start is None else start(program.model, deferred)
+    if isinstance(weights, Pretrained) and worker.rank == 0:
+        print(weights.summary(), flush=True)
     tell("making the stage")
     gc.collect()
     memory = MemoryMeter(device)
     trainer = Trainer(
-        program, plan, deferred, device=device, build=target.build_optimizer, progress=tell,
+        program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
         seed=seed,
     )  # fmt: skip
     return trainer, memory

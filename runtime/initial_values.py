@@ -1,12 +1,12 @@
 """What a stage starts with: its parameters and buffers, and the constants that it reads.
 
-In: a recorded build of the model or its tensors by name. Out: this rank's part of them in the
+In: a recorded build of the model, its tensors by name, or files of weights. Out: this rank's part of them in the
 stage's module; the constants' whole values, computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -15,18 +15,26 @@ from ..passes import deferred_init
 from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
 from .materialize import materialize, materialize_deferred
+from .pretrained import Pretrained
 from .stage import StageModule
 
-Weights = deferred_init.Deferred | Mapping[str, Tensor]
-"""Where initial parameters and buffers come from: a recorded build, or tensors by name."""
+Weights = deferred_init.Deferred | Mapping[str, Tensor] | Pretrained
+"""Where initial parameters and buffers come from: a recorded build, tensors by name, or files."""
 
 
-def fill_stage(stage: StageModule, weights: Weights, program: Program) -> None:
-    """Gives the stage's parameters and buffers their initial values, this rank's part."""
-    if isinstance(weights, deferred_init.Deferred):
-        materialize_deferred(stage, weights, program.literals)
+def fill_stage(
+    stage: StageModule, weights: Weights, program: Program, filled: Collection[str] = ()
+) -> None:
+    """Gives the stage's parameters and buffers their initial values, this rank's part.
+
+    But for those named in ``filled``.
+    """
+    if isinstance(weights, Pretrained):
+        fill_stage(stage, weights.rest, program, weights.fill(stage))
+    elif isinstance(weights, deferred_init.Deferred):
+        materialize_deferred(stage, weights, program.literals, filled)
     else:
-        materialize(stage, {**weights, **program.literals})
+        materialize(stage, {**weights, **program.literals}, filled)
 
 
 def constants_of(
@@ -41,6 +49,14 @@ def constants_of(
     needed = sorted(ancestors(program.graph, names) & set(program.buffers))
     dtype = torch.float64 if program.dtype == "float64" else None
     buffers: dict[str, Tensor] = {}
+    if isinstance(weights, Pretrained):
+        stored = [name for name in needed if name in weights.sources]
+        for name in stored:
+            own = program.model.get_buffer(name).dtype
+            is_cast = dtype is not None and own.is_floating_point
+            buffers[name] = weights.whole(name).to(dtype if is_cast else own)
+        needed = [name for name in needed if name not in stored]
+        weights = weights.rest
     if isinstance(weights, deferred_init.Deferred):
         deferred_init.materialize(weights, needed, buffers.__setitem__, dtype=dtype)
     else:

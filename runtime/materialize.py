@@ -6,7 +6,7 @@ function). Out: the stage's memory filled in place. Never is more than one whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -39,24 +39,26 @@ def fill(stage: StageModule, name: str, whole: Tensor) -> None:
         _copy(name, stage.buffer(name), whole, shape, stage.buffer_regions[name])
 
 
-def materialize(stage: StageModule, source: Source) -> None:
-    """Fill everything from ``source``, which gives the whole tensor of a name."""
+def materialize(stage: StageModule, source: Source, filled: Collection[str] = ()) -> None:
+    """Fill all but ``filled`` from ``source``, which gives the whole tensor of a name."""
     get = source if callable(source) else source.__getitem__
     for name in tensor_names(stage):
-        fill(stage, name, get(name))
+        if name not in filled:
+            fill(stage, name, get(name))
 
 
 def materialize_deferred(
     stage: StageModule,
     deferred: deferred_init.Deferred,
     literals: Mapping[str, Tensor] | None = None,
+    filled: Collection[str] = (),
 ) -> None:
-    """Fill everything as a plain build of the model would; ``literals`` are other buffers."""
+    """Fill all but ``filled`` as a plain build would; ``literals`` are other buffers."""
     given = literals or {}
     for name in tensor_names(stage):
         if name in given:
             fill(stage, name, given[name])
-    wanted = [name for name in tensor_names(stage) if name not in given]
+    wanted = [name for name in tensor_names(stage) if name not in given and name not in filled]
     deferred_init.materialize(deferred, wanted, partial(fill, stage))
 
 

@@ -13,11 +13,13 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
+    LoraOption,
     OutputOption,
     SetOption,
     StepsOption,
     planning,
     stdout_console,
+    with_lora,
 )
 from autoparallel.options import parse_settings
 
@@ -44,6 +46,31 @@ ResumeOption = Annotated[
     typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
 ]
 
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="PATH",
+        help="initial weights: a .safetensors, .pt or .bin file, a folder of save_pretrained, or "
+        "a checkpoint",
+    ),
+]
+WeightsPartialOption = Annotated[
+    bool,
+    typer.Option(
+        "--weights-partial", help="names may be missing in --weights, or in the model"
+    ),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="PATH",
+        help="train a causal language model on text: a file, JSON lines with a field text, or a "
+        "folder of .txt",
+    ),
+]
+
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
 ]
@@ -59,18 +86,23 @@ def run(
     options: PlanOptions,
     output: OutputOption = None,
     settings: SetOption = None,
+    lora: LoraOption = None,
+    weights: WeightsOption = None,
+    weights_partial: WeightsPartialOption = False,
+    data: DataOption = None,
     save: SaveOption = None,
     save_every: SaveEveryOption = None,
     resume: ResumeOption = None,
     timeout: TimeoutOption = 600.0,
 ) -> None:
-    """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
+    """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
+    settings = with_lora(settings, lora)
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training
 
         start_training(
             path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume,
-            timeout_seconds=timeout,
+            weights=weights, weights_partial=weights_partial, data=data, timeout_seconds=timeout,
         )  # fmt: skip
 
 
