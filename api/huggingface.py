@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.huggingface_inputs import (
     Wanted,
     default_sequence,
-    field_of,
     joins_towers,
     label_names,
     make_batch,
@@ -60,12 +59,18 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
     )
 
 
-def vocabulary_size(target: Target) -> int:
-    """How many tokens the model of an ``hf:`` target knows."""
+def target_config(target: Target) -> Any:
+    """The configuration of an ``hf:`` target, with its settings."""
     config = _config(_transformers(), target.name.removeprefix("hf:"), target.name)
     fields = {name: value for name, value in target.settings.items() if name != "lora"}
     _apply_settings(config, fields, target.name)
-    return int(field_of(config, "vocab_size"))
+    return config
+
+
+def model_place(target: str) -> str:
+    """The folder, or the name in the local cache, of an ``hf:`` target."""
+    place = Path(target.removeprefix("hf:"))
+    return str(place.parent if place.name == "config.json" else place)
 
 
 def _transformers() -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.module import Job
-from autoparallel.passes.deferred_init import record_build
+from autoparallel.passes.deferred_init import Deferred, record_build
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
@@ -21,6 +21,7 @@ from autoparallel.planning import (
     plan_program,
 )
 from autoparallel.runtime.initial_values import Weights
+from autoparallel.runtime.pretrained import pretrained
 from autoparallel.runtime.shared import share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer, join
 
@@ -44,17 +45,20 @@ def join_training(
     if kind == "cpu":
         torch.set_num_threads(threads_per_device(world_size))
     device = join(kind, int(os.environ.get("LOCAL_RANK", rank)))
-    weights: Weights
+    start: Deferred | Mapping[str, torch.Tensor]
     if job.rng_state is not None:
-        weights = record_build(job.target.build_model, share_tensor(job.rng_state))
-        model = weights.model
+        start = record_build(job.target.build_model, share_tensor(job.rng_state))
+        model = start.model
     else:
         model = job.target.build_model()
-        weights = {
+        start = {
             name: share_tensor(tensor.detach())
             for method in (model.named_parameters, model.named_buffers)
             for name, tensor in method(remove_duplicate=False)
         }
+    weights: Weights = start
+    if job.weights is not None:
+        weights = pretrained(job.weights, model, start, partial=job.weights_partial)
     target, options = job.target, job.options
     precision = options.precision if plan is None else plan.model.precision
     rows = options.global_batch if plan is None else plan.model.global_batch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a module is planned from. ``rng_state`` is the generator's where the model is yet
-    to be built; None where ``target`` returns a model that has its weights."""
+    to be built; None where ``target`` returns a model that has its weights. ``weights`` is a
+    file or folder of initial weights (see ``runtime.pretrained``)."""
 
     target: Target
     cluster: str
     options: PlanOptions
     rng_state: Tensor | None = None
+    weights: str | Path | None = None
+    weights_partial: bool = False
 
 
 class ParallelModule(nn.Module):

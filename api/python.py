@@ -20,6 +20,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -32,6 +33,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.optimizer import default_optimizer
+from autoparallel.runtime.pretrained import load_pretrained
 from autoparallel.targets import (
     Batch,
     LossFn,
@@ -55,6 +57,8 @@ class ParallelOptions:
     seq: int | None = None
     loss_fn: LossFn | None = None
     search: SearchOptions | None = None
+    weights: str | Path | None = None
+    weights_partial: bool = False
 
 
 def plan(
@@ -166,6 +170,8 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    weights: str | Path | None = None,
+    weights_partial: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 @overload
@@ -177,6 +183,8 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    weights: str | Path | None = None,
+    weights_partial: bool = False,
     **options: Unpack[SearchOptions],
 ) -> nn.Module: ...
 def parallelize(
@@ -187,6 +195,8 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    weights: str | Path | None = None,
+    weights_partial: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Any:
     """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
@@ -196,22 +206,46 @@ def parallelize(
     model that the class makes is never whole in memory. Plans are for one global batch;
     without ``loss_fn`` the model returns the loss, or ``Step`` brings the function.
 
-    Raises UsageError AP140 unless ``model`` is an nn.Module or a class of them.
+    ``weights`` is a file or folder of initial weights, or a checkpoint; of it each rank reads
+    what it holds. With ``weights_partial`` names may be in it or in the model alone.
+
+    Raises UsageError AP140 unless ``model`` is an nn.Module or a class of them, and AP860 to
+    AP862 where the weights cannot be read or are not the model's.
     """
     plan_options(global_batch or 1, seq, options)
-    given = ParallelOptions(example_batch, cluster, global_batch, seq, loss_fn, options)
+    given = ParallelOptions(
+        example_batch, cluster, global_batch, seq, loss_fn, options, weights, weights_partial
+    )
 
     def mark(thing: Any) -> Any:
         if inspect.isclass(thing) and issubclass(thing, nn.Module):
-            return _parallel_class(thing, given) if under_torchrun() else thing
+            return _parallel_class(thing, given) if under_torchrun() else _loaded(thing, given)
         if isinstance(thing, nn.Module):
-            return ParallelModule(_job(lambda: thing, given)) if under_torchrun() else thing
+            if under_torchrun():
+                return ParallelModule(_job(lambda: thing, given))
+            if weights is not None:
+                load_pretrained(weights, thing, partial=weights_partial)
+            return thing
         raise UsageError(
             "AP140",
             f"parallelize takes an nn.Module or a class of them, not {thing!r}",
         )
 
     return mark if model is None else mark(model)
+
+
+def _loaded(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
+    """The class itself, or with ``weights`` one whose instances start from them."""
+    place = given.weights
+    if place is None:
+        return original
+
+    def start(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original.__init__(self, *args, **kwargs)
+        load_pretrained(place, self, partial=given.weights_partial)
+
+    namespace = {"__init__": start, "__doc__": original.__doc__, "__module__": original.__module__}
+    return type(original.__name__, (original,), namespace)
 
 
 def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
@@ -234,6 +268,8 @@ def _job(
         cluster=given.cluster,
         options=plan_options(rows or 32, given.seq, given.search or {}),
         rng_state=rng_state,
+        weights=given.weights,
+        weights_partial=given.weights_partial,
     )
 
 

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autoparallel.cache import default_folder
+from autoparallel.huggingface import model_place, target_config
+from autoparallel.huggingface_inputs import field_of
 from autoparallel.planner.errors import UsageError
 from autoparallel.targets import Target
 
@@ -71,12 +73,6 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
     return replace(target, build_data=build_data)
 
 
-def model_place(target: str) -> str:
-    """The folder, or the name in the local cache, of an ``hf:`` target."""
-    place = Path(target.removeprefix("hf:"))
-    return str(place.parent if place.name == "config.json" else place)
-
-
 def _vocabulary(target: Target) -> int:
     """How many tokens the target's model knows. Raises UsageError AP864."""
     is_huggingface = target.name.startswith("hf:")
@@ -94,9 +90,7 @@ def _vocabulary(target: Target) -> int:
             where=target.name,
             fix="define build_data(rank, world) in the target's file",
         )
-    from autoparallel.huggingface import vocabulary_size
-
-    return vocabulary_size(target)
+    return int(field_of(target_config(target), "vocab_size"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,7 @@ def start_training(
             fix="leave one out: --resume goes on with a run, --weights starts one",
         )
     given = (("save", save), ("resume", resume), ("weights", weights), ("data", data))
-    places = {
-        name: None if place is None else str(Path(place).resolve()) for name, place in given
-    }
+    places = {name: None if place is None else str(Path(place).resolve()) for name, place in given}
     return _start(
         "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
         save_every=save_every, weights_partial=weights_partial, **places,

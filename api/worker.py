@@ -23,7 +23,7 @@ from autoparallel.passes.deferred_init import Deferred, plain_build
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
-from autoparallel.plan_io import load_plan
+from autoparallel.plan_io import PLAN, load_plan, save_plan
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
@@ -75,6 +75,8 @@ def train(
     log = StepLog(plan, memory, is_printing=worker.rank == 0)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
+    if worker.rank == 0 and save is not None:
+        keep_plan(plan, save)
     done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
     batches = itertools.islice(global_batches(trainer, target, seed), done, None)
     for step in range(done + 1, done + steps + 1):
@@ -90,6 +92,12 @@ def train(
     if worker.rank == 0:
         print(summary(log.records, plan), flush=True)
     return outcome(log.records, plan)
+
+
+def keep_plan(plan: Plan, folder: str) -> None:
+    """Writes the plan beside its checkpoints, where ``export`` looks for what was trained."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_plan(plan, Path(folder) / PLAN)
 
 
 def checkpoint_path(folder: str, step: int) -> Path:

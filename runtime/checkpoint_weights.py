@@ -26,13 +26,15 @@ from ..planner.errors import UsageError
 from ..planner.layout import Region
 from .unreadable import reading
 
-METADATA = ".metadata"
+METADATA, STATE = ".metadata", "checkpoint.json"
+"""The files that say what a checkpoint holds: torch's, and autoparallel's own."""
+
 MODEL = "model."
 OTHERS = ("optimizer.", "optim.")
 """Keys that tell a checkpoint of a whole training from one of weights alone."""
 
 
-def newest_checkpoint(path: str | Path) -> Path | None:
+def find_checkpoint(path: str | Path) -> Path | None:
     """``path`` itself, or the newest of the checkpoints in it; None where there is none."""
     if (Path(path) / METADATA).exists():
         return Path(path)
@@ -58,7 +60,7 @@ class CheckpointWeights:
         with reading(path, OSError, EOFError, pickle.UnpicklingError, AttributeError):
             self._metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._keys = _weights_in(self._metadata)
+        self._keys = _weights_in(self._metadata, is_training=(path / STATE).exists())
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._keys)
@@ -87,15 +89,14 @@ class CheckpointWeights:
         return stored
 
 
-def _weights_in(metadata: Metadata) -> dict[str, str]:
+def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
     """The keys of the weights, by their names without what a training puts before them."""
     tensors = [
         key
         for key, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     ]
-    is_training = "step" in tensors or any(key.startswith(OTHERS) for key in tensors)
-    if not is_training:
+    if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}
     return {key.removeprefix(MODEL): key for key in tensors if key.startswith(MODEL)}
 

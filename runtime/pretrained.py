@@ -107,9 +107,7 @@ def load_pretrained(path: str | Path, model: nn.Module, *, partial: bool = False
 
 
 def _named(model: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
-    named: list[tuple[str, Tensor]] = list(
-        getattr(model, f"named_{kind}")(remove_duplicate=False)
-    )
+    named: list[tuple[str, Tensor]] = list(getattr(model, f"named_{kind}")(remove_duplicate=False))
     return named
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ..planner.errors import UsageError
 from ..planner.layout import Region
-from .checkpoint_weights import CheckpointWeights, newest_checkpoint
+from .checkpoint_weights import CheckpointWeights, find_checkpoint
 from .unreadable import reading
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
-FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
-"""What Hugging Face calls the file of a model that is in one file, in the order tried; with
-``.index.json`` after it, the index of one in several."""
+FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt")
+"""What Hugging Face and ``autoparallel export`` call the file of a model, in the order tried;
+with ``.index.json`` after it, the index of one in several."""
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 """Under which keys a file of ``torch.save`` may hold the weights beside other things."""
@@ -76,7 +76,7 @@ def _open_folder(folder: Path) -> WeightFiles:
         index = folder / f"{name}.index.json"
         if index.exists():
             return _open_index(index)
-    checkpoint = newest_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     if checkpoint is not None:
         return CheckpointWeights(checkpoint)
     single = sorted(folder.glob("*.safetensors"))

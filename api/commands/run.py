@@ -57,9 +57,7 @@ WeightsOption = Annotated[
 ]
 WeightsPartialOption = Annotated[
     bool,
-    typer.Option(
-        "--weights-partial", help="names may be missing in --weights, or in the model"
-    ),
+    typer.Option("--weights-partial", help="names may be missing in --weights, or in the model"),
 ]
 DataOption = Annotated[
     str | None,
