@@ -252,7 +252,8 @@ def _reading(source: Source, name: str) -> Callable[[], Tensor]:
 
 def _merging(source: Source, path: str) -> Callable[[], Tensor]:
     def merge() -> Tensor:
-        assert source.lora is not None and source.model is not None
+        assert source.lora is not None
+        assert source.model is not None
         weight, a, b = (
             _whole(source.files, f"{path}{ending}") for ending in (".weight", LORA_A, LORA_B)
         )

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model", "chat_template*", "preprocessor_config.json",
-    "processor_config.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "chat_template*",
+    "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """Patterns of files of the model's folder that do not depend on its weights."""
 
@@ -51,7 +51,8 @@ def write_adapters(
     """Adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
     from safetensors.torch import save_file
 
-    assert target is not None and lora is not None
+    assert target is not None
+    assert lora is not None
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,29 @@ from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import shape_text
 from autoparallel.runtime.launch import launch
+from autoparallel.runtime.weight_files import open_weights
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
 """How long a rank may make no progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Files that a run starts from: initial ``weights`` (names may be in them or in the model
+    alone if ``weights_partial``), and ``data`` of text."""
+
+    weights: str | None = None
+    weights_partial: bool = False
+    data: str | None = None
+
+    def resolved(self) -> Sources:
+        """With absolute paths, for processes that may have another folder."""
+        whole = [p if p is None else str(Path(p).resolve()) for p in (self.weights, self.data)]
+        return replace(self, weights=whole[0], data=whole[1])
+
+
+NOTHING = Sources()
 
 
 def start_training(
@@ -29,33 +49,40 @@ def start_training(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
-    weights: str | None = None,
-    weights_partial: bool = False,
-    data: str | None = None,
+    sources: Sources = NOTHING,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
     ``save`` and ``resume`` are folders of checkpoints (see ``worker.train``).
-    ``weights`` is a file or folder of initial weights, ``data`` one of text.
+    ``sources`` are files of initial weights and of data.
     Returns measured and predicted figures (see ``worker.outcome``).
 
-    Raises UsageError AP863 where both ``weights`` and ``resume`` are given.
+    Raises UsageError AP863 where both weights and ``resume`` are given.
     """
-    if weights is not None and resume is not None:
+    if sources.weights is not None:
+        check_weights(sources.weights, resume)
+    folders = {
+        name: None if folder is None else str(Path(folder).resolve())
+        for name, folder in (("save", save), ("resume", resume))
+    }
+    return _start(
+        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
+        save_every=save_every, sources=asdict(sources.resolved()), **folders,
+    )  # fmt: skip
+
+
+def check_weights(weights: str, resume: str | None) -> None:
+    """Raises UsageError where the weights cannot be read, or are not wanted (AP863)."""
+    if resume is not None:
         raise UsageError(
             "AP863",
             "--weights and --resume are both given",
             why="a checkpoint to go on from has the weights",
             fix="leave one out: --resume goes on with a run, --weights starts one",
         )
-    given = (("save", save), ("resume", resume), ("weights", weights), ("data", data))
-    places = {name: None if place is None else str(Path(place).resolve()) for name, place in given}
-    return _start(
-        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
-        save_every=save_every, weights_partial=weights_partial, **places,
-    )  # fmt: skip
+    open_weights(weights)
 
 
 def start_verification(path: Path, *, dtype: str, json_output: bool, seed: int = 0) -> None:

@@ -53,24 +53,23 @@ def train(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
-    weights: str | None = None,
-    weights_partial: bool = False,
-    data: str | None = None,
+    sources: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
 
-    ``weights`` is a file or folder of initial weights (see ``runtime.pretrained``); ``data``
-    one of text (see ``text_data``).
-
+    ``sources`` are the fields of ``training.Sources``: initial weights, and data of text.
     ``save`` is the folder of checkpoints, written every ``save_every`` steps and at the end;
     ``resume`` a checkpoint, or such a folder, whose newest is taken. Data goes on where the
     checkpoint stopped. Returns the measured and predicted seconds and bytes, and the losses.
     """
     plan, target = load_job(plan_path)
-    if data is not None:
-        target = with_text(target, data, worker)
+    given = {} if sources is None else sources
+    if given.get("data") is not None:
+        target = with_text(target, given["data"], worker)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
-    start = None if weights is None else partial(pretrained, weights, partial=weights_partial)
+    start = None
+    if given.get("weights") is not None:
+        start = partial(pretrained, given["weights"], partial=given["weights_partial"])
     trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed, start=start)
     log = StepLog(plan, memory, is_printing=worker.rank == 0)
     if worker.rank == 0 and (meaning := described(plan)):

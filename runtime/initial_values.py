@@ -1,7 +1,7 @@
 """What a stage starts with: its parameters and buffers, and the constants that it reads.
 
-In: a recorded build of the model, its tensors by name, or files of weights. Out: this rank's part of them in the
-stage's module; the constants' whole values, computed once.
+In: a recorded build of the model, its tensors by name, or files of weights. Out: this rank's
+part of them in the stage's module; the constants' whole values, computed once.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.place = str(path)
         with reading(path, SafetensorError, OSError):
-            self._file = safe_open(path, framework="pt")
+            self._file: Any = safe_open(path, framework="pt")
             self._names = tuple(self._file.keys())
 
     def names(self) -> tuple[str, ...]:

@@ -63,11 +63,12 @@ def match_names(
     shared: dict[str, str] = {}
     for name, file in found.items():
         shared.setdefault(first_names.get(name, name), file)
-    sources = {
-        name: file
+    found |= {
+        name: shared[first]
         for name in names
-        if (file := found.get(name) or shared.get(first_names.get(name, name)))
+        if name not in found and (first := first_names.get(name, name)) in shared
     }
+    sources = {name: found[name] for name in names if name in found}
     return MatchedNames(
         sources,
         tuple(name for name in names if name not in sources and name not in first_names),

@@ -94,13 +94,18 @@ def run(
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
+    if weights is not None:
+        from autoparallel.training import check_weights
+
+        check_weights(weights, resume)
     settings = with_lora(settings, lora)
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
-        from autoparallel.training import start_training
+        from autoparallel.training import Sources, start_training
 
+        sources = Sources(weights, weights_partial, data)
         start_training(
             path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume,
-            weights=weights, weights_partial=weights_partial, data=data, timeout_seconds=timeout,
+            sources=sources, timeout_seconds=timeout,
         )  # fmt: skip
 
 
