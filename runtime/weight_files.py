@@ -11,7 +11,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -124,7 +124,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.place = str(path)
         with reading(path, SafetensorError, OSError):
-            self._file: Any = safe_open(path, framework="pt")
+            self._file = cast(Any, safe_open(path, framework="pt"))
             self._names = tuple(self._file.keys())
 
     def names(self) -> tuple[str, ...]:
