@@ -9,7 +9,9 @@ from autoparallel.runtime.weight_names import match_names
 NAMES = ("model.embed.weight", "model.layers.0.q.weight", "model.layers.0.q.bias", "head.weight")
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "module._orig_mod."])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "base_model.model.", "module._orig_mod."]
+)
 def test_a_prefix_before_all_names_of_the_file_is_removed(prefix: str) -> None:
     found = match_names(NAMES, [prefix + name for name in NAMES])
     assert found.sources == {name: prefix + name for name in NAMES}
