@@ -11,6 +11,7 @@ from the names that its forward takes (``huggingface_inputs``).
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,18 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
         example_batch=checked_batches(_example(model_class, config, text), text),
         settings=dict(settings),
     )
+
+
+CAUSAL = re.compile("ForCausalLM|LMHeadModel")
+"""Classes that predict the next token."""
+
+
+def is_causal(target: Target) -> bool:
+    """Whether a target is a causal language model of Hugging Face."""
+    if not target.name.startswith("hf:"):
+        return False
+    model_class = _model_class(_transformers(), target_config(target), target.name)
+    return CAUSAL.search(model_class.__name__) is not None
 
 
 def target_config(target: Target) -> Any:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autoparallel.cache import default_folder
-from autoparallel.huggingface import model_place, target_config
+from autoparallel.huggingface import is_causal, model_place, target_config
 from autoparallel.huggingface_inputs import field_of
 from autoparallel.planner.errors import UsageError
 from autoparallel.targets import Target
@@ -75,18 +75,10 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
 
 def _vocabulary(target: Target) -> int:
     """How many tokens the target's model knows. Raises UsageError AP864."""
-    is_huggingface = target.name.startswith("hf:")
-    example: dict[str, Any] = target.example_batch(1, None) if is_huggingface else {}
-    is_causal = set(example) == {"input_ids", "labels"} and (
-        example["input_ids"].shape == example["labels"].shape
-    )
-    if not is_causal:
+    if not is_causal(target):
         raise UsageError(
             "AP864",
             "--data is for causal language models of Hugging Face",
-            why="the model takes other inputs than input_ids and labels"
-            if is_huggingface
-            else "the target is no hf: one",
             where=target.name,
             fix="define build_data(rank, world) in the target's file",
         )

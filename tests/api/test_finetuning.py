@@ -15,8 +15,10 @@ from finetuned_models import save_gpt2, save_llama, save_tokenizer, words
 from torch import Tensor, nn
 
 from autoparallel.lora import add_lora, parse_lora
+from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.text_data import PackedText, open_tokens
+from autoparallel.training import check_weights as refuse_weights
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, ROWS, SEQ = 4, 8, 16
@@ -151,6 +153,12 @@ def test_weights_that_are_not_there_are_refused_before_planning(place: Path) -> 
     )  # fmt: skip
     assert done.returncode == 2
     assert "error[AP860]" in done.stderr
+
+
+def test_a_run_starts_from_weights_or_goes_on_but_not_both(place: Path) -> None:
+    refuse_weights(str(place / "llama"), resume=None)
+    with pytest.raises(UsageError, match="AP863"):
+        refuse_weights(str(place / "llama"), resume="run")
 
 
 SCRIPT = """

@@ -108,6 +108,16 @@ def test_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         PackedText(np.arange(7, dtype=np.uint32), seq=8, seed=0)
 
 
+def test_models_that_take_no_text_are_refused() -> None:
+    from autoparallel.runtime.process import Worker
+    from autoparallel.targets import load_target
+
+    worker = Worker(0, 1, 0, None)  # type: ignore[arg-type]
+    for name in ("examples/gpt.py", "hf:tests/zoo/bert", "hf:tests/zoo/vit"):
+        with pytest.raises(UsageError, match="AP864"):
+            text_data.with_text(load_target(name), "text.txt", worker)
+
+
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("~")
     with pytest.raises(UsageError, match=r"AP866.*token 126.*only 100"):
