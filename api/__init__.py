@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoparallel.checkpoints import load, save
     from autoparallel.environment import one_process
+    from autoparallel.exporting import export
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
@@ -60,6 +61,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "describe",
+    "export",
     "load",
     "load_plan",
     "one_process",
@@ -76,6 +78,7 @@ _HOMES = {
     "Step": "autoparallel.python",
     "describe": "autoparallel.report",
     "load": "autoparallel.checkpoints",
+    "export": "autoparallel.exporting",
     "load_plan": "autoparallel.plan_io",
     "one_process": "autoparallel.environment",
     "parallelize": "autoparallel.python",

@@ -33,6 +33,7 @@ import typer
 from autoparallel import __version__
 from autoparallel.commands.cache import cache
 from autoparallel.commands.cluster import cluster
+from autoparallel.commands.export import export
 from autoparallel.commands.inspect import inspect
 from autoparallel.commands.ops import ops
 from autoparallel.commands.plan import plan
@@ -52,7 +53,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, inspect, run, verify, profile, simulate, schedules, cluster, ops, cache):
+for command in (
+    plan, inspect, run, verify, export, profile, simulate, schedules, cluster, ops, cache,
+):  # fmt: skip
     app.command()(command)
 
 

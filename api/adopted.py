@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,13 +43,16 @@ class Job:
     """What a model is planned from.
 
     ``deferred`` is a recorded build of it, whose weights are yet to be made; without it the model
-    has its weights.
+    has its weights. ``weights`` is a file or folder of its initial weights (see
+    ``runtime.pretrained``).
     """
 
     target: Target
     cluster: str
     options: PlanOptions
     deferred: Deferred | None = None
+    weights: str | Path | None = None
+    weights_partial: bool = False
 
 
 class Adopted:

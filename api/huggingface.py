@@ -1,5 +1,8 @@
 """A Hugging Face model as a target: its configuration in, a Target out; no weights are read.
 
+The setting ``lora`` freezes the model and adapts some layers (``lora``); other settings are
+fields of the configuration.
+
 ``hf:PATH_OR_NAME`` is a folder with a ``config.json`` or a name in the local cache. The
 class is the first of the configuration's ``architectures``; inputs and labels are made up
 from the names that its forward takes (``huggingface_inputs``).
@@ -8,6 +11,7 @@ from the names that its forward takes (``huggingface_inputs``).
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +23,7 @@ from autoparallel.huggingface_inputs import (
     label_names,
     make_batch,
 )
+from autoparallel.lora import Lora, add_lora, parse_lora
 from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.targets import Target, checked_batches
@@ -34,7 +39,9 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
     """
     transformers = _transformers()
     config = _config(transformers, text.removeprefix("hf:"), text)
-    _apply_settings(config, settings, text)
+    fields = dict(settings)
+    adapters = parse_lora(fields.pop("lora")) if "lora" in fields else None
+    _apply_settings(config, fields, text)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     model_class = _model_class(transformers, config, text)
@@ -47,10 +54,36 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
         )
     return Target(
         name=text,
-        build_model=lambda: _build(model_class, config),
+        build_model=lambda: _build(model_class, config, adapters),
         example_batch=checked_batches(_example(model_class, config, text), text),
         settings=dict(settings),
     )
+
+
+CAUSAL = re.compile("ForCausalLM|LMHeadModel")
+"""Classes that predict the next token."""
+
+
+def is_causal(target: Target) -> bool:
+    """Whether a target is a causal language model of Hugging Face."""
+    if not target.name.startswith("hf:"):
+        return False
+    model_class = _model_class(_transformers(), target_config(target), target.name)
+    return CAUSAL.search(model_class.__name__) is not None
+
+
+def target_config(target: Target) -> Any:
+    """The configuration of an ``hf:`` target, with its settings."""
+    config = _config(_transformers(), target.name.removeprefix("hf:"), target.name)
+    fields = {name: value for name, value in target.settings.items() if name != "lora"}
+    _apply_settings(config, fields, target.name)
+    return config
+
+
+def model_place(target: str) -> str:
+    """The folder, or the name in the local cache, of an ``hf:`` target."""
+    place = Path(target.removeprefix("hf:"))
+    return str(place.parent if place.name == "config.json" else place)
 
 
 def _transformers() -> Any:
@@ -118,10 +151,12 @@ def _model_class(transformers: Any, config: Any, text: str) -> Any:
     )
 
 
-def _build(model_class: Any, config: Any) -> nn.Module:
+def _build(model_class: Any, config: Any, adapters: Lora | None) -> nn.Module:
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # its kernels take any dtype
     model: nn.Module = model_class(config)
+    if adapters is not None:
+        add_lora(model, adapters)
     model.train()
     if joins_towers(model_class):
         model.forward = functools.partial(model.forward, return_loss=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from autoparallel.measured_first import (
     measure_together,
     under_torchrun_here,
 )
-from autoparallel.passes.deferred_init import Deferred, materialize
+from autoparallel.passes.deferred_init import Deferred
 from autoparallel.passes.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.program import Program
 from autoparallel.planner.errors import CaptureError, UsageError
@@ -33,7 +33,8 @@ from autoparallel.planning import (
     plan_program,
 )
 from autoparallel.profile_progress import shown_progress
-from autoparallel.runtime.initial_values import Weights
+from autoparallel.runtime.initial_values import Weights, whole_tensors
+from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile_links import agree
 from autoparallel.runtime.shared import share_in_place, share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer, join
@@ -89,8 +90,7 @@ def join_training(
     trainer = Trainer(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets
     )
-    if job.deferred is not None:
-        assert isinstance(weights, Deferred)
+    if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)
     return trainer
 
@@ -99,7 +99,10 @@ def _initial_weights(model: nn.Module, job: Job) -> Weights:
     """What every rank starts with: rank 0's weights, in the model's own memory."""
     if job.deferred is not None:
         assert isinstance(job.deferred.seed, Tensor)
-        return replace(job.deferred, seed=share_tensor(job.deferred.seed))
+        drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
+        if job.weights is None:
+            return drawn
+        return pretrained(job.weights, model, drawn, partial=job.weights_partial)
     weights: dict[str, Tensor] = {}
     for method in (model.named_parameters, model.named_buffers):
         for name, tensor in method(remove_duplicate=False):
@@ -132,7 +135,7 @@ def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
 
 
 def _fill_the_rest(
-    model: nn.Module, deferred: Deferred, program: Program, device: torch.device
+    model: nn.Module, weights: Deferred | Pretrained, program: Program, device: torch.device
 ) -> None:
     """Give a recorded model the tensors that no stage holds."""
     graph = program.graph
@@ -149,8 +152,8 @@ def _fill_the_rest(
             value = nn.Parameter(value, requires_grad=is_trained)
         setattr(module, attribute, value.to(device))
 
-    if names:
-        materialize(deferred, names, put)
+    for name, value in whole_tensors(names, weights).items():
+        put(name, value)
 
 
 def _planned(

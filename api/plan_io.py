@@ -9,6 +9,9 @@ from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 
+PLAN = "plan.json"
+"""What ``run --save`` calls the plan beside its checkpoints."""
+
 
 def load_plan(path: str | Path) -> Plan:
     """The plan in the file ``path``.

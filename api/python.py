@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -34,6 +35,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.optimizer import default_optimizer
+from autoparallel.runtime.pretrained import load_pretrained
 from autoparallel.targets import (
     Batch,
     LossFn,
@@ -58,6 +60,8 @@ class ParallelOptions:
     loss_fn: LossFn | None = None
     search: SearchOptions | None = None
     init: Init = "sharded"
+    weights: str | Path | None = None
+    weights_partial: bool = False
 
 
 def plan(
@@ -170,6 +174,8 @@ def parallelize(
     seq: int | None = None,
     loss_fn: LossFn | None = None,
     init: Init = "sharded",
+    weights: str | Path | None = None,
+    weights_partial: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 @overload
@@ -182,9 +188,11 @@ def parallelize(
     seq: int | None = None,
     loss_fn: LossFn | None = None,
     init: Init = "sharded",
+    weights: str | Path | None = None,
+    weights_partial: bool = False,
     **options: Unpack[SearchOptions],
 ) -> nn.Module: ...
-def parallelize(
+def parallelize(  # noqa: PLR0913 - one parameter per option
     model: Any = None,
     *,
     example_batch: Any = None,
@@ -193,6 +201,8 @@ def parallelize(
     seq: int | None = None,
     loss_fn: LossFn | None = None,
     init: Init = "sharded",
+    weights: str | Path | None = None,
+    weights_partial: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Any:
     """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
@@ -202,23 +212,36 @@ def parallelize(
     model that the class makes is never whole in memory. Plans are for one global batch;
     without ``loss_fn`` the model returns the loss, or ``Step`` brings the function.
 
+    ``weights`` is a file or folder of initial weights, or a checkpoint; of it each rank reads
+    what it holds. With ``weights_partial`` names may be in it or in the model alone.
+
     Weights that a class's constructor draws are, by ``init="sharded"``, drawn by each rank for
     what it holds: the same for every plan, distributed as the constructor says, but not those
     of the plain class. ``init="exact"`` gives these, bit for bit; each rank then draws the whole
     model's numbers. Either takes one number of torch's generator, whose state is the seed.
 
-    Raises UsageError AP850 for another ``init``, and AP140 unless ``model`` is an nn.Module or
-    a class of them.
+    Raises UsageError AP850 for another ``init``, AP140 unless ``model`` is an nn.Module or a
+    class of them, and AP860 to AP862 where the weights cannot be read or are not the model's.
     """
     plan_options(global_batch or 1, seq, options)
     given = ParallelOptions(
-        example_batch, cluster, global_batch, seq, loss_fn, options, checked_init(init)
+        example_batch,
+        cluster,
+        global_batch,
+        seq,
+        loss_fn,
+        options,
+        checked_init(init),
+        weights,
+        weights_partial,
     )
 
     def mark(thing: Any) -> Any:
         if inspect.isclass(thing) and issubclass(thing, nn.Module):
-            return _parallel_class(thing, given) if under_torchrun() else thing
+            return _parallel_class(thing, given) if under_torchrun() else _loaded(thing, given)
         if isinstance(thing, nn.Module):
+            if weights is not None:
+                load_pretrained(weights, thing, partial=weights_partial)
             return adopt(thing, _job(lambda: thing, given)) if under_torchrun() else thing
         raise UsageError(
             "AP140",
@@ -226,6 +249,20 @@ def parallelize(
         )
 
     return mark if model is None else mark(model)
+
+
+def _loaded(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
+    """The class itself, or with ``weights`` one whose instances start from them."""
+    place = given.weights
+    if place is None:
+        return original
+
+    def start(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original.__init__(self, *args, **kwargs)
+        load_pretrained(place, self, partial=given.weights_partial)
+
+    namespace = {"__init__": start, "__doc__": original.__doc__, "__module__": original.__module__}
+    return type(original.__name__, (original,), namespace)
 
 
 def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
@@ -250,6 +287,8 @@ def _job(
         cluster=given.cluster,
         options=plan_options(rows or 32, given.seq, given.search or {}),
         deferred=deferred,
+        weights=given.weights,
+        weights_partial=given.weights_partial,
     )
 
 

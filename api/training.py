@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,31 @@ from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import shape_text
 from autoparallel.runtime.launch import launch
+from autoparallel.runtime.weight_files import open_weights
 from autoparallel.worker import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
 """How long a rank may make no progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a run starts from: files of initial ``weights`` (names may be in them or in the model
+    alone if ``weights_partial``), ``data`` of text, and ``init``, how other weights are drawn."""
+
+    weights: str | None = None
+    weights_partial: bool = False
+    data: str | None = None
+    init: str = "sharded"
+
+    def resolved(self) -> Sources:
+        """With absolute paths, for processes that may have another folder."""
+        whole = [p if p is None else str(Path(p).resolve()) for p in (self.weights, self.data)]
+        return replace(self, weights=whole[0], data=whole[1])
+
+
+NOTHING = Sources()
 
 
 def start_training(
@@ -31,24 +51,41 @@ def start_training(
     seed: int,
     saving: Saving | None = None,
     resume: str | None = None,
-    init: str = "sharded",
+    sources: Sources = NOTHING,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
-    ``saving`` and ``resume``: see ``worker.train``.
-    Returns measured and predicted figures (see ``worker.outcome``).
-    Raises UsageError AP850 for an unknown ``init``.
+    ``saving`` and ``resume``: see ``worker.train``. ``sources`` are where initial weights and
+    data come from. Returns measured and predicted figures (see ``worker.outcome``).
+
+    Raises UsageError AP850 for an unknown way to draw weights, and AP863 where both weights and
+    ``resume`` are given.
     """
-    checked_init(init)
+    checked_init(sources.init)
+    if sources.weights is not None:
+        check_weights(sources.weights, resume)
     if saving is not None:
         saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
-        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed, init=init,
+        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
         saving=None if saving is None else asdict(saving),
         resume=None if resume is None else str(Path(resume).resolve()),
+        sources=asdict(sources.resolved()),
     )  # fmt: skip
+
+
+def check_weights(weights: str, resume: str | None) -> None:
+    """Raises UsageError where the weights cannot be read, or are not wanted (AP863)."""
+    if resume is not None:
+        raise UsageError(
+            "AP863",
+            "--weights and --resume are both given",
+            why="a checkpoint to go on from has the weights",
+            fix="leave one out: --resume goes on with a run, --weights starts one",
+        )
+    open_weights(weights)
 
 
 def start_verification(path: Path, *, dtype: str, json_output: bool, seed: int = 0) -> None:

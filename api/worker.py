@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.passes.counter_random import batch_dims
-from autoparallel.passes.deferred_init import Init, plain_build
+from autoparallel.passes.deferred_init import Deferred, Init, plain_build
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
-from autoparallel.plan_io import load_plan
+from autoparallel.plan_io import PLAN, load_plan, save_plan
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.optimizer import default_optimizer
+from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.replay import run_replay
@@ -37,6 +38,7 @@ from autoparallel.runtime.trainer import Trainer, join
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, summary
 from autoparallel.targets import Batch, Target, load_target
+from autoparallel.text_data import with_text
 
 VERIFIED_STEPS = 2
 QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
@@ -50,20 +52,28 @@ def train(
     seed: int,
     saving: Mapping[str, Any] | None = None,
     resume: str | None = None,
-    init: Init = "sharded",
+    sources: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
 
     ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose
     newest is taken. Data goes on where the checkpoint stopped, with its seed, and no initial
-    weights are drawn. ``init``: see ``deferred_init``. Returns the measured and predicted seconds
-    and bytes, and the losses.
+    weights are drawn. ``sources`` are the fields of ``training.Sources``: initial weights, how
+    they are drawn, and data of text. Returns the measured and predicted seconds and bytes, and
+    the losses.
     """
     plan, target = load_job(plan_path)
+    given = {} if sources is None else sources
+    if given.get("data") is not None:
+        target = with_text(target, given["data"], worker)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
+    start = None
+    if given.get("weights") is not None:
+        start = partial(pretrained, given["weights"], partial=given["weights_partial"])
     trainer, memory = make_trainer(
-        plan, target, worker, device=device, seed=seed, init=init, is_given=resume is not None
-    )
+        plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
+        is_given=resume is not None, start=start,
+    )  # fmt: skip
     log = StepLog(plan, memory, is_printing=worker.rank == 0)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
@@ -77,6 +87,8 @@ def train(
         global_batches(trainer, target, position.seed), position.batches or done, None
     )
     how = Saving(**saving) if saving is not None else None
+    if worker.rank == 0 and how is not None:
+        keep_plan(plan, how.folder)
     for step in range(done + 1, done + steps + 1):
         inputs = log.timed_data(batches)
         log.add(step, trainer.step(inputs))
@@ -96,6 +108,12 @@ def train(
     if worker.rank == 0:
         print(summary(log.records, plan), flush=True)
     return outcome(log.records, plan)
+
+
+def keep_plan(plan: Plan, folder: str) -> None:
+    """Writes the plan beside its checkpoints, where ``export`` looks for what was trained."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_plan(plan, Path(folder) / PLAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +224,12 @@ def make_trainer(
     seed: int,
     init: Init = "exact",
     is_given: bool = False,
+    start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
 ) -> tuple[Trainer, MemoryMeter]:
     """The trainer of this rank, and what it needs of memory from here. Collective.
 
-    With ``is_given`` its parameters are left unset: the caller loads them.
+    ``start`` gives the initial weights of the model, which are else those of its build. With
+    ``is_given`` its parameters are left unset: the caller loads them.
     """
     tell = worker.watchdog.progress
     tell("capturing the model")
@@ -223,11 +243,14 @@ def make_trainer(
         seq=batch_seq(plan, target),
         precision=plan.model.precision,
     )
+    weights = deferred if start is None else start(program.model, deferred)
+    if isinstance(weights, Pretrained) and worker.rank == 0:
+        print(weights.summary(), flush=True)
     tell("making the stage")
     gc.collect()
     memory = MemoryMeter(device)
     trainer = Trainer(
-        program, plan, deferred, device=device, build=target.build_optimizer, progress=tell,
+        program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
         seed=seed,
     )  # fmt: skip
     return trainer, memory

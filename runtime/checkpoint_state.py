@@ -20,6 +20,7 @@ from ..planner.plan_file import dumps
 from .checkpoint import Slot, TrainingState
 from .checkpoint_parts import GENERATORS, Generators, Stateful
 from .initial_values import Weights
+from .pretrained import Pretrained
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -102,7 +103,7 @@ def untrained_names(program: Program, weights: Weights) -> list[str]:
     further names of tied tensors."""
     graph = program.graph
     trained = {node.name for node in graph.nodes if node.kind == "parameter"} | set(graph.updates)
-    given = weights
+    given = weights.rest if isinstance(weights, Pretrained) else weights
     known = dict(_named(given.model)) if isinstance(given, deferred_init.Deferred) else given
     return [
         name

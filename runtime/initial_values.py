@@ -1,7 +1,7 @@
 """What stages start with: their parameters and buffers, and the constants that they read.
 
-In: a recorded build of the model or its tensors by name. Out: this rank's part of them in the
-stages' modules; the constants' whole values, computed once.
+In: a recorded build of the model, its tensors by name, or files of weights. Out: this rank's
+part of them in the stages' modules; the constants' whole values, computed once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from ..passes.program import Program
 from ..passes.sharded_replay import full_box
 from ..planner.layout import Region
 from .materialize import box_of, fill, fill_box, tensor_names
+from .pretrained import Pretrained
 from .stage import StageModule
 
-Weights = deferred_init.Deferred | Mapping[str, Tensor]
-"""Where initial parameters and buffers come from: a recorded build, or tensors by name."""
+Weights = deferred_init.Deferred | Mapping[str, Tensor] | Pretrained
+"""Where initial parameters and buffers come from: a recorded build, tensors by name, or files."""
 
 
 def fill_stages(
@@ -43,17 +44,24 @@ def fill_stages(
         is_cast = dtype is not None and whole.is_floating_point()
         buffers[name] = deferred_init.compact(whole.to(dtype) if is_cast else whole)
 
+    filled: set[str] = set()
+    if isinstance(weights, Pretrained):
+        filled.update(name for stage in stages for name in weights.fill(stage))
+        for name in needed & weights.sources.keys():
+            keep(name, weights.whole(name).to(program.model.get_buffer(name).dtype))
+        needed -= weights.sources.keys()
+        weights = weights.rest
     for stage in stages:
         for name in tensor_names(stage):
             if name in program.literals:
                 fill(stage, name, program.literals[name])
-            elif isinstance(weights, Mapping):
+            elif isinstance(weights, Mapping) and name not in filled:
                 fill(stage, name, weights[name])
     if isinstance(weights, Mapping):
         for name in needed:
             keep(name, weights[name])
         return buffers
-    boxes, takers = _boxes(stages, weights, program)
+    boxes, takers = _boxes(stages, weights.without(weights.given | filled), program)
     for name in needed:
         whole = full_box(weights.shape(name))
         boxes.setdefault(name, []).append(whole)
@@ -122,6 +130,11 @@ def _constants(stage: StageModule) -> tuple[str, ...]:
 def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
     """Copies of the initial values of ``names``."""
     found: dict[str, Tensor] = {}
+    if isinstance(weights, Pretrained):
+        stored = [name for name in names if name in weights.sources]
+        rest = [name for name in names if name not in weights.sources]
+        return {**{name: weights.whole(name) for name in stored},
+                **whole_tensors(rest, weights.rest)}  # fmt: skip
     if isinstance(weights, deferred_init.Deferred):
         deferred_init.materialize(weights, names, found.__setitem__)
         return found

@@ -27,7 +27,7 @@ PUBLIC = {
     "AutoparallelError", "CaptureError", "DeviceMemoryError", "HangError", "InfeasibleError",
     "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
     "TimeLimitError", "UsageError",
-    "VerificationError", "WorkerError", "__version__", "describe", "load", "load_plan",
+    "VerificationError", "WorkerError", "__version__", "describe", "export", "load", "load_plan",
     "one_process", "parallelize", "plan", "register_op", "save", "save_plan",
 }  # fmt: skip
 

@@ -130,6 +130,14 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="a setting for build_model; repeatable"),
 ]
+LoraOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="r=8,alpha=16[,targets=A+B]",
+        help="train adapters of an hf: target and freeze its weights",
+    ),
+]
 ProfileOption = Annotated[
     str,
     typer.Option(
@@ -231,6 +239,11 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(function).parameters.items()
     }
+
+
+def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
+    """The settings with ``--lora``, which is one: a plan carries it like the others."""
+    return [*(settings or ()), *([] if lora is None else [f"lora={lora}"])]
 
 
 def stdout_console() -> Console:

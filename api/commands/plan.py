@@ -10,11 +10,13 @@ from autoparallel.collection import rare_collections
 from autoparallel.commands.options import (
     ClusterOption,
     JsonOption,
+    LoraOption,
     OutputOption,
     SetOption,
     TargetArgument,
     planning,
     stdout_console,
+    with_lora,
 )
 from autoparallel.options import parse_settings
 
@@ -40,6 +42,7 @@ def plan(
     options: PlanOptions,
     output: OutputOption = None,
     settings: SetOption = None,
+    lora: LoraOption = None,
     json: JsonOption = False,
     check: CheckOption = False,
     no_cache: NoCacheOption = False,
@@ -47,7 +50,7 @@ def plan(
     """Find the fastest way to train TARGET on a cluster."""
     from autoparallel.targets import load_target
 
-    loaded = load_target(target, parse_settings(settings or ()))
+    loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     if check:
         from autoparallel.check import check_target
 

@@ -13,11 +13,13 @@ import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
+    LoraOption,
     OutputOption,
     SetOption,
     StepsOption,
     planning,
     stdout_console,
+    with_lora,
 )
 from autoparallel.options import parse_settings
 
@@ -59,6 +61,29 @@ InitOption = Annotated[
         "plain build, for which each rank draws the whole model's)",
     ),
 ]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="PATH",
+        help="initial weights: a .safetensors, .pt or .bin file, a folder of save_pretrained, or "
+        "a checkpoint",
+    ),
+]
+WeightsPartialOption = Annotated[
+    bool,
+    typer.Option("--weights-partial", help="names may be missing in --weights, or in the model"),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="PATH",
+        help="train a causal language model on text: a file, JSON lines with a field text, or a "
+        "folder of .txt",
+    ),
+]
+
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
 ]
@@ -74,6 +99,10 @@ def run(
     options: PlanOptions,
     output: OutputOption = None,
     settings: SetOption = None,
+    lora: LoraOption = None,
+    weights: WeightsOption = None,
+    weights_partial: WeightsPartialOption = False,
+    data: DataOption = None,
     save: SaveOption = None,
     save_every: SaveEveryOption = None,
     keep: KeepOption = None,
@@ -82,23 +111,28 @@ def run(
     init: InitOption = "sharded",
     timeout: TimeoutOption = 600.0,
 ) -> None:
-    """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
+    """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
     if save is None and (save_every is not None or keep is not None or save_async):
         from autoparallel.planner.errors import UsageError
 
         raise UsageError(
             "AP891", "--save-every, --keep and --save-async need --save DIR", fix="add --save DIR"
         )
+    if weights is not None:
+        from autoparallel.training import check_weights
+
+        check_weights(weights, resume)
+    settings = with_lora(settings, lora)
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
-        from autoparallel.training import start_training
+        from autoparallel.training import Sources, start_training
         from autoparallel.worker import Saving
 
         saving = None
         if save is not None:
             saving = Saving(save, every=save_every, keep=keep, asynchronous=save_async)
         start_training(
-            path, steps=steps, seed=seed, saving=saving, resume=resume, init=init,
-            timeout_seconds=timeout,
+            path, steps=steps, seed=seed, saving=saving, resume=resume,
+            sources=Sources(weights, weights_partial, data, init), timeout_seconds=timeout,
         )  # fmt: skip
 
 

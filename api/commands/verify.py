@@ -9,8 +9,10 @@ import typer
 from autoparallel.commands.options import (
     ClusterOption,
     JsonOption,
+    LoraOption,
     SetOption,
     planning,
+    with_lora,
 )
 from autoparallel.commands.run import SourceArgument, plan_path
 
@@ -30,9 +32,11 @@ def verify(
     cluster: ClusterOption = "local",
     options: PlanOptions,
     settings: SetOption = None,
+    lora: LoraOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compare loss, every gradient and the weights after two steps with one device."""
+    settings = with_lora(settings, lora)
     with plan_path(source, cluster, options, settings=settings, quiet=True) as path:
         from autoparallel.training import start_verification
 
