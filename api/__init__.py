@@ -34,9 +34,10 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from autoparallel.planner.plan import Plan
-    from autoparallel.python import Step, parallelize, plan
+    from autoparallel.python import parallelize, plan
     from autoparallel.register import register_op
     from autoparallel.report import describe
+    from autoparallel.step import Step
 
 __version__ = "0.1.0"
 
@@ -68,7 +69,7 @@ __all__ = [
 _HOMES = {
     "ParallelModule": "autoparallel.module",
     "Plan": "autoparallel.planner.plan",
-    "Step": "autoparallel.python",
+    "Step": "autoparallel.step",
     "describe": "autoparallel.report",
     "load_plan": "autoparallel.plan_io",
     "parallelize": "autoparallel.python",

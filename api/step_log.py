@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autoparallel.planner.plan import Plan
 from autoparallel.report.words import bytes_text, count_text, seconds_text
-from autoparallel.runtime.trainer import StepResult
+from autoparallel.runtime.training_step import StepResult
 
 WARMUP_STEPS = 2
 """Steps that the summary leaves out: allocators and caches fill."""
