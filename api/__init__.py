@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.callbacks import Callback
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoparallelError",
+    "Callback",
     "CaptureError",
     "DeviceMemoryError",
     "HangError",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "autoparallel.callbacks",
     "ParallelModule": "autoparallel.module",
     "Plan": "autoparallel.planner.plan",
     "Step": "autoparallel.step",

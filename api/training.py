@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from autoparallel.planner.arranged.asynchronous import is_asynchronous
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import shape_text
+from autoparallel.run_options import RunOptions
 from autoparallel.runtime.launch import launch
 
 VERIFY_DTYPES = ("fp64", "fp32")
@@ -30,21 +32,28 @@ def start_training(
     save_every: int | None = None,
     resume: str | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    options: RunOptions | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
     ``save`` and ``resume`` are folders of checkpoints (see ``worker.train``).
-    Returns measured and predicted figures (see ``worker.outcome``).
+    Returns measured and predicted figures (see ``worker.outcome``). Raises as
+    ``RunOptions.check`` does.
     """
-    folders = {
-        name: None if folder is None else str(Path(folder).resolve())
-        for name, folder in (("save", save), ("resume", resume))
-    }
+    asked = options or RunOptions()
+    asked.check()
+    asked = replace(asked, metrics=_resolved(asked.metrics),
+                    tensorboard=_resolved(asked.tensorboard))  # fmt: skip
+    folders = {"save": _resolved(save), "resume": _resolved(resume)}
     return _start(
         "train", path, timeout_seconds=timeout_seconds,
-        steps=steps, seed=seed, save_every=save_every, **folders,
+        steps=steps, seed=seed, save_every=save_every, options=asdict(asked), **folders,
     )  # fmt: skip
+
+
+def _resolved(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
 
 
 def start_verification(path: Path, *, dtype: str, json_output: bool, seed: int = 0) -> None:

@@ -28,6 +28,7 @@ from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
+from autoparallel.run_options import RunOptions, load_state, save_state, told
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.process import Worker
@@ -51,34 +52,50 @@ def train(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
 
     ``save`` is the folder of checkpoints, written every ``save_every`` steps and at the end;
     ``resume`` a checkpoint, or such a folder, whose newest is taken. Data goes on where the
-    checkpoint stopped. Returns the measured and predicted seconds and bytes, and the losses.
+    checkpoint stopped. ``options`` are those of ``RunOptions``. Returns the measured and
+    predicted seconds and bytes, and the losses.
     """
     plan, target = load_job(plan_path)
     device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
     trainer, memory = make_trainer(plan, target, worker, device=device, seed=seed)
-    log = StepLog(plan, memory, is_printing=worker.rank == 0)
+    asked = RunOptions(**(options or {}))
+    trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
-    done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
-    batches = itertools.islice(global_batches(trainer, target, seed), done, None)
-    for step in range(done + 1, done + steps + 1):
-        inputs = log.timed_data(batches)
-        log.add(step, trainer.step(inputs))
-        is_due = step == done + steps or (save_every is not None and step % save_every == 0)
-        if save is not None and is_due:
-            log.finish()
-            worker.watchdog.progress(f"writing the checkpoint of step {step}")
-            trainer.save(checkpoint_path(save, step), step=step)
-            log.restart()
-    log.finish()
+    done = used = 0
+    if resume is not None:
+        folder = newest_checkpoint(resume)
+        done = trainer.load(folder)
+        used = load_state(trainer, folder, num_batches=done * asked.accumulate)
+    batches = itertools.islice(global_batches(trainer, target, seed), used, None)
+    with told(asked, plan, target, rank=worker.rank) as callback:
+        is_printing = worker.rank == 0
+        log = StepLog(plan, memory, callback, asked.accumulate, is_printing=is_printing)
+        for step in range(done + 1, done + steps + 1):
+            log.add(step, trainer.step(*(log.timed_data(batches) for _ in range(asked.accumulate))))
+            used += asked.accumulate
+            is_due = step == done + steps or (save_every is not None and step % save_every == 0)
+            if save is not None and is_due:
+                log.finish()
+                trainer.steps.finish()
+                worker.watchdog.progress(f"writing the checkpoint of step {step}")
+                path = checkpoint_path(save, step)
+                trainer.save(path, step=step)
+                save_state(trainer, path, num_batches=used)
+                callback.on_checkpoint(step, path)
+                log.restart()
+        log.finish()
+        trainer.steps.finish()
+        callback.on_end()
     if worker.rank == 0:
-        print(summary(log.records, plan), flush=True)
-    return outcome(log.records, plan)
+        print(summary(log.records, plan, asked.accumulate), flush=True)
+    return outcome(log.records, plan, asked.accumulate)
 
 
 def checkpoint_path(folder: str, step: int) -> Path:
