@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.callbacks import Callback
     from autoparallel.checkpoints import load, save
     from autoparallel.environment import one_process
     from autoparallel.exporting import export
@@ -37,14 +38,16 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from autoparallel.planner.plan import Plan
-    from autoparallel.python import Step, parallelize, plan
+    from autoparallel.python import parallelize, plan
     from autoparallel.register import register_op
     from autoparallel.report import describe
+    from autoparallel.step import Step
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoparallelError",
+    "Callback",
     "CaptureError",
     "DeviceMemoryError",
     "HangError",
@@ -73,9 +76,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "autoparallel.callbacks",
     "ParallelModule": "autoparallel.module",
     "Plan": "autoparallel.planner.plan",
-    "Step": "autoparallel.python",
+    "Step": "autoparallel.step",
     "describe": "autoparallel.report",
     "load": "autoparallel.checkpoints",
     "export": "autoparallel.exporting",

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from autoparallel.environment import as_launched, under_torchrun
 from autoparallel.module import ParallelModule
 from autoparallel.planner.errors import UsageError
-from autoparallel.python import Step
 from autoparallel.runtime.checkpoint import load_checkpoint, save_checkpoint
 from autoparallel.runtime.checkpoint_state import module_state
 from autoparallel.runtime.checkpoint_writer import CheckpointWriter, PendingSave
 from autoparallel.runtime.watchdog import BETWEEN_STEPS
+from autoparallel.step import Step
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
@@ -104,7 +104,8 @@ def _given(
 ) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
     """The module, its optimizer and the parts. Raises UsageError AP890."""
     if isinstance(model, Step):
-        return _given(model.model, model.optimizer if optimizer is None else optimizer, extras)
+        optimizer = model.optimizer if optimizer is None else optimizer
+        return _given(model.model, optimizer, {"update": model, **extras})
     if not isinstance(model, nn.Module):
         raise UsageError(
             "AP890", f"a {type(model).__name__} has no weights to save or load",

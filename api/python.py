@@ -17,7 +17,7 @@ ordinary ``loss.backward()`` loop works where there is none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
@@ -28,13 +28,11 @@ from torch import Tensor, nn
 from autoparallel.adopted import Job
 from autoparallel.asked import Init, SearchOptions, checked_init, options_of
 from autoparallel.environment import under_torchrun
-from autoparallel.module import ParallelModule, adopt, parallel_class
+from autoparallel.module import adopt, parallel_class
 from autoparallel.passes.deferred_init import Deferred, record_build
-from autoparallel.passes.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import load_pretrained
 from autoparallel.targets import (
     Batch,
@@ -46,7 +44,6 @@ from autoparallel.targets import (
 )
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
-BuildOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,82 +289,10 @@ def _job(
     )
 
 
-class Step:
-    """One training step of a model, the same call for every plan.
+def __getattr__(name: str) -> Any:
+    """``Step``, which is at home in ``autoparallel.step``."""
+    if name != "Step":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from autoparallel.step import Step
 
-    ``step(batch)`` takes the global batch (the same on every rank), runs forward, backward
-    and the optimizer, and returns the loss of the global batch on every rank.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        plan: Plan | None = None,
-        loss_fn: LossFn | None = None,
-        build_optimizer: BuildOptimizer | None = None,
-        timeout_seconds: float | None = None,
-        buckets: Sequence[int] = (),
-    ) -> None:
-        """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
-
-        The optimizer is ``build_optimizer(parameters)``, or the plan's by name, or AdamW.
-
-        Under torchrun a rank that makes no progress in a step for ``timeout_seconds`` (600), or
-        that dies, ends every rank: each says what it was doing and which rank failed to come.
-
-        ``buckets`` are lengths of sequences below the planned one, in ascending order: a step
-        with a shorter batch runs at the shortest length that it fits, padded to that.
-
-        Raises UsageError AP142 where a plan with several devices is given outside torchrun,
-        and AP148 for a plain module under torchrun.
-        """
-        self.model = model
-        self.plan = plan
-        self.loss_fn = loss_fn
-        if isinstance(model, ParallelModule):
-            trainer = model.join(
-                plan=plan, loss_fn=loss_fn, build_optimizer=build_optimizer,
-                timeout_seconds=timeout_seconds, buckets=buckets,
-            )  # fmt: skip
-            self.plan = trainer.plan
-            self.optimizer = trainer.optimizer
-            self._run: Callable[[Batch], Tensor] = lambda batch: (
-                trainer.step(trainer.inputs(batch)).loss
-            )
-            return
-        if under_torchrun():
-            raise UsageError(
-                "AP148",
-                "a plain module cannot be trained under torchrun",
-                why="every process would train a copy of its own",
-                fix="model = autoparallel.parallelize(model, example_batch=...)",
-            )
-        _require_one_device(plan)
-        name = "adamw" if plan is None else plan.model.optimizer
-        own = list(model.parameters())
-        self.optimizer = (
-            default_optimizer(own, name) if build_optimizer is None else build_optimizer(own)
-        )
-        self._run = self._one_device
-
-    def __call__(self, batch: Batch) -> Tensor:
-        """Trains on the global ``batch``; returns its loss, a scalar without a graph."""
-        return self._run(batch)
-
-    def _one_device(self, batch: Batch) -> Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = find_loss(call_model(self.model, batch), batch, self.loss_fn)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        return loss.detach()
-
-
-def _require_one_device(plan: Plan | None) -> None:
-    devices = 0 if plan is None else sum(len(stage.devices) for stage in plan.stages)
-    if devices > 1:
-        raise UsageError(
-            "AP142",
-            f"the plan is for {devices} devices, but this process is alone",
-            fix=f"torchrun --nproc-per-node {devices} your_script.py",
-        )
+    return Step

@@ -9,30 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
+from autoparallel.callbacks import Callback, StepRecord
 from autoparallel.planner.plan import Plan
 from autoparallel.report.words import bytes_text, count_text, seconds_text
-from autoparallel.runtime.trainer import StepResult
+from autoparallel.runtime.training_step import StepResult
 
 WARMUP_STEPS = 2
 """Steps that the summary leaves out: allocators and caches fill."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A finished step as rank 0 saw it."""
-
-    step: int
-    loss: float
-    gradient_norm: float
-    memory_bytes: int
-    seconds: float
 
 
 class MemoryMeter:
@@ -58,12 +47,23 @@ class MemoryMeter:
 class StepLog:
     """The records of a run's steps; ``is_printing`` on the rank that prints them.
 
+    ``callback`` is told of each; a step uses ``num_batches`` global batches.
+
     A step's time is that between two returns of ``step`` on the CPU, without the time of its
     data, as nothing else goes on meanwhile; on an accelerator, where ``step`` returns early,
     that between the arrivals of two losses.
     """
 
-    def __init__(self, plan: Plan, memory: MemoryMeter, *, is_printing: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        memory: MemoryMeter,
+        callback: Callback,
+        num_batches: int = 1,
+        *,
+        is_printing: bool,
+    ) -> None:
+        self._callback, self._num_batches = callback, num_batches
         self.records: list[StepRecord] = []
         self._plan, self._memory, self._is_printing = plan, memory, is_printing
         self._running: tuple[int, StepResult, float] | None = None
@@ -103,9 +103,19 @@ class StepLog:
         loss, norm = float(result.loss), float(result.gradient_norm)
         if self._memory.is_accelerator:
             seconds = self._lap()
-        self.records.append(StepRecord(step, loss, norm, self._memory.peak_bytes(), seconds))
+        unit, count = rows_or_tokens(self._plan)
+        rates = [float(rate) for rate in result.learning_rates]
+        record = StepRecord(
+            step, loss, norm, self._memory.peak_bytes(), seconds,
+            learning_rate=rates[0] if rates else None,
+            skipped_steps=0 if result.skipped is None else int(result.skipped),
+            unit=unit, throughput=self._num_batches * count / seconds,
+        )  # fmt: skip
+        self.records.append(record)
         if self._is_printing:
-            print(step_line(self.records[-1], self._plan), flush=True)
+            predicted = self._plan.prediction.step_seconds * self._num_batches
+            print(step_line(record, predicted), flush=True)
+        self._callback.on_step(record)
 
 
 def rows_or_tokens(plan: Plan) -> tuple[str, int]:
@@ -115,33 +125,36 @@ def rows_or_tokens(plan: Plan) -> tuple[str, int]:
     return "rows", plan.model.global_batch
 
 
-def step_line(record: StepRecord, plan: Plan) -> str:
+def step_line(record: StepRecord, predicted_seconds: float) -> str:
     """One step in one line."""
-    unit, count = rows_or_tokens(plan)
-    predicted = plan.prediction.step_seconds
+    skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     return (
         f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
         f"  memory {bytes_text(record.memory_bytes)}"
-        f"  {unit}/s {count_text(count / record.seconds)}"
-        f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted)})"
+        f"  {record.unit}/s {count_text(record.throughput)}"
+        f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted_seconds)})"
+        f"{skipped}"
     )
 
 
-def outcome(records: list[StepRecord], plan: Plan) -> dict[str, Any]:
-    """Measured and predicted figures; the time is the median step after the warm-up."""
+def outcome(records: list[StepRecord], plan: Plan, num_batches: int = 1) -> dict[str, Any]:
+    """Measured and predicted figures; the time is the median step after the warm-up.
+
+    A step uses ``num_batches`` global batches.
+    """
     timed = sorted(record.seconds for record in records[WARMUP_STEPS:] or records)
     return {
         "step_seconds": timed[len(timed) // 2],
-        "predicted_step_seconds": plan.prediction.step_seconds,
+        "predicted_step_seconds": plan.prediction.step_seconds * num_batches,
         "memory_bytes": max(record.memory_bytes for record in records),
         "predicted_memory_bytes": plan.prediction.peak_memory_bytes,
         "losses": [record.loss for record in records],
     }
 
 
-def summary(records: list[StepRecord], plan: Plan) -> str:
+def summary(records: list[StepRecord], plan: Plan, num_batches: int = 1) -> str:
     """Measured against predicted, and where the loss went."""
-    found = outcome(records, plan)
+    found = outcome(records, plan, num_batches)
     seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
     memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
     lines = [

@@ -6,7 +6,10 @@ A target is ``model.py``, ``model.py:function``, ``package.module:function`` or
     build_model(**settings) -> nn.Module                  required
     example_batch(global_batch, seq=None) -> dict or tuple of tensors, global shapes; required
     loss_fn(outputs, batch) -> scalar                     if forward returns no loss
-    build_optimizer(params) -> Optimizer                  AdamW if absent
+    build_optimizer(params) -> Optimizer                  AdamW if absent; an argument called
+                                                          named_parameters gets (name, parameter)
+    build_scheduler(optimizer) -> scheduler               stepped after each update
+    callbacks() -> list of autoparallel.Callback          told of each step, on rank 0
     build_data(rank, world) -> iterable of batches        the example batch if absent
 
 Loading a target runs its file.
@@ -54,6 +57,8 @@ class Target:
     loss_fn: LossFn | None = None
     build_optimizer: Callable[[Any], Optimizer] | None = None
     build_data: Callable[..., Any] | None = None
+    build_scheduler: Callable[[Optimizer], Any] | None = None
+    callbacks: Callable[[], Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     takes_seq: bool = True
     is_named: bool = True
@@ -81,6 +86,8 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
         loss_fn=_optional(module, "loss_fn", place),
         build_optimizer=_optional(module, "build_optimizer", place),
         build_data=_optional(module, "build_data", place),
+        build_scheduler=_optional(module, "build_scheduler", place),
+        callbacks=_optional(module, "callbacks", place),
         settings=settings,
         takes_seq=takes_seq(module.example_batch),
     )

@@ -16,6 +16,7 @@ from autoparallel.planner.arranged.asynchronous import is_asynchronous
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import shape_text
+from autoparallel.run_options import RunOptions
 from autoparallel.runtime.launch import launch
 from autoparallel.runtime.weight_files import open_weights
 from autoparallel.worker import Saving
@@ -53,6 +54,7 @@ def start_training(
     resume: str | None = None,
     sources: Sources = NOTHING,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    options: RunOptions | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
@@ -60,9 +62,13 @@ def start_training(
     ``saving`` and ``resume``: see ``worker.train``. ``sources`` are where initial weights and
     data come from. Returns measured and predicted figures (see ``worker.outcome``).
 
-    Raises UsageError AP850 for an unknown way to draw weights, and AP863 where both weights and
-    ``resume`` are given.
+    Raises as ``RunOptions.check`` does, UsageError AP850 for an unknown way to draw weights, and
+    AP863 where both weights and ``resume`` are given.
     """
+    asked = options or RunOptions()
+    asked.check()
+    asked = replace(asked, metrics=_resolved(asked.metrics),
+                    tensorboard=_resolved(asked.tensorboard))  # fmt: skip
     checked_init(sources.init)
     if sources.weights is not None:
         check_weights(sources.weights, resume)
@@ -70,10 +76,13 @@ def start_training(
         saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
         "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
-        saving=None if saving is None else asdict(saving),
-        resume=None if resume is None else str(Path(resume).resolve()),
-        sources=asdict(sources.resolved()),
+        saving=None if saving is None else asdict(saving), resume=_resolved(resume),
+        sources=asdict(sources.resolved()), options=asdict(asked),
     )  # fmt: skip
+
+
+def _resolved(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
 
 
 def check_weights(weights: str, resume: str | None) -> None:

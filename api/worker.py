@@ -28,6 +28,7 @@ from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
+from autoparallel.run_options import RunOptions, told
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
@@ -53,14 +54,15 @@ def train(
     saving: Mapping[str, Any] | None = None,
     resume: str | None = None,
     sources: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains by the plan; rank 0 prints each step and a summary.
 
     ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose
     newest is taken. Data goes on where the checkpoint stopped, with its seed, and no initial
     weights are drawn. ``sources`` are the fields of ``training.Sources``: initial weights, how
-    they are drawn, and data of text. Returns the measured and predicted seconds and bytes, and
-    the losses.
+    they are drawn, and data of text; ``options`` those of ``RunOptions``. Returns the measured
+    and predicted seconds and bytes, and the losses.
     """
     plan, target = load_job(plan_path)
     given = {} if sources is None else sources
@@ -74,40 +76,48 @@ def train(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
         is_given=resume is not None, start=start,
     )  # fmt: skip
-    log = StepLog(plan, memory, is_printing=worker.rank == 0)
+    asked = RunOptions(**(options or {}))
+    trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
     position = DataPosition(seed)
-    trainer.parts["data"] = position
+    trainer.parts.update(data=position, update=trainer.steps.update)
     done = 0
     if resume is not None:
         worker.watchdog.progress("reading the checkpoint")
-        done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data",))
+        done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
+        position.batches = position.batches or done * asked.accumulate
     batches = itertools.islice(
-        global_batches(trainer, target, position.seed), position.batches or done, None
+        global_batches(trainer, target, position.seed), position.batches, None
     )
     how = Saving(**saving) if saving is not None else None
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
-    for step in range(done + 1, done + steps + 1):
-        inputs = log.timed_data(batches)
-        log.add(step, trainer.step(inputs))
-        position.batches = step
-        trainer.checkpoints.check()
-        if how is not None and how.is_due(step, done + steps):
-            log.finish()
-            worker.watchdog.progress(f"writing the checkpoint of step {step}")
-            trainer.save(
-                how.folder, step=step, optimizer=trainer.optimizer, keep=how.keep,
-                asynchronous=how.asynchronous,
-            )  # fmt: skip
-            log.restart()
-    log.finish()
-    worker.watchdog.progress("waiting for the last checkpoint")
-    trainer.checkpoints.wait()
+    with told(asked, plan, target, rank=worker.rank) as callback:
+        is_printing = worker.rank == 0
+        log = StepLog(plan, memory, callback, asked.accumulate, is_printing=is_printing)
+        for step in range(done + 1, done + steps + 1):
+            log.add(step, trainer.step(*(log.timed_data(batches) for _ in range(asked.accumulate))))
+            position.batches += asked.accumulate
+            trainer.checkpoints.check()
+            if how is not None and how.is_due(step, done + steps):
+                log.finish()
+                trainer.steps.finish()
+                worker.watchdog.progress(f"writing the checkpoint of step {step}")
+                trainer.save(
+                    how.folder, step=step, optimizer=trainer.optimizer, keep=how.keep,
+                    asynchronous=how.asynchronous,
+                )  # fmt: skip
+                callback.on_checkpoint(step, checkpoint_path(how.folder, step))
+                log.restart()
+        log.finish()
+        trainer.steps.finish()
+        worker.watchdog.progress("waiting for the last checkpoint")
+        trainer.checkpoints.wait()
+        callback.on_end()
     if worker.rank == 0:
-        print(summary(log.records, plan), flush=True)
-    return outcome(log.records, plan)
+        print(summary(log.records, plan, asked.accumulate), flush=True)
+    return outcome(log.records, plan, asked.accumulate)
 
 
 def keep_plan(plan: Plan, folder: str) -> None:

@@ -67,7 +67,9 @@ class StageExecutor:
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
         weights after every ``per_update`` micro-batches, which ``stage`` is built for, and
-        compute with ``versions`` of them.
+        compute with ``versions`` of them. Gradients are those of the loss times ``loss_scale``;
+        while ``keeps_gradients`` a step adds its own to those that are there, which no
+        ``finish_step`` may have completed.
         """
         self.stage = stage
         self.program = stage.program
@@ -77,6 +79,8 @@ class StageExecutor:
         self.versions = versions
         self.seed = seed
         self.steps_begun = 0
+        self.loss_scale: Tensor | float = 1.0
+        self.keeps_gradients = False
         self.parameters = stage.by_name
         self.use_constants(constants or {}, counted)
         self._counts: list[Mapping[str, Tensor]] = []
@@ -114,7 +118,8 @@ class StageExecutor:
         self._part, self.program = part, self.stage.programs[part]
 
     def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
-        """Start a step on the global ``batch``; forget the gradients of the one before."""
+        """Start a step on the global ``batch``; forget the gradients of the one before, unless
+        they are kept."""
         self._batch = batch
         self.program.draws.key = step_key(self.seed, self.steps_begun)
         self.steps_begun += torch.is_grad_enabled()
@@ -124,11 +129,12 @@ class StageExecutor:
             self.stage.weight_gradients.clear()
         self.stage.keep_buffers()
         self._counts = list(self._counted())
-        if forgets_gradients:
+        if forgets_gradients and not self.keeps_gradients:
             self.zero_grad()
-        begin_step(self.stage)
-        for parameter in self.parameters.values():
-            parameter.refresh()
+        if not self.keeps_gradients:
+            begin_step(self.stage)
+            for parameter in self.parameters.values():
+                parameter.refresh()
         if self.versions is not None:
             self.versions.begin()
 
@@ -246,7 +252,7 @@ class StageExecutor:
             gradient = gradients.get(key)
             if key == self.program.loss:
                 assert flight.loss is not None
-                share = torch.full_like(flight.loss, 1.0 / self.per_update)
+                share = torch.full_like(flight.loss, 1.0 / self.per_update) * self.loss_scale
                 gradient = share if gradient is None else gradient + share
             if gradient is not None:
                 edges.append(edge)

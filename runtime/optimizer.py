@@ -6,6 +6,7 @@ stock ``torch.optim`` optimizer on DTensors; the exact global gradient norm.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..planner.errors import UsageError
 from .arriving import Arrival
 from .parameters import StageParameter
 
 LEARNING_RATE = 3e-4
 
-BuildOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+BuildOptimizer = Callable[[Any], Optimizer]
+"""Takes the parameters as a list, or, by the name ``named_parameters``, pairs with names."""
 
+NAMED = "named_parameters"
 
 SGD_LEARNING_RATE = 1e-2
 MOMENTUM = 0.9
@@ -50,37 +54,137 @@ def _named(
     return kind(parameters, lr=learning_rate or LEARNING_RATE, fused=fused)
 
 
+def built(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """What the user's ``build`` makes of the parameters that are trained.
+
+    It gets pairs of a name and a parameter where its only required argument is called
+    ``named_parameters``, and the list of the parameters otherwise.
+
+    Raises UsageError AP903 where it returns no optimizer.
+    """
+    pairs = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    takes_names = _required(build) == [NAMED]
+    optimizer = build(iter(pairs) if takes_names else [parameter for _, parameter in pairs])
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            "AP903",
+            f"build_optimizer returns a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            fix="return the optimizer: return torch.optim.AdamW(parameters)",
+        )
+    return optimizer
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that ``function`` must be given."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin says nothing of its arguments
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+
+
 def build_optimizer(
     parameters: Iterable[StageParameter],
     build: BuildOptimizer | None = None,
     *,
     name: str = "adamw",
     learning_rate: float | None = None,
+    stand_ins: Iterable[tuple[str, nn.Parameter]] = (),
 ) -> Optimizer:
-    """The optimizer of this rank's masters: the user's ``build(params)``, or the plan's by name.
+    """The optimizer of this rank's masters: the user's (see ``built``), or the plan's by name.
 
-    Multi-tensor kernels take tensors of one mesh at a time, so there is one group per mesh
-    and layout, and a user's group that mixes them is run tensor by tensor. A rank that
-    trains nothing gets an optimizer of nothing, without a call of ``build``.
+    Its groups are as they were made; each ``step`` runs them by mesh and layout (see
+    ``LayoutGroups``). A rank that trains nothing gets the user's optimizer of ``stand_ins``,
+    parameters that never have a gradient: schedulers find the same groups on every rank.
+
+    Raises UsageError AP903 as ``built`` does, and AP904 where the optimizer holds parameters
+    that are not the plan's.
     """
-    masters = [p.master for p in parameters if p.spec.requires_grad]
-    if build is not None:
-        if not masters:
-            return SGD([{"params": []}], lr=0.0)
-        optimizer = build(masters)
-        for group in optimizer.param_groups:
-            if len(_by_layout(group["params"])) > 1:
-                group.update({key: False for key in ("foreach", "fused") if key in group})
-        return optimizer
-    groups = [{"params": members} for members in _by_layout(masters)]
-    return _named(name, groups or [{"params": []}], fused=True, learning_rate=learning_rate)
+    held = list(parameters)
+    trained = [p for p in held if p.spec.requires_grad]
+    if build is None:
+        groups: list[Any] = [p.master for p in trained] or [{"params": []}]
+        optimizer = _named(name, groups, fused=True, learning_rate=learning_rate)
+    elif trained:
+        optimizer = built(build, [(p.name, p.master) for p in trained])
+        _check_held(optimizer, held)
+    else:
+        try:
+            optimizer = built(build, stand_ins)
+        except ValueError:  # ``build`` has names of its own and found none of them here
+            optimizer = SGD([{"params": []}], lr=0.0)
+    LayoutGroups(optimizer)
+    return optimizer
 
 
-def _by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _check_held(optimizer: Optimizer, held: Iterable[StageParameter]) -> None:
+    known = {id(parameter.master) for parameter in held}
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = sum(id(parameter) not in known for parameter in found)
+    if strange or not found:
+        what = f"{strange} parameters that are not" if strange else "no parameter that is"
+        raise UsageError(
+            "AP904",
+            f"build_optimizer returns an optimizer with {what} trained by the plan",
+            why="the model's own parameters are computed with, and no others",
+            fix="take the parameters that build_optimizer is given, or those of the parallelized "
+            "model, not of the model before",
+        )
+
+
+class LayoutGroups:
+    """Has an optimizer's ``step`` run each of its groups in parts of one mesh and layout.
+
+    The multi-tensor kernels of ``torch.optim`` (``foreach``, ``fused``) take DTensors of one
+    mesh and layout at a time. While a step runs, a group that mixes them is replaced by its
+    parts, with the group's options, in the order in which the layouts first appear. Outside of
+    steps, for schedulers and ``state_dict``, the groups are the user's. Optimizers without such
+    kernels are left alone.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._whole: list[dict[str, Any]] | None = None
+        self._known: dict[int, tuple[tuple[int, ...], list[list[nn.Parameter]]]] = {}
+        optimizer.register_step_pre_hook(self._split)
+        optimizer.register_step_post_hook(self._join)
+
+    def _split(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        whole = optimizer.param_groups if self._whole is None else self._whole
+        if all(len(self._parts(group)) == 1 for group in whole):
+            return
+        self._whole = whole
+        optimizer.param_groups = [
+            {**group, "params": part} for group in whole for part in self._parts(group)
+        ]
+
+    def _join(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Also keeps what the step has written into its groups."""
+        if self._whole is None:
+            return
+        parts = iter(optimizer.param_groups)
+        for group in self._whole:
+            for part in [next(parts) for _ in self._parts(group)]:
+                group.update({key: part[key] for key in part if key != "params"})
+        optimizer.param_groups, self._whole = self._whole, None
+
+    def _parts(self, group: dict[str, Any]) -> list[list[nn.Parameter]]:
+        members = group["params"]
+        if "foreach" not in group and "fused" not in group:
+            return [members]
+        ids = tuple(map(id, members))
+        known = self._known.get(id(group))
+        if known is None or known[0] != ids:
+            self._known[id(group)] = known = (ids, by_layout(members) or [members])
+        return known[1]
+
+
+def by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in runs of one mesh and layout."""
     groups: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for master in masters:
-        assert isinstance(master, DTensor)
-        groups.setdefault((master.device_mesh, master.placements), []).append(master)
+        kind = (master.device_mesh, master.placements) if isinstance(master, DTensor) else ()
+        groups.setdefault(kind, []).append(master)
     return list(groups.values())
 
 
@@ -127,13 +231,28 @@ def replicas(parameter: StageParameter) -> int:
     return count
 
 
-def clip_gradients(parameters: Iterable[StageParameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their norm, ``norm`` before, is at most ``max_norm``.
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What a gradient of ``norm`` is multiplied by so that its norm is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` does: by ``min(1, max_norm / (norm + 1e-6))``.
+    As ``torch.nn.utils.clip_grad_norm_`` has it: ``min(1, max_norm / (norm + 1e-6))``.
     """
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def published(parameters: Iterable[StageParameter]) -> list[Tensor]:
+    """This rank's part of the gradients that the optimizer reads."""
+    found = []
     for parameter in parameters:
-        gradient = parameter.gradient
+        gradient = parameter.master.grad
         if gradient is not None:
-            gradient.mul_(scale.to(gradient.dtype))
+            assert isinstance(gradient, DTensor)
+            with torch.no_grad():
+                found.append(gradient.to_local())
+    return found
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients of one device and dtype by a number of that device, in place."""
+    if gradients:
+        factor = factor.to(gradients[0].device, gradients[0].dtype)
+        torch._foreach_mul_(list(gradients), factor)

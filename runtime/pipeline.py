@@ -10,7 +10,7 @@ handed over.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -123,8 +123,11 @@ class PipelineRunner:
             action.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for action in row
         )
 
-    def step(self, batch: Values) -> Tensor:
-        """Run one step on the global ``batch``: the true loss on every rank (float64 scalar)."""
+    def step(self, batch: Values, *, reduces: bool = True) -> Tensor:
+        """Run one step on the global ``batch``: the true loss on every rank (float64 scalar).
+
+        Without ``reduces`` gradients stay as they are on each rank, for a step that adds to them.
+        """
         timings: list[ActionTiming] = []
         began = self._clock() if self._clock else 0.0
         self._posted.clear()
@@ -134,6 +137,10 @@ class PipelineRunner:
         with torch.set_grad_enabled(self._trains):
             for prepared in self._row:
                 start = self._clock() - began if self._clock else 0.0
+                if not reduces:
+                    if prepared.action.kind == REDUCE:
+                        continue
+                    prepared = replace(prepared, is_last=False)
                 ready = self._perform(prepared, began)
                 if self._clock:
                     end = self._clock() - began

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..passes.counter_random import counter_random
 from ..passes.random_ops import step_key
+from .optimizer import BuildOptimizer, built
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -29,7 +30,7 @@ def run_reference(
     batches: Sequence[Batch],
     *,
     loss: Callable[[nn.Module, Batch], torch.Tensor],
-    build_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+    build_optimizer: BuildOptimizer,
     seed: int = 0,
     split: Callable[[Batch], Sequence[Batch]] = lambda batch: (batch,),
     random_dims: Mapping[int, int] | None = None,
@@ -43,7 +44,7 @@ def run_reference(
     ``random_dims`` then are the batch dimensions of the random calls.
     """
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer([p for p in parameters.values() if p.requires_grad])
+    optimizer = built(build_optimizer, parameters.items())
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     for step, batch in enumerate(batches):

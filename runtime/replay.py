@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ..cost_model.actions import Weights
 from ..passes.counter_random import counter_random
 from ..passes.random_ops import step_key
+from .optimizer import BuildOptimizer, built
 from .reference import Batch, Reference
 
 
@@ -55,7 +55,7 @@ def run_replay(
     rule: UpdateRule,
     *,
     loss: Callable[[nn.Module, Batch], Tensor],
-    build_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+    build_optimizer: BuildOptimizer,
     seed: int = 0,
     split: Callable[[Batch], Sequence[Batch]] = lambda batch: (batch,),
     random_dims: Mapping[int, int] | None = None,
@@ -82,13 +82,13 @@ class _Replay:
         model: nn.Module,
         rule: UpdateRule,
         loss: Callable[[nn.Module, Batch], Tensor],
-        build_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+        build_optimizer: BuildOptimizer,
         random_dims: Mapping[int, int] | None,
     ) -> None:
         self._model, self._rule, self._loss = model, rule, loss
         self._random_dims = random_dims
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = build_optimizer(list(self._parameters.values()))
+        self._optimizer = built(build_optimizer, self._parameters.items())
 
     def step(self, parts: Sequence[Batch], key: int) -> float:
         """All updates of a step; the mean of the parts' losses."""

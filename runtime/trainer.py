@@ -8,14 +8,13 @@ the world makes a ``Trainer``, and calls ``step`` with the same global batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..passes.program import Program
@@ -23,7 +22,7 @@ from ..passes.stage_cut import Boundary, boundaries, with_replicas
 from ..passes.stage_program import StageProgram, build_stage
 from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_slices import SequenceSlice
-from ..planner.errors import MachineError, PlanError
+from ..planner.errors import AutoparallelError, MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
@@ -34,12 +33,19 @@ from .checkpoint_state import trainer_state, untrained_names
 from .checkpoint_writer import CheckpointWriter, PendingSave
 from .communicator import ProcessCommunicator
 from .data import check_batch, microbatch_rows
+from .diagnosis import diagnosis
 from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
 from .initial_values import Weights, constants_of, fill_stages, whole_tensors
 from .mesh import build_meshes, stages_of_rank
-from .optimizer import BuildOptimizer, GradientNorm, build_optimizer, gradient_norm
+from .optimizer import (
+    BuildOptimizer,
+    GradientNorm,
+    build_optimizer,
+    gradient_norm,
+    published,
+)
 from .padded import SequencePadding
 from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
@@ -48,23 +54,9 @@ from .replay import UpdateRule
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
 from .stage import StageModule
 from .tied import find_tied
+from .training_step import StepResult, TrainingStep, Used
+from .update import BuildScheduler, Update, UpdateOptions, check_updates_itself
 from .versions import WeightVersions
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The loss of the global batch and the norm of the whole gradient, on every rank.
-
-    Both are on their way when the step returns: who reads the loss waits for the last stage,
-    who reads the norm for the gradients of all ranks; the step itself waits for neither.
-    """
-
-    loss: Tensor
-    norm: GradientNorm
-
-    @property
-    def gradient_norm(self) -> Tensor:
-        return self.norm.value()
 
 
 class Trainer:
@@ -131,9 +123,8 @@ class Trainer:
         self.parts: dict[str, Stateful] = {}
         self.checkpoints = CheckpointWriter()
         self.executors = {index: self._make_executor(index, seed) for index in self.stages}
-        self.optimizer: Optimizer = build_optimizer(
-            self.all_parameters(), build, name=plan.model.optimizer
-        )
+        self._progress = progress
+        self.use_optimizer(build)
         sent = [self.crossing, *(self._boundaries_of(each) for each in self.of_buckets)]
         self.runners = [self._make_runner(each, progress) for each in sent]
 
@@ -251,28 +242,74 @@ class Trainer:
         """A batch's tensors by the names that the plan has for them."""
         return {name: batch[key] for name, key in self.program.inputs.items()}  # type: ignore[index]
 
-    def step(self, inputs: Mapping[str, Tensor]) -> StepResult:
-        """One step on the global batch: forward, backward, gradient sums, optimizer.
+    def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
+        """One step on the global batch: forward, backward, gradient sums, the update.
 
-        By an asynchronous schedule the optimizer runs several times, and the norm is that of
-        the last update's gradient.
+        Of several batches, as many as the options accumulate, the gradients are averaged. By an
+        asynchronous schedule the optimizer runs several times, and the norm is that of the last
+        update's gradient.
         """
-        loss = self.backward(inputs)
-        norm = gradient_norm(self.own_parameters(), device=self.device)
-        end_before_exit("norm", norm.arrival)
-        if not self.schedule.is_asynchronous:
-            self.update()
-        return StepResult(loss, norm)
+        *others, last = batches
+        for batch in others:
+            self.steps.accumulate(batch)
+        return self.steps.step(last)
 
-    def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The loss; every parameter's gradient is complete afterwards.
+    def backward(
+        self,
+        inputs: Mapping[str, Tensor],
+        *,
+        scale: Tensor | float = 1.0,
+        accumulates: bool = False,
+        is_last: bool = True,
+    ) -> Tensor:
+        """The loss; every parameter's gradient is complete afterwards, if this ``is_last``.
 
-        By an asynchronous schedule the weights are updated as well.
+        Gradients are those of the loss times ``scale``, added to those that are there if this
+        ``accumulates``. By an asynchronous schedule the weights are updated as well.
 
         Raises as ``fitted`` does.
         """
         fitted = self.fitted(inputs)
-        return self.runners[self._bucket].step(fitted)
+        for executor in self.executors.values():
+            executor.loss_scale, executor.keeps_gradients = scale, accumulates
+        loss = self.runners[self._bucket].step(fitted, reduces=is_last)
+        for executor in self.executors.values():
+            executor.keeps_gradients = False
+        return loss
+
+    @property
+    def batches_begun(self) -> int:
+        """How many batches were run: they decide the random numbers of the next one."""
+        return next((e.steps_begun for e in self.executors.values()), 0)
+
+    @batches_begun.setter
+    def batches_begun(self, count: int) -> None:
+        for executor in self.executors.values():
+            executor.steps_begun = count
+
+    @property
+    def updates_itself(self) -> bool:
+        """Whether the schedule updates the weights in the middle of a step."""
+        return self.schedule.is_asynchronous
+
+    def norm(self) -> GradientNorm:
+        """The norm of the complete gradient. Collective over all ranks."""
+        norm = gradient_norm(self.own_parameters(), device=self.device)
+        end_before_exit("norm", norm.arrival)
+        return norm
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the gradients that the optimizer reads."""
+        return published(self.all_parameters())
+
+    def tell(self, what: str) -> None:
+        """Tell the watchdog what this rank is about to do."""
+        if self._progress is not None:
+            self._progress(what)
+
+    def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
+        """The error that says where the first value came from that is not finite. Collective."""
+        return diagnosis(self, batches)
 
     def fitted(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The global batch in the plan's shapes: shorter sequences are padded.
@@ -327,9 +364,40 @@ class Trainer:
             stage_of,
         )
 
-    def use_optimizer(self, build: BuildOptimizer) -> None:
-        """Replace the optimizer by ``build(parameters)``."""
-        self.optimizer = build_optimizer(self.all_parameters(), build)
+    def use_optimizer(self, build: BuildOptimizer | None) -> None:
+        """Replace the optimizer by the user's, or by the plan's; updates are plain again.
+
+        ``build`` may read this trainer's parameters: all are there. Raises as
+        ``runtime.optimizer.build_optimizer`` does.
+        """
+        self.optimizer: Optimizer = build_optimizer(
+            self.all_parameters(), build, name=self.plan.model.optimizer,
+            stand_ins=self._stand_ins(),
+        )  # fmt: skip
+        self.use_update(UpdateOptions())
+
+    def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters without memory for those of the whole model that are trained."""
+        for node in self.program.graph.parameters:
+            if node.spec.requires_grad:
+                dtype = getattr(torch, node.spec.dtype)
+                empty = torch.empty(node.spec.shape, dtype=dtype, device="meta")
+                yield node.name, nn.Parameter(empty)
+
+    def use_update(
+        self, options: UpdateOptions, build_scheduler: BuildScheduler | None = None
+    ) -> None:
+        """Have steps clip, accumulate, scale and schedule as ``options`` say.
+
+        Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage
+        by stage, before there is a norm.
+        """
+        if self.schedule.is_asynchronous:
+            check_updates_itself(options, self.schedule.name)
+        self.steps = TrainingStep(
+            self,
+            Update(options, self.optimizer, device=self.device, build_scheduler=build_scheduler),
+        )
 
     def save(
         self,
@@ -387,10 +455,6 @@ class Trainer:
             for stage in self.stages.values()
             for name, buffer in stage.changing_buffers().items()
         }
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        self.optimizer.step()
 
 
 def join(device_type: str, local_rank: int) -> torch.device:

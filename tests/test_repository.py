@@ -24,8 +24,8 @@ TORCH_FREE = {"cost_model", "planner"}
 MAX_LINES = 500
 
 PUBLIC = {
-    "AutoparallelError", "CaptureError", "DeviceMemoryError", "HangError", "InfeasibleError",
-    "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
+    "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
+    "InfeasibleError", "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
     "TimeLimitError", "UsageError",
     "VerificationError", "WorkerError", "__version__", "describe", "export", "load", "load_plan",
     "one_process", "parallelize", "plan", "register_op", "save", "save_plan",

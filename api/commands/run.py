@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -25,6 +25,7 @@ from autoparallel.options import parse_settings
 
 if TYPE_CHECKING:
     from autoparallel.planning import PlanOptions
+    from autoparallel.runtime.update import OnNan
 
 SourceArgument = Annotated[
     str,
@@ -88,6 +89,46 @@ TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
 ]
 
+ClipNormOption = Annotated[
+    float | None,
+    typer.Option("--clip-norm", metavar="NORM", help="scale the gradient down to this norm"),
+]
+ClipValueOption = Annotated[
+    float | None,
+    typer.Option("--clip-value", metavar="X", help="cut each element of the gradient to [-X, X]"),
+]
+AccumulateOption = Annotated[
+    int, typer.Option("--accumulate", help="global batches per update of the weights")
+]
+LossScaleOption = Annotated[
+    float | None,
+    typer.Option(
+        "--loss-scale",
+        metavar="X",
+        help="scale the loss, by X at first; skip updates that overflow",
+    ),
+]
+OnNanOption = Annotated[
+    str,
+    typer.Option(
+        "--on-nan",
+        metavar="ignore|skip|stop",
+        help="what an update does whose gradient is not finite",
+    ),
+]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="FILE.jsonl", help="append each step's figures as JSON"),
+]
+TensorboardOption = Annotated[
+    str | None,
+    typer.Option("--tensorboard", metavar="DIR", help="write each step's figures for TensorBoard"),
+]
+WandbOption = Annotated[
+    str | None,
+    typer.Option("--wandb", metavar="PROJECT", help="log each step to Weights & Biases"),
+]
+
 
 @planning()
 def run(
@@ -110,8 +151,23 @@ def run(
     resume: ResumeOption = None,
     init: InitOption = "sharded",
     timeout: TimeoutOption = 600.0,
+    clip_norm: ClipNormOption = None,
+    clip_value: ClipValueOption = None,
+    accumulate: AccumulateOption = 1,
+    loss_scale: LossScaleOption = None,
+    on_nan: OnNanOption = "ignore",
+    metrics: MetricsOption = None,
+    tensorboard: TensorboardOption = None,
+    wandb: WandbOption = None,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
+    from autoparallel.run_options import RunOptions
+
+    asked = RunOptions(
+        clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, loss_scale=loss_scale,
+        on_nan=cast("OnNan", on_nan), metrics=metrics, tensorboard=tensorboard, wandb=wandb,
+    )  # fmt: skip
+    asked.check()
     if save is None and (save_every is not None or keep is not None or save_async):
         from autoparallel.planner.errors import UsageError
 
@@ -131,7 +187,7 @@ def run(
         if save is not None:
             saving = Saving(save, every=save_every, keep=keep, asynchronous=save_async)
         start_training(
-            path, steps=steps, seed=seed, saving=saving, resume=resume,
+            path, steps=steps, seed=seed, saving=saving, resume=resume, options=asked,
             sources=Sources(weights, weights_partial, data, init), timeout_seconds=timeout,
         )  # fmt: skip
 

@@ -26,7 +26,13 @@ from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.data import microbatch_rows
 from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.optimizer import build_optimizer, clip_gradients, gradient_norm
+from autoparallel.runtime.optimizer import (
+    build_optimizer,
+    clip_coefficient,
+    gradient_norm,
+    published,
+    scale_gradients,
+)
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
 from autoparallel.runtime.training_call import TrainingCall
@@ -270,7 +276,7 @@ def _clip() -> None:
     expected = torch.nn.utils.clip_grad_norm_(w.values(), 0.1)
     norm = gradient_norm(stage.by_name.values(), device=torch.device("cpu")).value()
     assert relative_error(norm, expected) < TOLERANCE
-    clip_gradients(stage.by_name.values(), norm, 0.1)
+    scale_gradients(published(stage.by_name.values()), clip_coefficient(norm, 0.1))
     for name, parameter in stage.by_name.items():
         found = parameter.master.grad.full_tensor()  # type: ignore[union-attr]
         reference_gradient = w[name].grad

@@ -1,0 +1,97 @@
+"""What a run does besides plain steps: updates, metrics and a model file's callbacks.
+
+In: options of the command line, which pass to the workers as JSON. Out: how each step updates
+the weights, and who is told of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoparallel.callbacks import Callback, all_of
+from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
+from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.update import OnNan, UpdateOptions
+from autoparallel.targets import running_user_code
+
+if TYPE_CHECKING:
+    from autoparallel.planner.plan import Plan
+    from autoparallel.targets import Target
+
+"""Beside a checkpoint's weights: scheduler, loss scale and counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of ``autoparallel run`` by the names of its command line."""
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    accumulate: int = 1
+    loss_scale: float | None = None
+    on_nan: OnNan = "ignore"
+    metrics: str | None = None
+    tensorboard: str | None = None
+    wandb: str | None = None
+
+    def check(self) -> None:
+        """Raises UsageError AP900 for a bad value and AP905 where a package is missing."""
+        self.update("cpu")
+        check_installed({"tensorboard": self.tensorboard, "wandb": self.wandb})
+
+    def update(self, device: str) -> UpdateOptions:
+        """What an update does; ``device`` is the kind that the loss is on."""
+        scaler = None
+        if self.loss_scale is not None:
+            if not self.loss_scale > 0:
+                raise UsageError("AP900", f"loss_scale is {self.loss_scale}, but must be above 0")
+            scaler = torch.amp.GradScaler(device, init_scale=self.loss_scale)
+        return UpdateOptions(self.clip_norm, self.clip_value, self.accumulate, self.on_nan, scaler)
+
+    def sinks(self, plan: Plan) -> Iterator[Callback]:
+        """The places that the figures go to. Raises UsageError AP905 and AP906."""
+        if self.metrics is not None:
+            yield JsonLines(self.metrics)
+        if self.tensorboard is not None:
+            yield TensorBoard(self.tensorboard)
+        if self.wandb is not None:
+            settings = {"model": plan.model.target, "global_batch": plan.model.global_batch,
+                        "num_devices": plan.cluster.num_devices, **plan.model.settings}  # fmt: skip
+            yield WeightsAndBiases(self.wandb, settings)
+
+
+@contextmanager
+def told(options: RunOptions, plan: Plan, target: Target, *, rank: int) -> Iterator[Callback]:
+    """Who is told of the steps, on rank 0; elsewhere nobody. Closed at the end, however it comes.
+
+    Raises UsageError AP907 where ``callbacks()`` of the model file gives something else.
+    """
+    made: list[Callback] = []
+    try:
+        if rank == 0:
+            made += options.sinks(plan)
+            made += _of_target(target)
+        yield all_of(made)
+    finally:
+        for each in made:
+            each.close()
+
+
+def _of_target(target: Target) -> Sequence[Callback]:
+    if target.callbacks is None:
+        return ()
+    with running_user_code("AP907", f"callbacks of {target.name} fails"):
+        found = list(target.callbacks())
+    for each in found:
+        if not isinstance(each, Callback):
+            raise UsageError(
+                "AP907",
+                f"callbacks of {target.name} gives a {type(each).__name__}, not a Callback",
+                fix="return a list of objects of subclasses of autoparallel.Callback",
+            )
+    return found
