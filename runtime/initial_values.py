@@ -14,6 +14,7 @@ from torch import Tensor
 from ..passes import deferred_init
 from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
+from ..passes.stage_program import StageProgram
 from .materialize import materialize, materialize_deferred
 from .stage import StageModule
 
@@ -30,14 +31,14 @@ def fill_stage(stage: StageModule, weights: Weights, program: Program) -> None:
 
 
 def constants_of(
-    program: Program, stage: StageModule, weights: Weights, device: str
+    program: Program, stage: StageProgram, weights: Weights, device: str
 ) -> dict[str, Tensor]:
     """The whole values of the constants that ``stage`` uses, at the program's batch size.
 
     With them the constants and buffers that its counting reads.
     """
-    counting = stage.program.counting
-    names = tuple({*stage.program.constants, *(counting.leaves if counting else ())})
+    counting = stage.counting
+    names = tuple({*stage.constants, *(counting.leaves if counting else ())})
     needed = sorted(ancestors(program.graph, names) & set(program.buffers))
     dtype = torch.float64 if program.dtype == "float64" else None
     buffers: dict[str, Tensor] = {}
