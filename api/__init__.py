@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.distribute import distribute
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
@@ -58,6 +59,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "describe",
+    "distribute",
     "load_plan",
     "parallelize",
     "plan",
@@ -70,6 +72,7 @@ _HOMES = {
     "Plan": "autoparallel.planner.plan",
     "Step": "autoparallel.python",
     "describe": "autoparallel.report",
+    "distribute": "autoparallel.distribute",
     "load_plan": "autoparallel.plan_io",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",

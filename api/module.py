@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from autoparallel.targets import LossFn, Target
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
+
+
+JOINED: WeakSet[ParallelModule] = WeakSet()
+"""The modules of this process that have a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class ParallelModule(nn.Module):
             _register(self, name, parameter.master)
         for name, buffer in self._trainer.changing_buffers().items():
             _register(self, name, buffer)
+        JOINED.add(self)
         return self._trainer
 
     @property

@@ -6,9 +6,7 @@ Runs inside a process group. Rank 0 prints (see ``step_log``).
 from __future__ import annotations
 
 import gc
-import inspect
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoparallel.data import TrainingData
 from autoparallel.passes.counter_random import batch_dims
 from autoparallel.passes.deferred_init import plain_build
 from autoparallel.passes.export import call_model, find_loss
@@ -25,7 +24,6 @@ from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.arranged.asynchronous import described
-from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.runtime.compare import Quantity
@@ -65,9 +63,13 @@ def train(
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
     done = 0 if resume is None else trainer.load(newest_checkpoint(resume))
-    batches = itertools.islice(global_batches(trainer, target, seed), done, None)
+    data = TrainingData(
+        trainer, target, seed=seed, progress=worker.watchdog.progress,
+        tell=partial(print, flush=True) if worker.rank == 0 else lambda line: None,
+    )  # fmt: skip
+    data.load_state_dict({"batches": done})
     for step in range(done + 1, done + steps + 1):
-        inputs = log.timed_data(batches)
+        inputs = log.timed_data(data)
         log.add(step, trainer.step(inputs))
         is_due = step == done + steps or (save_every is not None and step % save_every == 0)
         if save is not None and is_due:
@@ -187,35 +189,3 @@ def make_trainer(
 def batch_seq(plan: Plan, target: Target) -> int | None:
     """The length to ask ``example_batch`` for: the plan's, unless the batch takes none."""
     return plan.model.seq if target.takes_seq else None
-
-
-def global_batches(trainer: Trainer, target: Target, seed: int) -> Iterator[dict[str, Tensor]]:
-    """The global batch of each step by input name, the same on every rank.
-
-    ``build_data`` is gone through again when it ends. Raises UsageError AP118 where it can
-    give no batch.
-    """
-    model = trainer.plan.model
-    if target.build_data is None:
-        graph = trainer.program.graph.with_batch_size(model.global_batch)
-        for step in itertools.count():
-            yield random_batch(graph, seed=seed + step)
-    known = {"global_batch": model.global_batch, "seq": model.seq, "seed": seed}
-    while True:
-        is_empty = True
-        for batch in call_with_known(target, known):
-            is_empty = False
-            yield trainer.inputs(batch)
-        if is_empty:
-            raise UsageError("AP118", "build_data gives no batch", where=target.name)
-
-
-def call_with_known(target: Target, known: Mapping[str, Any]) -> Iterable[Batch]:
-    """``build_data(0, 1)``, the whole global batch, with those of ``known`` that it takes."""
-    assert target.build_data is not None
-    parameters = inspect.signature(target.build_data).parameters
-    taken = {name: value for name, value in known.items() if name in parameters}
-    batches: Iterable[Batch] = target.build_data(
-        0, 1, **{name: value for name, value in taken.items() if value is not None}
-    )
-    return batches

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..passes.input_rows import HeldRows, data_place, rows_of_rank, rows_of_stages
@@ -70,6 +71,15 @@ class StepBatches:
         found = self._batches[self.global_rows].rows
         ranks = sorted({each for stage in self._plan.stages for each in stage.devices})
         return tuple(r for r in ranks if rows_of_rank(found, self._plan, r) is not None)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether every rank reads data, or none does."""
+        return len(self.sources) in (0, dist.get_world_size())
+
+    def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
+        """The rows of the global batch that a rank's inputs are or belong to."""
+        return self._recognize(inputs)[1]
 
     def batch(self, rows: int) -> SmallerBatch:
         """What a global batch of ``rows`` runs.

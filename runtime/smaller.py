@@ -81,7 +81,7 @@ def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
     """Whether a stage's mesh divides all values at the graph's batch size as the plan asks."""
     for node in graph:
         layout = node_layout(stage, program.blocks, node.name)
-        if layout is None:
+        if layout is None or node.kind not in ("op", "input"):
             continue
         specs = (*map(graph.spec, node.inputs), *node.outputs)
         held = (*layout.inputs, *layout.outputs)

@@ -27,8 +27,8 @@ PUBLIC = {
     "AutoparallelError", "CaptureError", "DeviceMemoryError", "HangError", "InfeasibleError",
     "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
     "TimeLimitError", "UsageError",
-    "VerificationError", "WorkerError", "__version__", "describe", "load_plan", "parallelize",
-    "plan", "register_op", "save_plan",
+    "VerificationError", "WorkerError", "__version__", "describe", "distribute", "load_plan",
+    "parallelize", "plan", "register_op", "save_plan",
 }  # fmt: skip
 
 
