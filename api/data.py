@@ -77,8 +77,11 @@ class TrainingData:
         """
         has_state = hasattr(self._source, "state_dict")
         own = (self._place, self._source.state_dict() if has_state else None)
-        found = {f"{place[0]}/{place[1]}": state
-                 for place, state in gather_values(own) if place is not None and state is not None}  # fmt: skip
+        found = {
+            f"{place[0]}/{place[1]}": state
+            for place, state in gather_values(own)
+            if place is not None and state is not None
+        }
         return {"batches": self._consumed, "pass": self._pass, "sources": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,7 +153,8 @@ class TrainingData:
     def _build(self, start: int) -> Any:
         """``build_data`` of this rank's part, with those keywords that it takes."""
         model, build = self._trainer.plan.model, self._target.build_data
-        assert build is not None and self._place is not None
+        assert build is not None
+        assert self._place is not None
         known = {
             "global_batch": model.global_batch, "seq": model.seq, "seed": self._seed,
             "start": start,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from autoparallel.loaders import copied_options, has_rows, with_sampler
-from autoparallel.module import JOINED, ParallelModule
+from autoparallel.module import JOINED
 from autoparallel.planner.errors import UsageError
 from autoparallel.python import under_torchrun
 from autoparallel.runtime.batches import StepBatches
@@ -111,6 +111,7 @@ class DistributedLoader:
         self._epoch = -1
         self._position = 0
         self._start = 0
+        self._skipped = 0
         self._loader_state: Any = None
 
     def __len__(self) -> int:
@@ -144,8 +145,9 @@ class DistributedLoader:
         It is the same on all ranks, and for plans of any number of ranks.
         """
         state = {"epoch": self._epoch, "batches": self._position, "order": self._order.state()}
-        if not has_rows(self._loader) and hasattr(self._inner, "state_dict"):
-            state["loader"] = self._inner.state_dict()
+        inner: Any = self._inner
+        if not has_rows(self._loader) and hasattr(inner, "state_dict"):
+            state["loader"] = inner.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,8 +211,9 @@ class DistributedLoader:
         for rows, batch in islice(self._order.drawing(self._inner), start, None):
             if rows != planned:
                 own = [batch[row] for row in self._held(rows)]
-                batch = loader.collate_fn(own) if own else {}  # noqa: PLW2901
-            yield rows, batch
+                yield rows, loader.collate_fn(own) if own else {}
+            else:
+                yield rows, batch
 
 
 class _RowSampler:
@@ -343,6 +346,3 @@ def tagged(batch: Any, rows: int) -> Any:
         if isinstance(value, Tensor):
             value.global_rows = rows  # type: ignore[attr-defined]
     return made
-
-
-__all__ = ["DistributedLoader", "ParallelModule", "distribute"]

@@ -7,7 +7,7 @@ A target is ``model.py``, ``model.py:function``, ``package.module:function`` or
     example_batch(global_batch, seq=None) -> dict or tuple of tensors, global shapes; required
     loss_fn(outputs, batch) -> scalar                     if forward returns no loss
     build_optimizer(params) -> Optimizer                  AdamW if absent
-    build_data(rank, world) -> iterable of batches        the example batch if absent
+    build_data(rank, world) -> iterable of batches        random batches if absent
 
 Loading a target runs its file.
 """

@@ -139,15 +139,13 @@ def _num_parts(axes: Sequence[int], mesh: Mesh) -> int:
 
 
 def _like_others(rows: StageRows, sizes: tuple[int, ...], mesh: Mesh) -> StageRows:
-    """A stage that needs all rows of all its inputs: each rank reads what others of its place do."""
+    """A stage that needs all rows of all its inputs: its ranks share the reading like others."""
     if rows.axes or len(sizes) != mesh.shape[0] or len(sizes) == 1 or not rows.inputs:
         return rows
     return replace(rows, axes=(0,), sizes=sizes, whole=tuple(rows.inputs))
 
 
-def rows_of_rank(
-    found: Sequence[StageRows | None], plan: Plan, rank: int
-) -> HeldRows | None:
+def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> HeldRows | None:
     """What ``rank`` reads of every micro-batch; None if none of its stages reads an input."""
     held: dict[HeldRows, None] = {}
     for index, stage in enumerate(placed_stages(plan)):
@@ -163,9 +161,7 @@ def rows_of_rank(
     return HeldRows(0, total, total, plan.num_microbatches)
 
 
-def data_place(
-    found: Sequence[StageRows | None], plan: Plan, rank: int
-) -> tuple[int, int] | None:
+def data_place(found: Sequence[StageRows | None], plan: Plan, rank: int) -> tuple[int, int] | None:
     """The ``(rank, world)`` that a data source of ``rank`` is asked for; None if it needs none.
 
     Equal parts of the same number in all stages can be asked for by number; otherwise every rank

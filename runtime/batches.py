@@ -49,9 +49,7 @@ class StepBatches:
         """``program`` is at the plan's micro-batch size; ``crossing`` as ``schedule_of`` has it."""
         self._program, self._plan, self._rank = program, plan, rank
         self._crossing = crossing
-        rows = rows_of_stages(
-            program.graph, program.blocks, plan, counts=plan.num_microbatches > 1
-        )
+        rows = rows_of_stages(program.graph, program.blocks, plan, counts=plan.num_microbatches > 1)
         self._batches = {plan.model.global_batch: SmallerBatch(plan, rows)}
         self._held: dict[int, HeldRows | None] = {}
         self._check = BatchCheck(tuple(program.inputs), device)
@@ -197,4 +195,3 @@ class StepBatches:
                 "rank the global batch, or leave smaller batches out: drop_last=True",
             )
         return fitting[0]
-

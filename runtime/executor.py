@@ -80,7 +80,7 @@ class StageExecutor:
         self.seed = seed
         self.steps_begun = 0
         self.parameters = stage.by_name
-        self._constants = self._local_constants(constants or {}, self.program)
+        self._constants: Mapping[str, Tensor] = self._local_constants(constants or {}, self.program)
         self._whole = counted or constants or {}
         self._smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
         self._planned = (num_microbatches, self._constants, self._whole)

@@ -57,14 +57,16 @@ def gather_whole(
     for name in rows.whole if len(rows.sizes) > 1 else ():
         dim = rows.inputs[name]
         tensor = _of_part(batch[name], dim, batch.held, own).to(device)
-        batch.whole[name] = _gathered(tensor, dim, rows, tensor.shape[dim + 1] // own.rows, communicator)
+        batch.whole[name] = _gathered(
+            tensor, dim, rows, tensor.shape[dim + 1] // own.rows, communicator
+        )
 
 
 def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
     """One part's rows, as (micro-batch, rows) at ``dim``, of what a rank holds."""
     count = held.num_microbatches
     per_row = tensor.shape[dim] // held.size
-    by_microbatch = tensor.unflatten(dim, (count, held.rows * per_row))
+    by_microbatch = _unflattened(tensor, dim, (count, held.rows * per_row))
     return by_microbatch.narrow(dim + 1, (own.first - held.first) * per_row, own.rows * per_row)
 
 
@@ -80,7 +82,12 @@ def _gathered(
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim + 1)
     for axis in reversed(rows.axes):
         tensor = communicator.all_gather(tensor.contiguous(), axis, dim + 1)
-    parts = tensor.unflatten(dim + 1, (len(sizes), most * per_row)).unbind(dim + 1)
-    kept = [part.narrow(dim + 1, 0, size * per_row) for part, size in zip(parts, sizes, strict=True)]
+    parts = _unflattened(tensor, dim + 1, (len(sizes), most * per_row)).unbind(dim + 1)
+    kept = [
+        part.narrow(dim + 1, 0, size * per_row) for part, size in zip(parts, sizes, strict=True)
+    ]
     return torch.cat(kept, dim + 1).flatten(dim, dim + 1)
 
+
+def _unflattened(tensor: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
+    return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])

@@ -39,7 +39,7 @@ def smaller_batch(
     Raises UsageError AP836 where the plan cannot run such a batch.
     """
     why = _why_none(program.graph, plan)
-    uneven = _why_not_uneven(program, plan) if not why else why
+    uneven = why or _why_not_uneven(program, plan)
     for size in range(min(rows, plan.microbatch_size), 0, -1):
         if why or rows % size:
             continue

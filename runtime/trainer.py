@@ -292,9 +292,7 @@ class Trainer:
             if isinstance(padded, ShareBatch) and of_stage is not None:
                 mesh, at = executor.program.mesh, executor.program.coordinates
                 communicator = ProcessCommunicator(executor.stage.device_mesh)
-                gather_whole(
-                    padded, of_stage, of_stage.part(mesh, at), communicator, self.device
-                )
+                gather_whole(padded, of_stage, of_stage.part(mesh, at), communicator, self.device)
         return padded
 
     def _bucket_of(self, batch: Mapping[str, Tensor]) -> int:

@@ -154,9 +154,7 @@ def train_unequal(case: Case, text: str, rows: int, first: int) -> None:
 
 @pytest.mark.parametrize("parallel", [DP, "tp=2,pp=1"])
 @pytest.mark.parametrize("first", [1, 2])
-def test_unequal_batches_are_an_error_that_names_ranks_and_input(
-    parallel: str, first: int
-) -> None:
+def test_unequal_batches_are_an_error_that_names_ranks_and_input(parallel: str, first: int) -> None:
     case = Case("mean", parallel)
     with pytest.raises(RankError) as caught:
         run_processes(2, train_unequal, case, planned(case, 2), PLANNED, first)
@@ -166,7 +164,7 @@ def test_unequal_batches_are_an_error_that_names_ranks_and_input(
     assert "rank 0 and rank 1" in str(caught.value)
 
 
-MODEL = '''
+MODEL = """
 import os
 import torch
 from torch import nn
@@ -194,7 +192,7 @@ def build_data(rank, world, global_batch, start):
         x = torch.sin(numbers[:, None] + torch.arange(4))
         yield {"x": x, "y": x.sum(1, keepdim=True)}
         start += 1
-'''
+"""
 
 
 def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Path) -> None:
@@ -212,7 +210,7 @@ def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Pa
     run("dp=2,microbatches=2,pp=1", "--save", str(tmp_path / "saved"))
     run("tp=2,pp=1,dp=1", "--resume", str(tmp_path / "saved"))
     lines = [line.split(": ") for line in log.read_text().splitlines()]
-    made = [(place.split()[1], tuple(eval(rows))) for place, rows in lines]  # noqa: S307
+    made = [(place.split()[1], tuple(eval(rows))) for place, rows in lines]
     first = sorted(row for place, rows in made if place.endswith("/2") for row in rows)
     assert first == list(range(16))
     whole = [rows for place, rows in made if place == "0/1"]

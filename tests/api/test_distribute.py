@@ -190,7 +190,7 @@ def test_loaders_that_are_not_of_global_batches_are_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     own = DistributedSampler(Rows(), num_replicas=2, rank=0)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="AP832.*leave the DistributedSampler out|AP832"):
+    with pytest.raises(UsageError, match="AP832"):
         autoparallel.distribute(DataLoader(Rows(), 4, sampler=own))
     with pytest.raises(UsageError, match="AP833"):
         autoparallel.distribute([1, 2])

@@ -13,13 +13,11 @@ from functools import cache
 import pytest
 import torch
 from one_device import build_optimizer, reference_of
-from processes import RankError, run_processes
-from test_verification_shares import SEQ, batch_of, captured, target
+from processes import run_processes
+from test_verification_shares import batch_of, captured, target
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.passes.inputs import random_batch
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.batches import RankInputs
@@ -74,9 +72,7 @@ def planned(case: Case, num_ranks: int) -> str:
     _, program = captured(case.model, "fp32")
     forced = parse_parallel(case.parallel)
     options = PlanOptions(global_batch=PLANNED, forced=forced)
-    plan = plan_program(
-        program, target(case.model), parse_cluster(f"cpu:{num_ranks}"), options
-    )
+    plan = plan_program(program, target(case.model), parse_cluster(f"cpu:{num_ranks}"), options)
     if case.shares:
         plan = replace(plan, stages=(replace(plan.stages[0], shares=case.shares),))
     return dumps(plan)
@@ -105,9 +101,7 @@ def verify_all(cases: list[tuple[Case, str]]) -> list[Verification]:
     found = []
     for case, text in cases:
         trainer = make_trainer(case.model, text)
-        batches = [
-            batch_of(trainer.program, rows, step) for step, rows in enumerate(case.rows)
-        ]
+        batches = [batch_of(trainer.program, rows, step) for step, rows in enumerate(case.rows)]
         given = [share_of(trainer, batch) for batch in batches] if case.is_share else batches
 
         def reference(case: Case = case, batches: list = batches):  # type: ignore[no-untyped-def, type-arg]
