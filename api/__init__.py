@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoparallel.callbacks import Callback
     from autoparallel.checkpoints import load, save
+    from autoparallel.distribute import distribute
     from autoparallel.environment import one_process
     from autoparallel.exporting import export
     from autoparallel.module import ParallelModule
@@ -64,6 +65,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "describe",
+    "distribute",
     "export",
     "load",
     "load_plan",
@@ -83,6 +85,7 @@ _HOMES = {
     "describe": "autoparallel.report",
     "load": "autoparallel.checkpoints",
     "export": "autoparallel.exporting",
+    "distribute": "autoparallel.distribute",
     "load_plan": "autoparallel.plan_io",
     "one_process": "autoparallel.environment",
     "parallelize": "autoparallel.python",

@@ -25,7 +25,9 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import CAPTURE_BATCH, PlanOptions
 from autoparallel.runtime.arriving import arriving
+from autoparallel.runtime.batches import marked
 from autoparallel.runtime.parameters import COMPUTE_DTYPES
+from autoparallel.runtime.share_batch import ShareBatch
 from autoparallel.runtime.shared import share_in_place
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
@@ -180,9 +182,9 @@ class Adopted:
                 'or plan without one: parallel="pp=1"',
             )
         self._check_unchanged()
-        inputs = trainer.fitted(self._arguments.inputs(args, kwargs))
+        inputs = trainer.fitted(marked(self._arguments.inputs(args, kwargs)))
         form = trainer.program.outputs
-        again = _Again(self, model, args, kwargs)
+        again = _Again(self, model, args, kwargs, is_share=isinstance(inputs, ShareBatch))
         if trainer.program.returned:
             assert form is not None
             return form.build(None, _merged(self._calls.outputs(inputs), form, again))
@@ -320,13 +322,15 @@ class _Again:
     """
 
     def __init__(
-        self, adopted: Adopted, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+        self, adopted: Adopted, model: nn.Module, args: tuple[Any, ...],
+        kwargs: Mapping[str, Any], *, is_share: bool,
+    ) -> None:  # fmt: skip
         assert adopted._calls is not None
         self._adopted, self._model = adopted, model
         self._args, self._kwargs = args, dict(kwargs)
         self._key = adopted._calls.step_key
         self._versions = self._weight_versions()
+        self._is_share = is_share
         self._made: list[Tensor] | None = None
 
     def leaf(self, position: int) -> Tensor:
@@ -352,6 +356,13 @@ class _Again:
                 fix="use them before optimizer.step()",
             )
         graph, count = trainer.program.graph, trainer.plan.num_microbatches
+        if self._is_share and batch_dims(graph):
+            raise UsageError(
+                "AP928",
+                "outputs besides the loss are not known for a share of the batch",
+                why="their random numbers are those of the whole batch",
+                fix="give every rank the global batch where its outputs are used",
+            )
         if graph.accumulation.mixing and count > 1:
             mixing = graph.accumulation.mixing[0]
             raise UsageError(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from autoparallel.targets import LossFn
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
+
+JOINED: WeakSet[ParallelModule] = WeakSet()
+"""The modules of this process that have a plan."""
 
 _STATE = "_autoparallel"
 """The attribute that holds a model's ``Adopted``."""
@@ -71,6 +75,7 @@ class ParallelModule(nn.Module):
                 job = replace(job, target=replace(job.target, loss_fn=loss_fn))
             with as_launched(), torch.random.fork_rng():
                 adopted.join(self, job, plan, buckets)
+            JOINED.add(self)
         elif plan is not None or loss_fn is not None or buckets:
             raise UsageError(
                 "AP145",

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from autoparallel.callbacks import Callback, StepRecord
 from autoparallel.planner.plan import Plan
 from autoparallel.report.words import bytes_text, count_text, seconds_text
+from autoparallel.runtime.batches import RankInputs
 from autoparallel.runtime.training_step import StepResult
 
 WARMUP_STEPS = 2
@@ -69,7 +69,7 @@ class StepLog:
         self._running: tuple[int, StepResult, float] | None = None
         self._began = time.perf_counter()
 
-    def timed_data(self, batches: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def timed_data(self, batches: Iterator[RankInputs]) -> RankInputs:
         """The next batch."""
         started = time.perf_counter()
         batch = next(batches)

@@ -10,7 +10,7 @@ A target is ``model.py``, ``model.py:function``, ``package.module:function`` or
                                                           named_parameters gets (name, parameter)
     build_scheduler(optimizer) -> scheduler               stepped after each update
     callbacks() -> list of autoparallel.Callback          told of each step, on rank 0
-    build_data(rank, world) -> iterable of batches        the example batch if absent
+    build_data(rank, world) -> iterable of batches        random batches if absent
 
 Loading a target runs its file.
 """

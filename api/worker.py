@@ -6,9 +6,7 @@ Runs inside a process group. Rank 0 prints (see ``step_log``).
 from __future__ import annotations
 
 import gc
-import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoparallel.data import TrainingData
 from autoparallel.passes.counter_random import batch_dims
 from autoparallel.passes.deferred_init import Deferred, Init, plain_build
 from autoparallel.passes.export import call_model, find_loss
@@ -25,10 +24,10 @@ from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.modes import promote_to_float64
 from autoparallel.plan_io import PLAN, load_plan, save_plan
 from autoparallel.planner.arranged.asynchronous import described
-from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, told
+from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
@@ -80,16 +79,16 @@ def train(
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
-    position = DataPosition(seed)
-    trainer.parts.update(data=position, update=trainer.steps.update)
+    data = TrainingData(
+        trainer, target, seed=seed, progress=worker.watchdog.progress,
+        tell=partial(print, flush=True) if worker.rank == 0 else lambda line: None,
+    )  # fmt: skip
+    trainer.parts.update(data=data, update=trainer.steps.update)
     done = 0
     if resume is not None:
         worker.watchdog.progress("reading the checkpoint")
         done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
-        position.batches = position.batches or done * asked.accumulate
-    batches = itertools.islice(
-        global_batches(trainer, target, position.seed), position.batches, None
-    )
+        data.go_on_from(done * asked.accumulate)
     how = Saving(**saving) if saving is not None else None
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
@@ -97,8 +96,7 @@ def train(
         is_printing = worker.rank == 0
         log = StepLog(plan, memory, callback, asked.accumulate, is_printing=is_printing)
         for step in range(done + 1, done + steps + 1):
-            log.add(step, trainer.step(*(log.timed_data(batches) for _ in range(asked.accumulate))))
-            position.batches += asked.accumulate
+            log.add(step, trainer.step(*(log.timed_data(data) for _ in range(asked.accumulate))))
             trainer.checkpoints.check()
             if how is not None and how.is_due(step, done + steps):
                 log.finish()
@@ -141,20 +139,6 @@ class Saving:
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save after ``step``, where the run ends with ``last``."""
         return step == last or (self.every is not None and step % self.every == 0)
-
-
-@dataclass(slots=True)
-class DataPosition:
-    """How far a run has gone through its data, as a part of its checkpoints."""
-
-    seed: int
-    batches: int = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seed": self.seed, "batches": self.batches}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.seed, self.batches = state["seed"], state["batches"]
 
 
 def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str, Any]:
@@ -269,35 +253,3 @@ def make_trainer(
 def batch_seq(plan: Plan, target: Target) -> int | None:
     """The length to ask ``example_batch`` for: the plan's, unless the batch takes none."""
     return plan.model.seq if target.takes_seq else None
-
-
-def global_batches(trainer: Trainer, target: Target, seed: int) -> Iterator[dict[str, Tensor]]:
-    """The global batch of each step by input name, the same on every rank.
-
-    ``build_data`` is gone through again when it ends. Raises UsageError AP118 where it can
-    give no batch.
-    """
-    model = trainer.plan.model
-    if target.build_data is None:
-        graph = trainer.program.graph.with_batch_size(model.global_batch)
-        for step in itertools.count():
-            yield random_batch(graph, seed=seed + step)
-    known = {"global_batch": model.global_batch, "seq": model.seq, "seed": seed}
-    while True:
-        is_empty = True
-        for batch in call_with_known(target, known):
-            is_empty = False
-            yield trainer.inputs(batch)
-        if is_empty:
-            raise UsageError("AP118", "build_data gives no batch", where=target.name)
-
-
-def call_with_known(target: Target, known: Mapping[str, Any]) -> Iterable[Batch]:
-    """``build_data(0, 1)``, the whole global batch, with those of ``known`` that it takes."""
-    assert target.build_data is not None
-    parameters = inspect.signature(target.build_data).parameters
-    taken = {name: value for name, value in known.items() if name in parameters}
-    batches: Iterable[Batch] = target.build_data(
-        0, 1, **{name: value for name, value in taken.items() if value is not None}
-    )
-    return batches

@@ -7,6 +7,7 @@ Nothing in it knows of parallelism.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -130,17 +131,24 @@ def build_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def build_data(
-    rank: int, world: int, *, global_batch: int = 32, seq: int = SEQ, seed: int = 0
+    rank: int,
+    world: int,
+    *,
+    global_batch: int = 32,
+    seq: int = SEQ,
+    seed: int = 0,
+    start: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
     """Random windows of the standard library's source, without end.
 
-    Every rank draws the same windows and keeps its share of the rows, so the global batch
-    of a step is the same for any ``world``. Each tensor is (global_batch / world, seq).
+    ``rank`` of ``world`` makes its share of the rows: each tensor is (global_batch / world, seq).
+    All draw the same windows for a step, whose number is their seed, so the rows of a step are
+    the same for any ``world``, and a run that goes on begins with batch ``start``.
     """
     text = python_source()
-    generator = torch.Generator().manual_seed(seed)
     rows = slice(rank * global_batch // world, (rank + 1) * global_batch // world)
-    while True:
+    for step in itertools.count(start):
+        generator = torch.Generator().manual_seed(seed + step)
         starts = torch.randint(len(text) - seq - 1, (global_batch,), generator=generator)[rows]
         windows = text[starts[:, None] + torch.arange(seq + 1)].long()
         yield {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}

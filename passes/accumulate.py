@@ -103,6 +103,20 @@ def counts_used(graph: Graph, nodes: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def counted_inputs(graph: Graph, nodes: Iterable[str]) -> tuple[str, ...]:
+    """The batch inputs that the counts and totals of these op nodes are computed from."""
+    refs = _counted_refs(graph, set(counts_used(graph, nodes)))
+    needed = ancestors(graph, (ref.name for ref in refs))
+    return tuple(node.name for node in graph.inputs if node.name in needed)
+
+
+def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
+    """The values that the counts and totals ``keys`` are computed from."""
+    totals = [ref for ref in graph.accumulation.totals if total_key(ref) in keys]
+    counted = [graph[name] for name in graph.accumulation.counted if count_key(name) in keys]
+    return tuple(dict.fromkeys((*totals, *(ref for node in counted for ref in node.inputs[1:]))))
+
+
 def build_counting(graph: Graph, keys: Iterable[str], num_microbatches: int) -> Counting | None:
     """The counting that gives ``keys``; None where there are none."""
     wanted = set(keys)
@@ -110,8 +124,7 @@ def build_counting(graph: Graph, keys: Iterable[str], num_microbatches: int) -> 
         return None
     counted = [graph[n] for n in graph.accumulation.counted if count_key(n) in wanted]
     totals = {total_key(r): r for r in graph.accumulation.totals if total_key(r) in wanted}
-    refs = [*totals.values(), *(ref for node in counted for ref in node.inputs[1:])]
-    outputs = tuple(dict.fromkeys(refs))
+    outputs = _counted_refs(graph, wanted)
     needed = ancestors(graph, (ref.name for ref in outputs))
     order = [node for node in graph if node.name in needed]
     operations = {node.name for node in order if node.kind == "op"}

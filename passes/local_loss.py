@@ -113,6 +113,8 @@ def _denominator(
         count = torch.tensor(target.numel() // classes, dtype=dtype, device=logits.device)
     else:
         count = count_targets(target, weight, ignore_index, dtype)
+    if 0 in row_axes and rank.share is not None and rank.share.rows == 0:
+        count = torch.zeros_like(count)
     for axis in row_axes:
         count = rank.communicator.all_reduce(count, axis)
     return count

@@ -161,8 +161,9 @@ def _localize_node(
         "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
     )
     results = [result]
-    if call.scale != 1.0:
-        result = body.call_function(torch.ops.aten.mul.Scalar, (result, call.scale))
+    scale = 0 if _sums_no_rows(layout, rank) else call.scale
+    if scale != 1.0:
+        result = body.call_function(torch.ops.aten.mul.Scalar, (result, scale))
         results.append(result)
     if not returns_several(node.op):
         values.made[Ref(node.name)] = (result, layout.outputs[0])
@@ -171,6 +172,13 @@ def _localize_node(
         part = body.call_function(operator.getitem, (result, index))
         values.made[Ref(node.name, index)] = (part, made)
     return results
+
+
+def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
+    """Whether an op makes a partial sum over rows on a rank that has none."""
+    if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
+        return False
+    return any(held[0].is_shard for held in layout.inputs)
 
 
 def _in_layout(

@@ -228,7 +228,7 @@ def _share(
     why = ""
     if len(plan.stages) > 1:
         why = "the plan has several stages"
-    elif len(stage.shares) != stage.mesh.shape[0] or min(stage.shares) < 1:
+    elif len(stage.shares) != stage.mesh.shape[0] or min(stage.shares) < 0:
         why = f"{len(stage.shares)} shares for the mesh {stage.mesh.shape}"
     elif sum(stage.shares) != graph.batch_size:
         why = f"the shares are {sum(stage.shares)} rows, a micro-batch has {graph.batch_size}"

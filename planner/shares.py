@@ -23,7 +23,10 @@ from .strategy import NodeLayout
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """The rows ``first`` to ``first + rows`` of ``total`` that one of ``parts`` coordinates has."""
+    """The rows ``first`` to ``first + rows`` of ``total`` that one of ``parts`` coordinates has.
+
+    A coordinate without rows computes on one row that weighs nothing: its partial sums are zero.
+    """
 
     first: int
     rows: int
@@ -32,13 +35,13 @@ class RowShare:
 
     @property
     def batch_size(self) -> int:
-        """The batch whose even split gives each coordinate as many rows."""
-        return self.rows * self.parts
+        """The batch whose even split gives each coordinate as many rows, but at least one."""
+        return max(self.rows, 1) * self.parts
 
     @property
     def weight(self) -> float:
         """Its share of a mean over the batch, over that of an even split."""
-        return self.batch_size / self.total
+        return self.rows * self.parts / self.total
 
 
 def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:

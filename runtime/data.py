@@ -1,12 +1,13 @@
 """From the global batch to what one rank reads for one micro-batch.
 
-In: the global batch (the same on every rank). Out: rows ``[j*B/m, (j+1)*B/m)`` of it for
-micro-batch ``j`` of ``m``, and of those the rank's region under each input's layout.
+In: the global batch, or a rank's share of it (``ShareBatch``). Out: rows ``[j*B/m, (j+1)*B/m)``
+of the global batch for micro-batch ``j`` of ``m``, and of those the rank's region under each
+input's layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..planner.errors import UsageError
 from ..planner.graph import TensorSpec
 from ..planner.layout import Region, local_region
+from .share_batch import ShareBatch
 
 if TYPE_CHECKING:
     from ..passes.stage_program import Held, StageProgram
@@ -38,9 +40,40 @@ def local_inputs(
         if name not in batch:
             raise _missing(name, batch)
         whole, region = _whole_and_part(program, held)
-        rows = microbatch_rows(name, batch[name], whole, microbatch, num_microbatches)
+        rows = batch_rows(batch, name, whole, microbatch, num_microbatches)
+        region = _within(region, whole.shape, rows.shape, batch)
         inputs[name] = local_part(rows, region, held.spec.dtype, device)
     return inputs
+
+
+def _within(
+    region: Region, whole: tuple[int, ...], shape: Sequence[int], batch: Mapping[str, Tensor]
+) -> Region:
+    """A box of a micro-batch as a box of those rows of it that are at hand."""
+    if tuple(shape) == whole:
+        return region
+    assert isinstance(batch, ShareBatch)
+    held = batch.held
+    found = []
+    for (start, stop), size, present in zip(region, whole, shape, strict=True):
+        first = held.first * (size // held.total) if present != size else 0
+        found.append((start - first, stop - first))
+    return tuple(found)
+
+
+def batch_rows(
+    batch: Mapping[str, Tensor],
+    name: str,
+    spec: TensorSpec,
+    microbatch: int,
+    num_microbatches: int,
+) -> Tensor:
+    """An input's rows of one micro-batch: all of them, or those that are at hand."""
+    if isinstance(batch, ShareBatch):
+        if name in batch.whole:
+            return microbatch_rows(name, batch.whole[name], spec, microbatch, num_microbatches)
+        spec = batch.held_spec(name, spec)
+    return microbatch_rows(name, batch[name], spec, microbatch, num_microbatches)
 
 
 def _whole_and_part(program: StageProgram, held: Held) -> tuple[TensorSpec, Region]:
@@ -52,14 +85,15 @@ def _whole_and_part(program: StageProgram, held: Held) -> tuple[TensorSpec, Regi
     dim = held.layout[0].dim
     per_row = spec.shape[dim] // share.batch_size
     shape = (*spec.shape[:dim], per_row * share.total, *spec.shape[dim + 1 :])
-    own = (per_row * share.first, per_row * (share.first + share.rows))
+    first = share.first if share.rows else 0
+    own = (per_row * first, per_row * (first + max(share.rows, 1)))
     return replace(spec, shape=shape), (*region[:dim], own, *region[dim + 1 :])
 
 
 def check_batch(
     batch: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], num_microbatches: int
 ) -> None:
-    """Raises UsageError (AP130) unless the global batch is of the plan's shapes.
+    """Raises UsageError (AP130) unless the batch is of the plan's shapes.
 
     ``specs`` are those of one micro-batch, of all inputs of the model: every rank looks at all
     of them, so that all refuse a batch before any of them has sent a message.
@@ -67,7 +101,7 @@ def check_batch(
     for name, spec in specs.items():
         if name not in batch:
             raise _missing(name, batch)
-        microbatch_rows(name, batch[name], spec, 0, num_microbatches)
+        batch_rows(batch, name, spec, 0, num_microbatches)
 
 
 def _missing(name: str, batch: Mapping[str, Tensor]) -> UsageError:

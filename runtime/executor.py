@@ -20,7 +20,7 @@ from ..cost_model.actions import BACKWARD, FORWARD
 from ..passes.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
-from .data import local_inputs, local_part, microbatch_rows
+from .data import batch_rows, local_inputs, local_part
 from .gradients import GradientReducer
 from .stage import StageModule
 from .versions import WeightVersions
@@ -82,6 +82,7 @@ class StageExecutor:
         self.loss_scale: Tensor | float = 1.0
         self.keeps_gradients = False
         self.parameters = stage.by_name
+        self._smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
         self.use_constants(constants or {}, counted)
         self._counts: list[Mapping[str, Tensor]] = []
         self._is_updated = False
@@ -98,11 +99,14 @@ class StageExecutor:
         self, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None
     ) -> None:
         """Compute with these values of the stage's constants from the next step on."""
-        self._constants = self._local_constants(constants)
+        self._constants: Mapping[str, Tensor] = self._local_constants(constants, self.program)
         self._whole = counted or constants
+        self._planned = (self.num_microbatches, self._constants, self._whole)
 
-    def _local_constants(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        mesh, coordinates = self.program.mesh, self.program.coordinates
+    def _local_constants(
+        self, constants: Mapping[str, Tensor], program: StageProgram
+    ) -> dict[str, Tensor]:
+        mesh, coordinates = program.mesh, program.coordinates
         return {
             name: local_part(
                 constants[name],
@@ -110,12 +114,24 @@ class StageExecutor:
                 held.spec.dtype,
                 self.stage.device,
             )
-            for name, held in self.program.constants.items()
+            for name, held in program.constants.items()
         }
 
     def use(self, part: int) -> None:
         """Have the next step run program ``part`` of the stage, which it has for some lengths."""
         self._part, self.program = part, self.stage.programs[part]
+        count, constants, whole = self._smaller.get(part, self._planned)
+        if part in self._smaller or self.num_microbatches != count:
+            self.num_microbatches = self.per_update = count
+        self._constants, self._whole = constants, whole
+
+    def add_program(
+        self, num_microbatches: int, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor]
+    ) -> None:
+        """The stage's last program runs a batch of ``num_microbatches``; ``use`` chooses it."""
+        part = len(self.stage.programs) - 1
+        held = self._local_constants(constants, self.stage.programs[part])
+        self._smaller[part] = (num_microbatches, held, counted)
 
     def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
         """Start a step on the global ``batch``; forget the gradients of the one before, unless
@@ -152,8 +168,7 @@ class StageExecutor:
         """One micro-batch's whole value of what the stage's counting reads."""
         if node.kind != "input":
             return self._whole[node.name].to(self.stage.device)
-        tensor = self._batch[node.name]
-        rows = microbatch_rows(node.name, tensor, node.spec, microbatch, self.num_microbatches)
+        rows = batch_rows(self._batch, node.name, node.spec, microbatch, self.num_microbatches)
         whole = tuple((0, size) for size in node.spec.shape)
         return local_part(rows, whole, node.spec.dtype, self.stage.device)
 

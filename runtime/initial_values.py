@@ -15,6 +15,7 @@ from ..passes import deferred_init
 from ..passes.constants import ancestors, evaluate
 from ..passes.program import Program
 from ..passes.sharded_replay import full_box
+from ..passes.stage_program import StageProgram
 from ..planner.layout import Region
 from .materialize import box_of, fill, fill_box, tensor_names
 from .pretrained import Pretrained
@@ -36,7 +37,7 @@ def fill_stages(
     ``given`` stay as they are. ``progress`` is told again and again that values are made.
     Returns the whole values of the buffers that the stages' constants read.
     """
-    needed = {name for stage in stages for name in buffers_read(program, stage)}
+    needed = {name for stage in stages for name in buffers_read(program, stage.program)}
     dtype = torch.float64 if program.dtype == "float64" else None
     buffers: dict[str, Tensor] = {}
 
@@ -105,13 +106,13 @@ def _taker(stage: StageModule) -> Take:
     return take
 
 
-def buffers_read(program: Program, stage: StageModule) -> set[str]:
+def buffers_read(program: Program, stage: StageProgram) -> set[str]:
     """The buffers that the constants of ``stage`` read."""
     return ancestors(program.graph, _constants(stage)) & set(program.buffers)
 
 
 def constants_of(
-    program: Program, stage: StageModule, buffers: Mapping[str, Tensor], device: str
+    program: Program, stage: StageProgram, buffers: Mapping[str, Tensor], device: str
 ) -> dict[str, Tensor]:
     """The whole values of the constants that ``stage`` uses, at the program's batch size.
 
@@ -122,9 +123,9 @@ def constants_of(
     return evaluate(program, _constants(stage), device, read)
 
 
-def _constants(stage: StageModule) -> tuple[str, ...]:
-    counting = stage.program.counting
-    return tuple({*stage.program.constants, *(counting.leaves if counting else ())})
+def _constants(stage: StageProgram) -> tuple[str, ...]:
+    counting = stage.counting
+    return tuple({*stage.constants, *(counting.leaves if counting else ())})
 
 
 def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:

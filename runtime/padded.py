@@ -23,6 +23,13 @@ class SequencePadding:
         self._graph = graph
         self._found: tuple[int, Mapping[str, Padding]] | None = None
 
+    @property
+    def planned(self) -> int:
+        """The planned length."""
+        if self._found is None:
+            self._found = find_padding(self._graph)
+        return self._found[0]
+
     def length(self, batch: Mapping[str, Tensor]) -> int | None:
         """How many positions a batch has that is shorter than planned; None for others.
 

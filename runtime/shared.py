@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,3 +30,34 @@ def share_in_place(tensor: Tensor) -> None:
         dist.broadcast(tensor, src=0)
     else:
         tensor.copy_(share_tensor(tensor))
+
+
+def gather_values(value: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+class SharedCount:
+    """A number that rank ``source`` has in every step, for ranks that have not.
+
+    Collective over all ranks, but only a rank that gives no number waits.
+    """
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._running: tuple[dist.Work | None, Tensor] | None = None
+
+    def __call__(self, count: int | None) -> int:
+        """The number: this rank's own, if it has one, else the source's."""
+        if self._running is not None and self._running[0] is not None:
+            self._running[0].wait()
+        box = torch.tensor(0 if count is None else count)
+        work = dist.broadcast(box, src=self._source, async_op=True)
+        self._running = (work, box)
+        if count is not None:
+            return count
+        if work is not None:
+            work.wait()
+        return int(box)

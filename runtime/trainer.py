@@ -2,7 +2,7 @@
 
 Everything that a process needs to train by a plan is put together here: the stage's
 program, its module with this rank's shards, optimizer, messages and schedule. Every rank of
-the world makes a ``Trainer``, and calls ``step`` with the same global batch.
+the world makes a ``Trainer``, and calls ``step`` with the same global batch or its share of it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..cost_model.actions import Schedule
 from ..passes.program import Program
 from ..passes.stage_cut import Boundary, boundaries, with_replicas
-from ..passes.stage_program import StageProgram, build_stage
+from ..passes.stage_program import OfSlice, StageProgram, build_stage
 from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_slices import SequenceSlice
 from ..planner.errors import AutoparallelError, MachineError, PlanError
 from ..planner.plan import Plan
 from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
+from .batches import RankInputs, StepBatches
 from .buckets import bucket_graphs, bucket_of, bucket_programs
 from .checkpoint import load_checkpoint, save_checkpoint
 from .checkpoint_parts import Stateful
 from .checkpoint_state import trainer_state, untrained_names
 from .checkpoint_writer import CheckpointWriter, PendingSave
 from .communicator import ProcessCommunicator
-from .data import check_batch, microbatch_rows
+from .data import microbatch_rows
 from .diagnosis import diagnosis
 from .exchange import Exchange
 from .executor import StageExecutor
@@ -51,6 +53,7 @@ from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
 from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .replay import UpdateRule
+from .share_batch import ShareBatch, gather_whole
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
 from .stage import StageModule
 from .tied import find_tied
@@ -98,6 +101,9 @@ class Trainer:
         self.crossing = boundaries(self.program.graph, self.program.blocks, plan)
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
+        self.batches = StepBatches(
+            self.program, plan, rank=self.rank, device=device, crossing=frozenset(pairs)
+        )
         self.slices = slices_of(self.program, plan)
         self._bucket = 0
         self._pad = SequencePadding(self.program.graph)
@@ -126,7 +132,8 @@ class Trainer:
         self._progress = progress
         self.use_optimizer(build)
         sent = [self.crossing, *(self._boundaries_of(each) for each in self.of_buckets)]
-        self.runners = [self._make_runner(each, progress) for each in sent]
+        self.runners = [self._make_runner(self.schedule, each, progress) for each in sent]
+        self._smaller: dict[int, int] = {}
 
     def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
         own = placed_stages(self.plan)[index]
@@ -168,13 +175,16 @@ class Trainer:
 
     def _constants_of(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The constants of a stage: for its blocks, and for what it counts over the batch."""
-        stage, device = self.stages[index], str(self.device)
-        counted = constants_of(self.program, stage, self.leaves, device)
-        share = stage.program.share
-        if share is None:
+        return self._constants_for(self.program, self.stages[index].program)
+
+    def _constants_for(
+        self, program: Program, stage: StageProgram
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        counted = constants_of(program, stage, self.leaves, str(self.device))
+        if stage.share is None:
             return counted, counted
-        own = self.program.with_batch_size(share.batch_size)
-        return constants_of(own, stage, self.leaves, device), counted
+        own = program.with_batch_size(stage.share.batch_size)
+        return constants_of(own, stage, self.leaves, str(self.device)), counted
 
     def _make_executor(self, index: int, seed: int) -> StageExecutor:
         stage, count = self.stages[index], self.plan.num_microbatches
@@ -195,12 +205,15 @@ class Trainer:
         return WeightVersions(stage.by_name.values(), self.schedule, stage.program.index)
 
     def _make_runner(
-        self, crossing: Sequence[Boundary], progress: Callable[..., None] | None
+        self,
+        schedule: Schedule,
+        crossing: Sequence[Boundary],
+        progress: Callable[..., None] | None,
     ) -> PipelineRunner:
         stages = placed_stages(self.plan)
         sent, handed = split_boundaries(crossing, stages)
         return PipelineRunner(
-            self.schedule,
+            schedule,
             self.executors,
             Exchange(
                 boundaries_of(self.slices) or [sent],
@@ -238,9 +251,9 @@ class Trainer:
             if (index, name) not in self.tied.elsewhere
         ]
 
-    def inputs(self, batch: object) -> dict[str, Tensor]:
+    def inputs(self, batch: object) -> RankInputs:
         """A batch's tensors by the names that the plan has for them."""
-        return {name: batch[key] for name, key in self.program.inputs.items()}  # type: ignore[index]
+        return self.batches.named(batch)
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
         """One step on the global batch: forward, backward, gradient sums, the update.
@@ -312,21 +325,78 @@ class Trainer:
         return diagnosis(self, batches)
 
     def fitted(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The global batch in the plan's shapes: shorter sequences are padded.
+        """A step's batch in the plan's shapes: shorter sequences are padded.
 
-        The executors run it at the shortest bucket that it fits.
+        ``inputs`` are the global batch or this rank's share of it. The executors run it at the
+        shortest bucket that it fits, and a batch of fewer rows than planned by programs of its
+        own. Collective over all ranks.
 
-        Raises UsageError (AP130), on every rank, for a batch of other shapes than the plan's,
-        and PlanError AP560 where padding would change the result.
+        Raises as ``StepBatches.take`` does; UsageError AP130 for a batch of other shapes than the
+        plan's, AP836 for a smaller one that the plan cannot run, and PlanError AP560 where
+        padding would change the result.
         """
-        length = self._pad.length(inputs) if self.buckets else None
-        self._bucket = bucket_of(self.buckets, length)
-        for executor in self.executors.values():
+        batch, rows = self.batches.take(inputs)
+        self._bucket = self._bucket_of(batch) if rows == self.batches.global_rows else 0
+        padded = self._pad(batch)
+        if isinstance(batch, ShareBatch):
+            padded = ShareBatch(padded, batch.held, batch.dims)
+        self.batches.check_shapes(padded, rows)
+        if rows != self.batches.global_rows:
+            self._bucket = self._program_of(rows)
+        found = self.batches.batch(rows).rows
+        for index, executor in self.executors.items():
             executor.use(self._bucket)
-        inputs = self._pad(inputs)
-        specs = {name: self.program.graph[name].spec for name in self.program.inputs}
-        check_batch(inputs, specs, self.plan.num_microbatches)
-        return inputs
+            of_stage = found[self.schedule.part(index)]
+            if isinstance(padded, ShareBatch) and of_stage is not None:
+                mesh, at = executor.program.mesh, executor.program.coordinates
+                communicator = ProcessCommunicator(executor.stage.device_mesh)
+                gather_whole(padded, of_stage, of_stage.part(mesh, at), communicator, self.device)
+        return padded
+
+    def _bucket_of(self, batch: Mapping[str, Tensor]) -> int:
+        """The bucket that a step runs; of shares the one that fits the longest."""
+        if not self.buckets:
+            return 0
+        length = self._pad.length(batch)
+        if isinstance(batch, ShareBatch) or not batch:
+            planned = self._pad.planned
+            own = 0 if not batch else planned if length is None else length
+            longest = torch.tensor(own, device=self.device)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+            length = int(longest)
+        return bucket_of(self.buckets, length)
+
+    def _program_of(self, rows: int) -> int:
+        """Which of the executors' programs runs global batches of ``rows``; made once.
+
+        Collective over all ranks.
+        """
+        if rows not in self._smaller:
+            self._smaller[rows] = len(self.runners)
+            plan = self.batches.batch(rows).plan
+            program = self.program.with_batch_size(plan.microbatch_size)
+            crossing = boundaries(program.graph, program.blocks, plan)
+            if self.schedule.parts:
+                crossing = with_replicas(crossing, len(plan.stages))
+            schedule = schedule_of(plan, {(b.source_stage, b.target_stage) for b in self.crossing})
+            for index, executor in self.executors.items():
+                self._add_program(index, executor, program, plan)
+            self.runners.append(self._make_runner(schedule, crossing, self._progress))
+        return self._smaller[rows]
+
+    def _add_program(
+        self, index: int, executor: StageExecutor, program: Program, plan: Plan
+    ) -> None:
+        """Has the executor of a stage run a smaller batch too."""
+        stage = executor.stage
+        made = build_stage(
+            program.graph, program.blocks, plan,
+            stage_index=self.schedule.part(index), coordinates=stage.program.coordinates,
+            communicator=ProcessCommunicator(stage.device_mesh),
+            of_slice=OfSlice(program.graph, (), stage.program.draws), outputs=program.returned,
+        )  # fmt: skip
+        stage.run_slices((*stage.programs, made))
+        executor.add_program(plan.num_microbatches, *self._constants_for(program, made))
 
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
         """The parts of a global batch that one device has to run apart to do the same.

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from ..passes.collectives import convert
+from ..planner.errors import UsageError
 from ..planner.layout import INVARIANT, conversion_steps
 from .backward import around_backward
 from .communicator import ProcessCommunicator
+from .mesh import DATA_AXIS
 from .parameters import StageParameter
+from .share_batch import ShareBatch
 from .watchdog import BETWEEN_STEPS
 from .zero import begin_backward
 
@@ -56,12 +59,28 @@ class TrainingCall:
         return self._differentiable((loss,))[0]
 
     def outputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs that the program returns, whole, of a plan with one micro-batch."""
+        """The outputs that the program returns, of a plan with one micro-batch.
+
+        They have the rows of ``batch``. Where these are this rank's share, gradients are averaged
+        over the shares, as ``DistributedDataParallel`` does: each rank's loss is of its own rows.
+
+        Raises UsageError AP933 where the rows cannot be shared out evenly.
+        """
         (values,) = self._forwards(batch)
         program = self._executor.program
-        kept = tuple(values[key] for key in program.kept)
-        made = self._differentiable(kept)
-        return tuple(self._whole(key, value) for key, value in zip(program.kept, made, strict=True))
+        if program.share is not None:
+            raise UsageError(
+                "AP933",
+                "a batch cannot be shared out evenly, and the model returns no loss",
+                why="outputs of unlike numbers of rows are not gathered",
+                fix="drop_last=True, or give loss_fn to parallelize and train by Step",
+            )
+        made = self._differentiable(tuple(values[key] for key in program.kept))
+        is_share = isinstance(batch, ShareBatch)
+        return tuple(
+            self._as_given(key, value, is_share=is_share)
+            for key, value in zip(program.kept, made, strict=True)
+        )
 
     @property
     def _loss_key(self) -> str:
@@ -69,11 +88,21 @@ class TrainingCall:
         assert loss is not None
         return loss
 
-    def _whole(self, key: str, value: Tensor) -> Tensor:
-        """A kept value of this rank as the caller gave the batch: all rows, on every rank."""
-        layout = self._executor.program.layouts[key]
-        steps = conversion_steps(layout, (INVARIANT,) * len(layout))
-        return convert(value, steps, ProcessCommunicator(self._executor.stage.device_mesh))
+    def _as_given(self, key: str, value: Tensor, *, is_share: bool) -> Tensor:
+        """A kept value with the rows that the caller gave: all, or those of this rank's share."""
+        program = self._executor.program
+        layout = program.layouts[key]
+        axes = program.mesh.axes
+        own = DATA_AXIS if is_share else ""
+        target = tuple(
+            p if axis == own else INVARIANT for axis, p in zip(axes, layout, strict=True)
+        )
+        steps = conversion_steps(layout, target)
+        whole = convert(value, steps, ProcessCommunicator(self._executor.stage.device_mesh))
+        if not is_share or DATA_AXIS not in axes:
+            return whole
+        averaged: Tensor = _Averaged.apply(whole, program.mesh.shape[axes.index(DATA_AXIS)])  # type: ignore[no-untyped-call]
+        return averaged
 
     def _forwards(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """What leaves the stage, of each micro-batch; without gradients buffers change at once."""
@@ -191,6 +220,19 @@ class TrainingCall:
         for master in delivered:
             for hook in (getattr(master, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(master)
+
+
+class _Averaged(torch.autograd.Function):
+    """The identity, whose backward divides by the number of shares."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.count, None
 
 
 class _Delivered(torch.autograd.Function):

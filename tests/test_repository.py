@@ -27,8 +27,8 @@ PUBLIC = {
     "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
     "InfeasibleError", "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
     "TimeLimitError", "UsageError",
-    "VerificationError", "WorkerError", "__version__", "describe", "export", "load", "load_plan",
-    "one_process", "parallelize", "plan", "register_op", "save", "save_plan",
+    "VerificationError", "WorkerError", "__version__", "describe", "distribute", "export", "load",
+    "load_plan", "one_process", "parallelize", "plan", "register_op", "save", "save_plan",
 }  # fmt: skip
 
 

@@ -1,0 +1,65 @@
+"""DataLoaders with another sampler: the same dataset, collate function and workers.
+
+In: a torch DataLoader. Out: one whose batches are those of a sampler of ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+_COPIED = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "prefetch_factor", "persistent_workers", "pin_memory_device",
+)  # fmt: skip
+
+
+def has_rows(loader: DataLoader[Any]) -> bool:
+    """Whether the loader reads rows by their indices, and makes batches of them."""
+    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+
+
+def with_sampler(
+    loader: DataLoader[Any],
+    batch_sampler: Iterable[list[int]],
+    generator: torch.Generator | None = None,
+) -> DataLoader[Any]:
+    """A loader of the same kind that loads the rows that ``batch_sampler`` says.
+
+    ``generator`` gives the workers their seed.
+    """
+    options = copied_options(loader) | {"collate_fn": loader.collate_fn, "generator": generator}
+    made: DataLoader[Any] = type(loader)(loader.dataset, batch_sampler=batch_sampler, **options)
+    return made
+
+
+def copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader runs its workers, as arguments of another one."""
+    known = inspect.signature(DataLoader.__init__).parameters
+    names = (name for name in _COPIED if name in known and getattr(loader, name, None))
+    return {name: getattr(loader, name) for name in names}
+
+
+def advanced(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
+    """The loader without its first batches, of which nothing is loaded."""
+    assert loader.batch_sampler is not None
+    rest = _Rest(loader.batch_sampler, num_batches)
+    return with_sampler(loader, rest, loader.generator)
+
+
+class _Rest:
+    """A batch sampler without its first batches."""
+
+    def __init__(self, batch_sampler: Iterable[list[int]], num_batches: int) -> None:
+        self._batch_sampler, self._num_batches = batch_sampler, num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self._batch_sampler), self._num_batches, None)
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler) - self._num_batches  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+"""What a step is given: shares and global batches, whole and smaller ones, unequal ones.
+
+Each case is two AdamW steps in float64, held to one process on the same rows: losses,
+gradients and weights to 1e-9 of their magnitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from one_device import build_optimizer, reference_of
+from processes import run_processes
+from test_verification_shares import batch_of, captured, target
+
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.options import parse_parallel
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.runtime.batches import RankInputs
+from autoparallel.runtime.compare import Verification
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.verify import verify
+
+PLANNED = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps on global batches of so many ``rows``; each rank is given its own, or all."""
+
+    model: str
+    parallel: str
+    rows: tuple[int, int] = (PLANNED, PLANNED)
+    is_share: bool = True
+    shares: tuple[int, ...] = ()
+
+
+DP, PP, BOTH = "dp=2,microbatches=2,pp=1", "pp=2,microbatches=2", "dp=2,pp=2,microbatches=2"
+CASES = {
+    2: (
+        Case("gpt", DP), Case("dropout", DP), Case("masked", DP), Case("mean", DP),
+        Case("gpt", "dp=2,zero=3,microbatches=2,pp=1"), Case("gpt", "tp=2,pp=1,microbatches=2"),
+        Case("masked", PP), Case("dropout", PP),
+        Case("masked", "dp=2,microbatches=2,pp=1", shares=(3, 1)),
+        *(Case(model, DP, (PLANNED, rows), is_share)
+          for model, rows, is_share in (
+              ("masked", 6, True), ("masked", 7, False), ("masked", 1, True), ("mean", 5, True),
+              ("sum", 3, True), ("normalized", 1, False), ("nll", 3, True), ("dropout", 6, False),
+              ("dropout", 3, True), ("dropout", 1, True), ("square", 5, True))),
+        Case("masked", "dp=2,zero=3,microbatches=2,pp=1", (PLANNED, 3)),
+        Case("masked", "dp=2,microbatches=1,pp=1", (PLANNED, 5)),
+        Case("mean", "dp=2,microbatches=1,pp=1", (1, PLANNED)),
+        Case("gpt", "tp=2,pp=1,microbatches=2", (PLANNED, 5), is_share=False),
+        Case("masked", PP, (PLANNED, 6)), Case("dropout", PP, (PLANNED, 5), is_share=False),
+    ),
+    4: (
+        Case("masked", BOTH), Case("dropout", BOTH), Case("gpt", "dp=2,tp=2,pp=1,microbatches=2"),
+        Case("masked", "dp=4,pp=1,microbatches=2"),
+        Case("masked", BOTH, (PLANNED, 6)), Case("dropout", BOTH, (PLANNED, 2), is_share=False),
+        Case("gpt", "dp=2,tp=2,pp=1,microbatches=2", (PLANNED, 6)),
+        Case("masked", "dp=4,pp=1,microbatches=2", (PLANNED, 5)),
+    ),
+}  # fmt: skip
+"""By number of ranks."""
+
+
+def planned(case: Case, num_ranks: int) -> str:
+    _, program = captured(case.model, "fp32")
+    forced = parse_parallel(case.parallel)
+    options = PlanOptions(global_batch=PLANNED, forced=forced)
+    plan = plan_program(program, target(case.model), parse_cluster(f"cpu:{num_ranks}"), options)
+    if case.shares:
+        plan = replace(plan, stages=(replace(plan.stages[0], shares=case.shares),))
+    return dumps(plan)
+
+
+def make_trainer(model: str, text: str) -> Trainer:
+    plan = loads(text, "test")
+    plan = replace(plan, model=replace(plan.model, precision="fp64"))
+    deferred, program = captured(model, "fp64")
+    return Trainer(program, plan, deferred, device=torch.device("cpu"), build=build_optimizer)
+
+
+def share_of(trainer: Trainer, batch: Mapping[str, torch.Tensor]) -> RankInputs:
+    """This rank's rows of a global batch."""
+    rows = next(iter(batch.values())).shape[0]
+    held = trainer.batches.held(rows)
+    found = RankInputs()
+    if held is not None:
+        found.update({name: tensor[list(held.indices())] for name, tensor in batch.items()})
+    found.global_rows = rows
+    return found
+
+
+def verify_all(cases: list[tuple[Case, str]]) -> list[Verification]:
+    """On a rank: each case verified in turn."""
+    found = []
+    for case, text in cases:
+        trainer = make_trainer(case.model, text)
+        batches = [batch_of(trainer.program, rows, step) for step, rows in enumerate(case.rows)]
+        given = [share_of(trainer, batch) for batch in batches] if case.is_share else batches
+
+        def reference(case: Case = case, batches: list = batches):  # type: ignore[no-untyped-def, type-arg]
+            return reference_of(target(case.model), captured(case.model, "fp64")[1], batches)
+
+        try:
+            found.append(verify(trainer, given, reference))
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+    return found
+
+
+@cache
+def results(num_ranks: int) -> dict[Case, Verification]:
+    cases = CASES[num_ranks]
+    plans = [(case, planned(case, num_ranks)) for case in cases]
+    found = run_processes(num_ranks, verify_all, plans, timeout_seconds=280)
+    return dict(zip(cases, found[0], strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(n, c) for n in CASES for c in CASES[n]], ids=str)
+def test_shares_and_smaller_batches_equal_one_device(ranks: int, case: Case) -> None:
+    found = results(ranks)[case]
+    assert found.passed, found.failures[:5]
+    assert found.tolerance == 1e-9
+    assert found.worst("weight") > 0.0
