@@ -23,8 +23,8 @@ from autoparallel.planner.errors import AutoparallelError, InfeasibleError, Time
 from autoparallel.planning import PlanOptions, capture_target
 from autoparallel.progress import Observe
 from autoparallel.runtime.launch import launch
+from autoparallel.runtime.membership import join
 from autoparallel.runtime.process import Worker
-from autoparallel.runtime.trainer import join
 from autoparallel.targets import Target, load_target
 
 PHASE = "measuring"

@@ -34,10 +34,11 @@ from autoparallel.planning import (
 )
 from autoparallel.profile_progress import shown_progress
 from autoparallel.runtime.initial_values import Weights, whole_tensors
+from autoparallel.runtime.membership import join
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile_links import agree
 from autoparallel.runtime.shared import share_in_place, share_tensor, share_text
-from autoparallel.runtime.trainer import Trainer, join
+from autoparallel.runtime.trainer import Trainer
 from autoparallel.targets import Target
 
 

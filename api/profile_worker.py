@@ -40,6 +40,7 @@ from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress
 from autoparallel.profile_transfers import LinkTodo, sizes_to
 from autoparallel.profiles import explained, measuring_environment
+from autoparallel.runtime.membership import join
 from autoparallel.runtime.optimizer import BuildOptimizer
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.profile_links import (
@@ -52,7 +53,6 @@ from autoparallel.runtime.profile_links import (
 from autoparallel.runtime.profile_ops import OpTime, measure_ops
 from autoparallel.runtime.profile_update import SIZES, measure_updates
 from autoparallel.runtime.shared import share_text
-from autoparallel.runtime.trainer import join
 from autoparallel.targets import Target, load_target
 
 MOST_ROUNDS = 4

@@ -29,12 +29,13 @@ from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, told
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.compare import Quantity
+from autoparallel.runtime.membership import join
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.replay import run_replay
-from autoparallel.runtime.trainer import Trainer, join
+from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, summary
 from autoparallel.targets import Batch, Target, load_target

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from ..cost_model.actions import Schedule
 from ..passes.program import Program
 from ..passes.stage_cut import Boundary, boundaries, with_replicas
-from ..passes.stage_program import OfSlice, StageProgram, build_stage
+from ..passes.stage_program import StageProgram, build_stage
 from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_slices import SequenceSlice
-from ..planner.errors import AutoparallelError, MachineError, PlanError
+from ..planner.errors import AutoparallelError
 from ..planner.plan import Plan
 from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
@@ -40,6 +40,7 @@ from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
 from .initial_values import Weights, constants_of, fill_stages, whole_tensors
+from .membership import check_plan
 from .mesh import build_meshes, stages_of_rank
 from .optimizer import (
     BuildOptimizer,
@@ -55,6 +56,7 @@ from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .replay import UpdateRule
 from .share_batch import ShareBatch, gather_whole
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
+from .smaller_programs import smaller_runner
 from .stage import StageModule
 from .tied import find_tied
 from .training_step import StepResult, TrainingStep, Used
@@ -132,7 +134,7 @@ class Trainer:
         self._progress = progress
         self.use_optimizer(build)
         sent = [self.crossing, *(self._boundaries_of(each) for each in self.of_buckets)]
-        self.runners = [self._make_runner(self.schedule, each, progress) for each in sent]
+        self.runners = [self.make_runner(self.schedule, each) for each in sent]
         self._smaller: dict[int, int] = {}
 
     def _make_stage(self, index: int, communicator: ProcessCommunicator) -> StageModule:
@@ -173,13 +175,10 @@ class Trainer:
         found = boundaries(bucket.graph, bucket.blocks, bucket.plan)
         return with_replicas(found, len(self.plan.stages)) if self.schedule.parts else found
 
-    def _constants_of(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The constants of a stage: for its blocks, and for what it counts over the batch."""
-        return self._constants_for(self.program, self.stages[index].program)
-
-    def _constants_for(
+    def constants_for(
         self, program: Program, stage: StageProgram
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The constants of a stage's program: for its blocks, and for what it counts."""
         counted = constants_of(program, stage, self.leaves, str(self.device))
         if stage.share is None:
             return counted, counted
@@ -188,7 +187,7 @@ class Trainer:
 
     def _make_executor(self, index: int, seed: int) -> StageExecutor:
         stage, count = self.stages[index], self.plan.num_microbatches
-        constants, counted = self._constants_of(index)
+        constants, counted = self.constants_for(self.program, self.stages[index].program)
         if not self.slices:
             return StageExecutor(
                 stage, num_microbatches=count, constants=constants, counted=counted, seed=seed,
@@ -200,16 +199,12 @@ class Trainer:
         )  # fmt: skip
 
     def _make_versions(self, stage: StageModule) -> WeightVersions | None:
-        if not self.schedule.is_asynchronous:
-            return None
-        return WeightVersions(stage.by_name.values(), self.schedule, stage.program.index)
+        held, index = stage.by_name.values(), stage.program.index
+        asynchronous = self.schedule.is_asynchronous
+        return WeightVersions(held, self.schedule, index) if asynchronous else None
 
-    def _make_runner(
-        self,
-        schedule: Schedule,
-        crossing: Sequence[Boundary],
-        progress: Callable[..., None] | None,
-    ) -> PipelineRunner:
+    def make_runner(self, schedule: Schedule, crossing: Sequence[Boundary]) -> PipelineRunner:
+        """What runs a schedule's steps with this rank's executors. Collective over all ranks."""
         stages = placed_stages(self.plan)
         sent, handed = split_boundaries(crossing, stages)
         return PipelineRunner(
@@ -220,13 +215,13 @@ class Trainer:
                 stages=stages,
                 rank=self.rank,
                 device=self.device,
-                progress=progress,
+                progress=self._progress,
             ),
             handover=Handover(handed, stages=stages, rank=self.rank, device=self.device),
             hooks=Hooks(
                 self._sum_tied,
                 self._update_early if self.schedule.is_asynchronous else None,
-                progress,
+                self._progress,
             ),
         )
 
@@ -373,30 +368,8 @@ class Trainer:
         """
         if rows not in self._smaller:
             self._smaller[rows] = len(self.runners)
-            plan = self.batches.batch(rows).plan
-            program = self.program.with_batch_size(plan.microbatch_size)
-            crossing = boundaries(program.graph, program.blocks, plan)
-            if self.schedule.parts:
-                crossing = with_replicas(crossing, len(plan.stages))
-            schedule = schedule_of(plan, {(b.source_stage, b.target_stage) for b in self.crossing})
-            for index, executor in self.executors.items():
-                self._add_program(index, executor, program, plan)
-            self.runners.append(self._make_runner(schedule, crossing, self._progress))
+            self.runners.append(smaller_runner(self, self.batches.batch(rows).plan))
         return self._smaller[rows]
-
-    def _add_program(
-        self, index: int, executor: StageExecutor, program: Program, plan: Plan
-    ) -> None:
-        """Has the executor of a stage run a smaller batch too."""
-        stage = executor.stage
-        made = build_stage(
-            program.graph, program.blocks, plan,
-            stage_index=self.schedule.part(index), coordinates=stage.program.coordinates,
-            communicator=ProcessCommunicator(stage.device_mesh),
-            of_slice=OfSlice(program.graph, (), stage.program.draws), outputs=program.returned,
-        )  # fmt: skip
-        stage.run_slices((*stage.programs, made))
-        executor.add_program(plan.num_microbatches, *self._constants_for(program, made))
 
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
         """The parts of a global batch that one device has to run apart to do the same.
@@ -509,11 +482,11 @@ class Trainer:
         state = trainer_state(self, optimizer, given, optional=optional)
         found = load_checkpoint(path, state)
         draws = found.facts.get("draws") or {}
-        for index, executor in self.executors.items():
+        for executor in self.executors.values():
             executor.steps_begun = draws.get("steps_begun", found.step)
             executor.seed = draws.get("seed", executor.seed)
             if self.leaves:
-                executor.use_constants(*self._constants_of(index))
+                executor.use_constants(*self.constants_for(self.program, executor.stage.program))
         for parameter in self.all_parameters():
             parameter.refresh()
         return found.step
@@ -525,45 +498,3 @@ class Trainer:
             for stage in self.stages.values()
             for name, buffer in stage.changing_buffers().items()
         }
-
-
-def join(device_type: str, local_rank: int) -> torch.device:
-    """Joins the process group of the environment, unless the caller has; this rank's device.
-
-    Raises MachineError (AP411) where the machine lacks that device.
-    """
-    if device_type != "cuda":
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if local_rank >= count:
-        raise MachineError(
-            "AP411",
-            f"the plan needs GPU {local_rank} of this machine, which has {count}",
-            fix="plan for the devices at hand: --cluster local",
-        )
-    torch.cuda.set_device(local_rank)
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    return torch.device("cuda", local_rank)
-
-
-def check_plan(program: Program, plan: Plan) -> None:
-    """Raises where ``plan`` is not of this model, or there are too few processes."""
-    found = program.graph.fingerprint
-    if plan.model.fingerprint != found:
-        raise PlanError(
-            "AP550",
-            "the plan was made for another model",
-            why=f"the plan's model is {plan.model.fingerprint}, this one {found}",
-            where=plan.model.target,
-            fix="the model file or its settings changed: plan again",
-        )
-    needed = 1 + max(rank for stage in plan.stages for rank in stage.devices)
-    if dist.get_world_size() < needed:
-        raise MachineError(
-            "AP410",
-            f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
-            fix=f"start {needed} processes, or plan for the machines at hand",
-        )

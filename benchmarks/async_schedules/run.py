@@ -126,7 +126,7 @@ def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> list[floa
     """The loss of each of the plan's steps, on a rank."""
     import torch
 
-    from autoparallel.runtime.trainer import join
+    from autoparallel.runtime.membership import join
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)

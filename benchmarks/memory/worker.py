@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from autoparallel.passes.inputs import random_batch
+from autoparallel.runtime.membership import join
 from autoparallel.runtime.memory_counter import measure_step
 from autoparallel.runtime.process import Worker
-from autoparallel.runtime.trainer import join
 from autoparallel.worker import load_job, make_trainer
 
 WARM_UP_STEPS = 2

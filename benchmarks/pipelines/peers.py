@@ -123,7 +123,7 @@ def compare(
     import torch
     import torch.distributed as dist
 
-    from autoparallel.runtime.trainer import join
+    from autoparallel.runtime.membership import join
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)

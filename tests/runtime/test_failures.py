@@ -149,7 +149,7 @@ def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
-    from autoparallel.runtime.trainer import join
+    from autoparallel.runtime.membership import join
 
     device = join("cpu", 0)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
