@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from autoparallel.asked import checked_init
+from autoparallel.asked import Init
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.arranged.asynchronous import is_asynchronous
@@ -30,17 +30,16 @@ def start_training(
     save: str | None = None,
     save_every: int | None = None,
     resume: str | None = None,
-    init: str = "sharded",
+    init: Init = "sharded",
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
-    ``save`` and ``resume`` are folders of checkpoints (see ``worker.train``).
+    ``save`` and ``resume`` are folders of checkpoints, ``init`` is how weights are drawn (see
+    ``worker.train``).
     Returns measured and predicted figures (see ``worker.outcome``).
-    Raises UsageError AP850 for an unknown ``init``.
     """
-    checked_init(init)
     folders = {
         name: None if folder is None else str(Path(folder).resolve())
         for name, folder in (("save", save), ("resume", resume))

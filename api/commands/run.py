@@ -74,12 +74,15 @@ def run(
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --set, are for planning a TARGET."""
+    from autoparallel.asked import checked_init
+
+    drawn = checked_init(init)
     with plan_path(source, cluster, options, settings=settings, output=output) as path:
         from autoparallel.training import start_training
 
         start_training(
             path, steps=steps, seed=seed, save=save, save_every=save_every, resume=resume,
-            init=init, timeout_seconds=timeout,
+            init=drawn, timeout_seconds=timeout,
         )  # fmt: skip
 
 
