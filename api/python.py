@@ -16,9 +16,12 @@ ordinary ``loss.backward()`` loop works where there is none.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
@@ -106,8 +109,7 @@ def make_target(
     if isinstance(model, str):
         return load_target(model)
     if isinstance(model, nn.Module):
-        instance = model
-        build: Callable[[], nn.Module] = lambda: instance  # noqa: E731
+        build: Callable[[], nn.Module] = partial(_with_same_tensors, model)
         name = type(model).__name__
     elif callable(model):
         build = model
@@ -125,6 +127,23 @@ def make_target(
             fix="give a batch of global shapes, or a function (global_batch, seq) that makes one",
         )
     return Target(name, build, batch_function(example_batch), loss_fn, is_named=False)
+
+
+def _with_same_tensors(model: nn.Module) -> nn.Module:
+    """A copy of the modules of ``model`` with its own tensors: planning takes them off its model.
+
+    Raises UsageError AP851 where the modules cannot be copied.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except (TypeError, RuntimeError, pickle.PicklingError) as error:
+        raise UsageError(
+            "AP851",
+            f"the {type(model).__name__} cannot be copied, as planning it needs",
+            why=f"{type(error).__name__}: {error}",
+            fix="give a function that builds it",
+        ) from error
 
 
 def batch_function(example_batch: Batch | Callable[..., Batch]) -> Callable[..., Batch]:

@@ -161,6 +161,7 @@ def run(
     wandb: WandbOption = None,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
+    from autoparallel.asked import checked_init
     from autoparallel.run_options import RunOptions
 
     asked = RunOptions(
@@ -168,6 +169,7 @@ def run(
         on_nan=cast("OnNan", on_nan), metrics=metrics, tensorboard=tensorboard, wandb=wandb,
     )  # fmt: skip
     asked.check()
+    checked_init(init)
     if save is None and (save_every is not None or keep is not None or save_async):
         from autoparallel.planner.errors import UsageError
 

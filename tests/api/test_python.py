@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -132,3 +133,19 @@ def test_a_module_is_planned_from_python() -> None:
     assert plan.model.global_batch == 8
     assert [len(stage.devices) for stage in plan.stages] == [2]
     assert "dp=2" in autoparallel.describe(plan)
+
+
+def test_planning_a_module_leaves_it_as_it_was() -> None:
+    model = Net()
+    before = {name: (value, value.clone()) for name, value in model.state_dict().items()}
+    autoparallel.plan(model, batch(), cluster="cpu:2", loss_fn=loss_fn)
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0].data_ptr()
+        assert torch.equal(value, before[name][1])
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    model = Net()
+    model.lock = threading.Lock()
+    with pytest.raises(UsageError, match="AP851"):
+        autoparallel.plan(model, batch(), cluster="cpu:2")

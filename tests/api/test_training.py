@@ -146,7 +146,7 @@ class Net(nn.Module):
 torch.manual_seed(0)
 options = dict(example_batch=batch(), parallel=PARALLEL)
 if AS_CLASS:
-    model = autoparallel.parallelize(**options)(Net)()
+    model = autoparallel.parallelize(init="exact", **options)(Net)()
 else:
     model = autoparallel.parallelize(Net(), **options)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

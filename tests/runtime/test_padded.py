@@ -126,6 +126,7 @@ def refusals(text: str) -> str:
         program, loads(text, "test"), deferred, device=torch.device("cpu"),
         progress=lambda what, waits_for=(): told.append(what),
     )  # fmt: skip
+    told.clear()  # What making the trainer told.
     batch = {n: torch.zeros(GLOBAL_BATCH, 9, dtype=torch.int64) for n in program.inputs}
     with pytest.raises(PlanError) as caught:
         trainer.step(batch)
