@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoparallel.distribute import distribute
+    from autoparallel.distributed_loader import distribute
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
@@ -72,7 +72,7 @@ _HOMES = {
     "Plan": "autoparallel.planner.plan",
     "Step": "autoparallel.python",
     "describe": "autoparallel.report",
-    "distribute": "autoparallel.distribute",
+    "distribute": "autoparallel.distributed_loader",
     "load_plan": "autoparallel.plan_io",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",
