@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoparallel.callbacks import Callback
     from autoparallel.checkpoints import load, save
-    from autoparallel.distribute import distribute
+    from autoparallel.distributed_loader import distribute
     from autoparallel.environment import one_process
     from autoparallel.exporting import export
     from autoparallel.module import ParallelModule
@@ -85,7 +85,7 @@ _HOMES = {
     "describe": "autoparallel.report",
     "load": "autoparallel.checkpoints",
     "export": "autoparallel.exporting",
-    "distribute": "autoparallel.distribute",
+    "distribute": "autoparallel.distributed_loader",
     "load_plan": "autoparallel.plan_io",
     "one_process": "autoparallel.environment",
     "parallelize": "autoparallel.python",

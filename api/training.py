@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoparallel.asked import checked_init
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.arranged.asynchronous import is_asynchronous

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from functools import cache, partial
@@ -72,7 +73,9 @@ def seeded() -> torch.Generator:
 LOADERS = {
     "plain": lambda: DataLoader(Rows(), PLANNED),
     "shuffled": lambda: DataLoader(Rows(), PLANNED, shuffle=True),
-    "workers": lambda: DataLoader(Rows(), PLANNED, shuffle=True, num_workers=1),
+    "workers": lambda: DataLoader(
+        Rows(), PLANNED, shuffle=True, num_workers=1, multiprocessing_context="fork"
+    ),
     "generator": lambda: DataLoader(Rows(), PLANNED, shuffle=True, generator=seeded()),
     "dropped": lambda: DataLoader(Rows(), PLANNED, shuffle=True, drop_last=True),
     "stream": lambda: DataLoader(Stream(), PLANNED),
@@ -87,6 +90,7 @@ def epochs(name: str) -> list[list[dict[str, Tensor]]]:
 
 
 def join(case: Case, text: str) -> Trainer:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
     os.environ.setdefault("WORLD_SIZE", str(torch.distributed.get_world_size()))
     return make_trainer(case.model, text)
@@ -103,7 +107,7 @@ def compare_order(case: Case, text: str) -> list[str]:
         plain = epochs(name)
         torch.manual_seed(5 + rank)
         found = [list(mine), list(mine)]
-        if len(mine) != len(plain[0]) and name != "stream":
+        if name != "stream" and len(mine) != len(plain[0]):
             wrong.append(f"{name}: {len(mine)} batches")
         for epoch, (ours, theirs) in enumerate(zip(found, plain, strict=True)):
             wrong += [
