@@ -103,6 +103,11 @@ class StageExecutor:
             for name, held in self.program.constants.items()
         }
 
+    def take_constants(self, constants: Mapping[str, Tensor]) -> None:
+        """Compute with other values of the stage's constants and of its counting's leaves."""
+        self._constants = self._local_constants(constants)
+        self._whole = constants
+
     def use(self, part: int) -> None:
         """Have the next step run program ``part`` of the stage, which it has for some lengths."""
         self._part, self.program = part, self.stage.programs[part]

@@ -274,6 +274,19 @@ class Trainer:
         check_batch(inputs, specs, self.plan.num_microbatches)
         return inputs
 
+    def fixed_buffers(self) -> set[str]:
+        """The buffers that the model reads and training does not change."""
+        return {*self.program.buffers} - self.program.graph.updates.keys()
+
+    def take_constants(self, buffers: Mapping[str, Tensor]) -> None:
+        """Compute with other values of the buffers that training does not change."""
+        for index, executor in self.executors.items():
+            stage = self.stages[index]
+            executor.take_constants(constants_of(self.program, stage, buffers, str(self.device)))
+            for name in stage.program.buffers.keys() & buffers.keys():
+                box = tuple(slice(start, stop) for start, stop in stage.buffer_regions[name])
+                stage.buffer(name).copy_(buffers[name].detach()[box])
+
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
         """The parts of a global batch that one device has to run apart to do the same.
 
