@@ -8,6 +8,8 @@ refused, with what to do instead.
 
 from __future__ import annotations
 
+import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from autoparallel.call_arguments import CallArguments
 from autoparallel.passes.counter_random import batch_dims, counter_random
@@ -26,13 +28,14 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning import CAPTURE_BATCH, PlanOptions
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.batches import marked
-from autoparallel.runtime.parameters import COMPUTE_DTYPES
+from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
 from autoparallel.runtime.share_batch import ShareBatch
 from autoparallel.runtime.shared import share_in_place
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_optimizer import retire
 from autoparallel.targets import Target
+from autoparallel.unchanged import Unchanged, check_backward_hooks
 from autoparallel.whole_module import WholeModule
 
 if TYPE_CHECKING:
@@ -64,9 +67,9 @@ class Adopted:
     holds whole weights for a while (``unsharded``).
     """
 
-    def __init__(self, job: Job, original: type[nn.Module]) -> None:
+    def __init__(self, job: Job, forward: Callable[..., Any]) -> None:
         self.job = job
-        self.original = original
+        self._forward = forward
         self.trainer: Trainer | None = None
         self.is_joining = False
         self.is_plain = False
@@ -95,13 +98,15 @@ class Adopted:
         """Plan the model and put this rank's shards in the place of its weights. Collective."""
         from autoparallel.joining import join_training
 
+        check_backward_hooks(model)
         self.is_joining = True
         was_training = model.training
         if not was_training:
             model.train()
         try:
             modes = [module.training for module in model.modules()]
-            trainer = join_training(model, job, plan, self.tell, buckets)
+            with _as_at_start():
+                trainer = join_training(model, job, plan, self.tell, buckets)
         finally:
             if not was_training:
                 model.eval()
@@ -111,19 +116,18 @@ class Adopted:
         tied = trainer.program.graph.tied
         self._weights = WholeWeights(trainer)
         self._whole = WholeModule(model, self._weights, tied)
-        self._modules = tuple(zip(model.modules(), modes, strict=True))
-        self._num_hooks = self._count_hooks()
+        self._fixed = [(name, *get_by_path(model, name)) for name in trainer.fixed_buffers()]
+        self._marks: dict[str, tuple[int, int]] = {}
         example = job.target.example_batch(CAPTURE_BATCH, job.options.seq)
-        forward = self.original.forward.__get__(model)
         self._arguments = CallArguments(
-            forward, example, trainer.program.inputs, extra=self._has_loss_fn
+            self._forward, example, trainer.program.inputs, extra=self._has_loss_fn
         )
-        self._frozen = [p for p in trainer.parameters.values() if not p.spec.requires_grad]
         self._calls: TrainingCall | None = None
         if not trainer.plan.has_pipeline:
             (executor,) = trainer.executors.values()
             self._calls = TrainingCall(executor, self.tell)
         self._put_shards(model)
+        self._unchanged = Unchanged(model, modes, trainer.parameters, self._whole.slots)
 
     def _put_shards(self, model: nn.Module) -> None:
         """The masters in the places of the model's parameters, changing buffers in theirs."""
@@ -136,6 +140,8 @@ class Adopted:
                 old = getattr(module, attribute)
                 setattr(module, attribute, value)
                 if isinstance(old, nn.Parameter) and old is not value:
+                    if isinstance(value, nn.Parameter):
+                        _take_over(value, old)
                     retire(old, f"{type(model).__name__}.{name}")
 
     def take_untrained(self, model: nn.Module) -> None:
@@ -148,10 +154,12 @@ class Adopted:
                     tensor.data.copy_(loaded)
                 share_in_place(tensor.data)
 
-    def own_part(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict with whole tensors cut to this rank's shards, without other stages'."""
         tied = self.joined.program.graph.tied
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = OrderedDict()
+        if hasattr(state, "_metadata"):
+            own._metadata = state._metadata  # type: ignore[attr-defined]
         for name, value in state.items():
             first = tied.get(name, name)
             if self._weights.is_elsewhere(first):
@@ -164,13 +172,19 @@ class Adopted:
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call of the model, as its own ``forward`` is called."""
         if self.is_joining or self.is_plain:
-            return self.original.forward(model, *args, **kwargs)
+            return self._forward(*args, **kwargs)
         model._join_once()  # type: ignore[operator]
         if not model.training:
-            return self._evaluate(model, args, kwargs)
-        return self._train(model, args, kwargs)
+            return self._evaluate(args, kwargs)
+        return self._train(args, kwargs)
 
-    def _train(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def keep_buffers(self) -> None:
+        """Have buffers as the last forward left them, though its backward is yet to come."""
+        if self.trainer is not None:
+            for stage in self.trainer.stages.values():
+                stage.keep_buffers()
+
+    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The plan's program on a batch: the loss, or the outputs that the caller's loss takes."""
         trainer = self.joined
         if self._calls is None:
@@ -181,23 +195,35 @@ class Adopted:
                 fix="step = autoparallel.Step(model); loss = step(batch), "
                 'or plan without one: parallel="pp=1"',
             )
-        self._check_unchanged()
+        self._unchanged.check()
+        self._take_buffers()
         inputs = trainer.fitted(marked(self._arguments.inputs(args, kwargs)))
+        if torch.is_grad_enabled() and any(value.requires_grad for value in inputs.values()):
+            raise UsageError(
+                "AP933",
+                "an input of the model is to get a gradient",
+                why="each rank computes with its own part of the batch: it would get a part of it",
+                fix="detach() it, or make what computes it a part of the model",
+            )
         form = trainer.program.outputs
-        again = _Again(self, model, args, kwargs, is_share=isinstance(inputs, ShareBatch))
+        is_share = isinstance(inputs, ShareBatch)
         if trainer.program.returned:
             assert form is not None
-            return form.build(None, _merged(self._calls.outputs(inputs), form, again))
+            made = self._calls.outputs(inputs)
+            return form.build(
+                None, _merged(made, form, _Again(self, args, kwargs, is_share=is_share))
+            )
         loss = self._calls.loss(inputs)
-        if self._has_loss_fn or form is None or len(form.leaves) == 1:
+        again = _Again(self, args, kwargs, is_share=is_share)
+        if self._has_loss_fn or form is None:
             return loss
         return form.build(loss, again.leaf)
 
-    def _evaluate(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, with the weights of each layer gathered for it."""
-        for stage in self.joined.stages.values():
-            stage.keep_buffers()
-        outputs = self._run_whole(model, args, kwargs)
+        self._unchanged.check_data()
+        self.keep_buffers()
+        outputs = self._run_whole(args, kwargs, keeps_buffers=True)
         if not torch.is_grad_enabled():
             return outputs
         refuse = _refusal(
@@ -208,7 +234,9 @@ class Adopted:
         )
         return tree_map_only(Tensor, refuse, outputs)
 
-    def _run_whole(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_whole(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_buffers: bool
+    ) -> Any:
         dtype = COMPUTE_DTYPES[self.joined.plan.model.precision]
 
         def cast(tensor: Tensor) -> Tensor:
@@ -217,8 +245,12 @@ class Adopted:
         args, kwargs = tree_map_only(Tensor, cast, (args, dict(kwargs)))
         self.tell("gathering weights and computing the model's own forward")
         try:
-            with torch.no_grad(), self._whole.gathered_by_layer():
-                return self.original.forward(model, *args, **kwargs)
+            with (
+                torch.no_grad(),
+                self._unchanged.own_forward(),
+                self._whole.gathered_by_layer(keeps_buffers=keeps_buffers),
+            ):
+                return self._forward(*args, **kwargs)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
@@ -239,8 +271,7 @@ class Adopted:
         if self.is_plain:
             yield
             return
-        for stage in self.joined.stages.values():
-            stage.keep_buffers()
+        self.keep_buffers()
         wanted = rank is None or rank == self.joined.rank
         tensors: dict[str, Tensor] = {}
         for name in self._weights.names:
@@ -248,19 +279,13 @@ class Adopted:
             if wanted:
                 moved = value.to(device) if device is not None else value
                 tensors[name] = moved.clone() if moved is value else moved
-        versions = {name: tensor._version for name, tensor in tensors.items()}
         self.is_plain = True
         try:
             with self._whole.all_in_place(tensors):
                 yield
+                changed = self._changed_in_place()
         finally:
             self.is_plain = False
-        trained = {node.name for node in self.joined.program.graph.parameters}
-        changed = [
-            name
-            for name, tensor in tensors.items()
-            if name in trained and tensor._version != versions[name]
-        ]
         if changed:
             raise UsageError(
                 "AP926",
@@ -269,42 +294,58 @@ class Adopted:
                 fix="state = model.state_dict() inside, model.load_state_dict(state) after it",
             )
 
-    def _check_unchanged(self) -> None:
-        """Raise where the modules are in other modes, or have hooks, that the program knows not."""
-        for module, mode in self._modules:
-            if module.training is not mode:
-                raise UsageError(
-                    "AP922",
-                    f"the mode of {self._path(module)} changed after the model was planned",
-                    why=f"the plan's program computes it with training={mode}",
-                    fix="call train() and eval() on parts of the model before parallelize",
-                )
-        if self._count_hooks() != self._num_hooks:
-            raise UsageError(
-                "AP923",
-                "a hook was put on a submodule after the model was planned",
-                why="in training the plan's program runs in the submodules' place",
-                fix="put hooks on the model itself or on its parameters, remove them, "
-                "or register them before parallelize",
-            )
-        for parameter in self._frozen:
-            if parameter.master.requires_grad:
-                raise UsageError(
-                    "AP929",
-                    f"{parameter.name} is to be trained, but was frozen when the model was planned",
-                    fix="set requires_grad before parallelize; freezing later is possible",
-                )
+    def _changed_in_place(self) -> list[str]:
+        """The names of whole tensors in the model that differ from this rank's shards."""
+        changed = []
+        for name, slots in self._whole.slots.items():
+            for module, attribute in slots:
+                value = getattr(module, attribute)
+                if isinstance(value, Tensor) and not self._weights.is_current(name, value):
+                    changed.append(name)
+        return changed
 
-    def _count_hooks(self) -> int:
-        return sum(
-            len(module._forward_hooks) + len(module._forward_pre_hooks)
-            + len(module._backward_hooks) + len(module._backward_pre_hooks)
-            for module, _ in self._modules[1:]
-        )  # fmt: skip
+    def _take_buffers(self) -> None:
+        """Have the program compute with the buffers' values as the script has left them.
 
-    def _path(self, module: nn.Module) -> str:
-        names = {other: name for name, other in self._modules[0][0].named_modules()}
-        return names.get(module) or "the model"
+        Training does not change them, but a script may: by writing to them, by putting another
+        tensor in their place, by loading a state dict.
+        """
+        held = {name: module._buffers.get(attribute) for name, module, attribute in self._fixed}
+        given = {name: value for name, value in held.items() if value is not None}
+        marks = {name: (id(value), value._version) for name, value in given.items()}
+        if marks != self._marks:
+            self.joined.take_constants(given)
+            self._marks = marks
+
+
+def _take_over(master: nn.Parameter, old: nn.Parameter) -> None:
+    """Give ``master`` the hooks and the attributes that a script put on the parameter before."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks, None):
+            setattr(master, hooks, getattr(old, hooks))
+    for name, value in old.__dict__.items():
+        master.__dict__.setdefault(name, value)
+
+
+@contextmanager
+def _as_at_start() -> Iterator[None]:
+    """Planning neither depends on the modes around a model's first use nor draws random numbers.
+
+    All ranks go on with the random numbers that they had: a script that draws its batches draws
+    the same ones on every rank, and those that it draws alone.
+    """
+    state = random.getstate()
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            torch.random.fork_rng(),
+        ):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def _merged(made: Sequence[Tensor], form: OutputForm, again: _Again) -> Callable[[int], Tensor]:
@@ -318,15 +359,15 @@ def _merged(made: Sequence[Tensor], form: OutputForm, again: _Again) -> Callable
 class _Again:
     """Outputs besides the loss: made when somebody uses one, by the model's own forward.
 
-    That draws the same random numbers. It must come before the weights change.
+    That draws the same random numbers as the last forward of the plan's program. It must come
+    before the weights or the call's arguments change.
     """
 
     def __init__(
-        self, adopted: Adopted, model: nn.Module, args: tuple[Any, ...],
-        kwargs: Mapping[str, Any], *, is_share: bool,
-    ) -> None:  # fmt: skip
+        self, adopted: Adopted, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_share: bool
+    ) -> None:
         assert adopted._calls is not None
-        self._adopted, self._model = adopted, model
+        self._adopted = adopted
         self._args, self._kwargs = args, dict(kwargs)
         self._key = adopted._calls.step_key
         self._versions = self._weight_versions()
@@ -343,15 +384,21 @@ class _Again:
         return self._made[position]
 
     def _weight_versions(self) -> list[int]:
+        """Counts of changes: of the weights, and of the call's arguments."""
         parameters = self._adopted.joined.parameters.values()
-        return [parameter.local._version for parameter in parameters]
+        given = tree_flatten((self._args, self._kwargs))[0]
+        return [
+            *(parameter.local._version for parameter in parameters),
+            *(value._version for value in given if isinstance(value, Tensor)
+              and not value.is_inference()),
+        ]  # fmt: skip
 
     def _run(self) -> list[Tensor]:
         trainer = self._adopted.joined
         if self._weight_versions() != self._versions:
             raise UsageError(
                 "AP927",
-                "an output of the model is used after its weights have changed",
+                "an output of the model is used after its weights or its inputs have changed",
                 why="outputs besides the loss are made when they are used, to cost nothing else",
                 fix="use them before optimizer.step()",
             )
@@ -374,7 +421,7 @@ class _Again:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(counter_random(self._key, batch_dims=batch_dims(graph)))
-            outputs = self._adopted._run_whole(self._model, self._args, self._kwargs)
+            outputs = self._adopted._run_whole(self._args, self._kwargs, keeps_buffers=False)
         assert trainer.program.outputs is not None
         refuse = _refusal(
             "AP928",

@@ -122,7 +122,13 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards, for ``torch.distributed.checkpoint``."""
         self._join_once()
+        _adopted(self).keep_buffers()
         return super().state_dict(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of the buffers that training changes, and the others."""
+        _adopted(self).keep_buffers()
+        return super().named_buffers(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -135,7 +141,9 @@ class ParallelModule(nn.Module):
             _refuse_move("load_state_dict(assign=True)", "the tensors would replace its shards")
         self._join_once()
         adopted = _adopted(self)
-        return super().load_state_dict(adopted.own_part(self, state_dict), strict=strict)
+        if not adopted.is_plain:
+            state_dict = adopted.own_part(state_dict)
+        return super().load_state_dict(state_dict, strict=strict)
 
     def take_untrained(self) -> None:
         """Give what training leaves alone the values of the trainer's last load. Collective."""
@@ -188,8 +196,10 @@ def _refuse_move(what: str, why: str) -> NoReturn:
 def adopt(model: nn.Module, job: Job, cls: type[nn.Module] | None = None) -> nn.Module:
     """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of what it was."""
     original = type(model)
+    # A script may have put a forward of its own into the object: the class's would not be called.
+    forward = model.__dict__.pop("forward", None) or original.forward.__get__(model)
     model.__class__ = cls or parallel_class(original)
-    model.__dict__[_STATE] = Adopted(job, original)
+    model.__dict__[_STATE] = Adopted(job, forward)
     return model
 
 

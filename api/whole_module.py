@@ -37,6 +37,7 @@ class WholeModule:
                 first = tied.get(name, name)
                 if first in known:
                     self._slots.setdefault(first, []).append((module, attribute))
+        self._name_of = {slot: name for name, slots in self._slots.items() for slot in slots}
         self._layers, self._around = self._divided(model)
 
     @property
@@ -68,10 +69,10 @@ class WholeModule:
             _restore(held)
 
     @contextmanager
-    def gathered_by_layer(self) -> Iterator[None]:
+    def gathered_by_layer(self, *, keeps_buffers: bool) -> Iterator[None]:
         """While inside, a forward of the model computes with whole weights.
 
-        Buffers are copies: what a forward writes into them is forgotten.
+        Buffers are copies; ``keeps_buffers`` says that what a forward writes to them stays.
         """
         gathered: dict[nn.Module, list[tuple[Slot, Any]]] = {}
 
@@ -79,8 +80,13 @@ class WholeModule:
             if layer not in gathered:  # a layer that calls itself holds its weights already
                 gathered[layer] = self._put(names, self._gather(names))
 
+        def end(held: list[tuple[Slot, Any]]) -> None:
+            if keeps_buffers:
+                self._keep_buffers(held)
+            _restore(held)
+
         def after(layer: nn.Module, _: Any, __: Any) -> None:
-            _restore(gathered.pop(layer, []))
+            end(gathered.pop(layer, []))
 
         handles: list[Any] = []
         held = self._put(self._around, self._gather(self._around))
@@ -93,8 +99,15 @@ class WholeModule:
             for handle in handles:
                 handle.remove()
             for each in gathered.values():
-                _restore(each)
-            _restore(held)
+                end(each)
+            end(held)
+
+    def _keep_buffers(self, held: Sequence[tuple[Slot, Any]]) -> None:
+        """Take over what a forward has written to the buffers that are in place."""
+        for (module, attribute), old in held:
+            value = module._buffers.get(attribute)
+            if value is not None and value is not old:
+                self._weights.put(self._name_of[module, attribute], value)
 
     def _gather(self, names: Iterable[str]) -> dict[str, Tensor]:
         found = self._weights.gather(names, as_computed=True)

@@ -34,7 +34,7 @@ from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
-from autoparallel.runtime.replay import run_replay
+from autoparallel.runtime.replay import run_replay, update_rule
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, summary
@@ -185,7 +185,7 @@ def one_device(
 
     named = partial(default_optimizer, name=trainer.plan.model.optimizer)
     build = target.build_optimizer or named
-    rule = trainer.update_rule()
+    rule = update_rule(trainer)
     train = run_reference if rule is None else partial(run_replay, rule=rule)
     with promote_to_float64() if is_double else nullcontext():
         return train(

@@ -81,12 +81,46 @@ class _WithLoss(nn.Module):
 
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a forward; what else the model returns is noted."""
-        outputs = call_model(self.get_submodule(PREFIX), batch)
+        model = self.get_submodule(PREFIX)
+        held = _buffers(model)
+        outputs = call_model(model, batch)
+        if not torch.compiler.is_dynamo_compiling():
+            _write_assigned(held)
         loss = find_loss(outputs, batch, self._loss_fn)
         if not torch.compiler.is_dynamo_compiling():
             own = None if self._loss_fn is not None else _loss_of(outputs)
             self.noted.outputs = output_form(outputs, own)
         return loss
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, tensor)
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    """Write to the buffers what a forward has put in their places: export forgets assignments.
+
+    Raises CaptureError AP208 where a buffer takes another shape.
+    """
+    for module, name, tensor in held:
+        value = module._buffers.get(name)
+        if value is tensor or value is None:
+            continue
+        if value.shape != tensor.shape:
+            raise CaptureError(
+                "AP208",
+                f"the forward gives buffer {name} of a {type(module).__name__} another shape",
+                why=f"it was {tuple(tensor.shape)} and becomes {tuple(value.shape)}",
+                fix="give it its final shape where it is registered",
+            )
+        with torch.no_grad():
+            tensor.copy_(value)
+        module._buffers[name] = tensor
 
 
 class _WithMarks(_WithLoss):

@@ -7,13 +7,20 @@ graph is captured all the same (``mean_of_outputs``) and the values that it is m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    register_dataclass,
+    tree_flatten,
+    tree_is_leaf,
+    tree_unflatten,
+)
 
 from ..planner.errors import CaptureError
 from ..planner.graph import Graph, Ref
@@ -25,8 +32,8 @@ LeafKind = Literal["loss", "tensor", "value"]
 class Leaf:
     """One leaf of a model's outputs.
 
-    ``kind``: the loss, another tensor, or a plain value, which ``value`` then is (None for an
-    object of the model's own, such as a cache of keys).
+    ``kind``: the loss, another tensor, or a plain value. ``value`` is the plain value (None for
+    an object of the model's own, such as a cache of keys), and of the loss its shape.
     """
 
     kind: LeafKind
@@ -55,19 +62,41 @@ class OutputForm:
                 made.append(tensor(position))
                 position += 1
             else:
-                made.append(loss if leaf.kind == "loss" else leaf.value)
+                is_loss = leaf.kind == "loss" and loss is not None
+                made.append(loss.reshape(leaf.value) if is_loss else leaf.value)  # type: ignore[union-attr]
         return tree_unflatten(made, self.structure)
 
 
 def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
     """The form of ``outputs``; ``loss`` is that of them which training minimizes, if any."""
-    flat, structure = tree_flatten(outputs)
+    flat, structure = tree_flatten(with_dataclasses(outputs))
     return OutputForm(structure, tuple(_leaf(value, loss) for value in flat))
+
+
+def with_dataclasses(outputs: Any) -> Any:
+    """The same outputs, after their dataclass, if they are one, is known as a structure.
+
+    Raises CaptureError AP209 for outputs in an object that cannot be rebuilt.
+    """
+    kind = type(outputs)
+    if tree_is_leaf(outputs) and not isinstance(outputs, Tensor):
+        if dataclasses.is_dataclass(kind):
+            register_dataclass(kind)
+        elif any(isinstance(value, Tensor) for value in getattr(outputs, "__dict__", {}).values()):
+            raise CaptureError(
+                "AP209",
+                f"the model returns its tensors in a {kind.__name__}",
+                why="outputs are rebuilt from a plan's results, which takes a structure",
+                fix="return a tuple, a dict, a named tuple or a dataclass",
+            )
+    return outputs
 
 
 def _leaf(value: Any, loss: Tensor | None) -> Leaf:
     if isinstance(value, Tensor):
-        return Leaf("loss" if value is loss else "tensor", None, _is_differentiable(value))
+        if value is loss:
+            return Leaf("loss", tuple(value.shape), _is_differentiable(value))
+        return Leaf("tensor", None, _is_differentiable(value))
     plain = isinstance(value, bool | int | float | str | torch.dtype)
     return Leaf("value", value if plain else None)
 
@@ -96,7 +125,7 @@ def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
 
     Raises CaptureError AP203 where no output can be differentiated.
     """
-    found = [value for value in tree_flatten(outputs)[0]
+    found = [value for value in tree_flatten(with_dataclasses(outputs))[0]
              if isinstance(value, Tensor) and _is_differentiable(value)]  # fmt: skip
     if not found:
         raise CaptureError(
@@ -129,4 +158,11 @@ def mean_inputs(graph: Graph, count: int) -> tuple[Ref, ...]:
 def _averaged(graph: Graph, mean: Ref) -> Ref:
     source = graph[mean.name].args[0]
     assert isinstance(source, Ref)
+    if graph[source.name].kind == "parameter":
+        raise CaptureError(
+            "AP210",
+            f"the model returns its parameter {source.name}",
+            why="outputs are values that the forward computes",
+            fix="return a value made of it, such as its sum, or read it from the model",
+        )
     return source

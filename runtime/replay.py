@@ -18,8 +18,10 @@ a step, so the next one begins with all updates made.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -28,6 +30,9 @@ from ..passes.counter_random import counter_random
 from ..passes.random_ops import step_key
 from .optimizer import BuildOptimizer, built
 from .reference import Batch, Reference
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,20 @@ class UpdateRule:
 
     def backward_version(self, name: str, update: int) -> int:
         return update if self.weights == "latest" else self.forward_version(name, update)
+
+
+def update_rule(trainer: Trainer) -> UpdateRule | None:
+    """What the asynchronous schedule of a trainer does to the weights; None for others."""
+    schedule, plan = trainer.schedule, trainer.plan
+    if not schedule.is_asynchronous:
+        return None
+    blocks = iter(trainer.program.blocks.blocks)
+    stage_of: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        for block in itertools.islice(blocks, len(stage.blocks)):
+            stage_of.update(dict.fromkeys(block.parameters, index))
+    count = plan.num_microbatches // schedule.per_update
+    return UpdateRule(schedule.weights, count, len(plan.stages), stage_of)
 
 
 def run_replay(

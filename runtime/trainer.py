@@ -7,7 +7,6 @@ the world makes a ``Trainer``, and calls ``step`` with the same global batch or 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,7 +52,6 @@ from .padded import SequencePadding
 from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
 from .plan_schedule import schedule_of, splits_backward, updating_plan
-from .replay import UpdateRule
 from .share_batch import ShareBatch, gather_whole
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
 from .smaller_programs import smaller_runner
@@ -371,6 +369,21 @@ class Trainer:
             self.runners.append(smaller_runner(self, self.batches.batch(rows).plan))
         return self._smaller[rows]
 
+    def fixed_buffers(self) -> set[str]:
+        """The buffers that the model reads and training does not change."""
+        return {*self.program.buffers} - self.program.graph.updates.keys()
+
+    def take_constants(self, buffers: Mapping[str, Tensor]) -> None:
+        """Compute with other values of the buffers that training does not change."""
+        for name in self.leaves.keys() & buffers.keys():
+            self.leaves[name].copy_(buffers[name].detach())
+        for index, stage in self.stages.items():
+            executor = self.executors[index]
+            executor.use_constants(*self.constants_for(self.program, stage.program))
+            for name in stage.program.buffers.keys() & buffers.keys():
+                box = tuple(slice(start, stop) for start, stop in stage.buffer_regions[name])
+                stage.buffer(name).copy_(buffers[name].detach()[box])
+
     def reference_split(self, batch: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
         """The parts of a global batch that one device has to run apart to do the same.
 
@@ -389,22 +402,6 @@ class Trainer:
                 for name, tensor in batch.items()
             }
             for part in range(count)
-        )
-
-    def update_rule(self) -> UpdateRule | None:
-        """What an asynchronous schedule does to the weights; None for others."""
-        if not self.schedule.is_asynchronous:
-            return None
-        stage_of: dict[str, int] = {}
-        blocks = iter(self.program.blocks.blocks)
-        for index, stage in enumerate(self.plan.stages):
-            for block in itertools.islice(blocks, len(stage.blocks)):
-                stage_of.update(dict.fromkeys(block.parameters, index))
-        return UpdateRule(
-            self.schedule.weights,
-            self.plan.num_microbatches // self.schedule.per_update,
-            len(self.plan.stages),
-            stage_of,
         )
 
     def use_optimizer(self, build: BuildOptimizer | None) -> None:

@@ -43,7 +43,9 @@ class TrainingCall:
         self._parameters: Sequence[StageParameter] = list(executor.parameters.values())
         self._tell = tell
         self._num_backwards = 0
-        self._before: dict[str, Tensor | None] = {}
+        self._backward_id = -1
+        self._is_running = False
+        self._before: dict[str, tuple[Tensor | None, Any]] = {}
 
     @property
     def step_key(self) -> int:
@@ -64,13 +66,13 @@ class TrainingCall:
         They have the rows of ``batch``. Where these are this rank's share, gradients are averaged
         over the shares, as ``DistributedDataParallel`` does: each rank's loss is of its own rows.
 
-        Raises UsageError AP933 where the rows cannot be shared out evenly.
+        Raises UsageError AP934 where the rows cannot be shared out evenly.
         """
         (values,) = self._forwards(batch)
         program = self._executor.program
         if program.share is not None:
             raise UsageError(
-                "AP933",
+                "AP934",
                 "a batch cannot be shared out evenly, and the model returns no loss",
                 why="outputs of unlike numbers of rows are not gathered",
                 fix="drop_last=True, or give loss_fn to parallelize and train by Step",
@@ -126,6 +128,10 @@ class TrainingCall:
 
     def _begin(self) -> None:
         """Before a backward. Several forwards may share one: the first of them begins it."""
+        backward_id = torch._C._current_graph_task_id()
+        if backward_id != self._backward_id:
+            self._forget_open_backwards()
+        self._backward_id = backward_id
         self._num_backwards += 1
         if self._num_backwards > 1:
             return
@@ -150,10 +156,19 @@ class TrainingCall:
 
     def _loss_with_gradients(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss; every micro-batch's backward has run, and the sums are complete."""
+        if self._is_running:
+            raise UsageError(
+                "AP935",
+                "the model is called again while its own call runs",
+                why="torch.utils.checkpoint around the whole model repeats its forward in the "
+                "backwards of micro-batches, which run inside of the call",
+                fix="leave that to the plan: it recomputes what memory asks for",
+            )
         executor = self._executor
         self._forget_open_backwards()
         executor.begin_step(batch, forgets_gradients=False)
         self._set_aside()
+        self._is_running = True
         try:
             for microbatch in range(executor.num_microbatches):
                 self._tell(f"computing the forward of micro-batch {microbatch}")
@@ -166,6 +181,8 @@ class TrainingCall:
         except BaseException:
             self._restore()
             raise
+        finally:
+            self._is_running = False
         gradients = self._taken()
         self._tell(BETWEEN_STEPS)
         loss = executor.mean_loss()
@@ -177,15 +194,25 @@ class TrainingCall:
         return delivered
 
     def _set_aside(self) -> None:
-        """Put the masters' gradients away, so that a backward makes and sums only its own."""
+        """Put the masters' gradients away, so that a backward makes and sums only its own.
+
+        And the hooks that ``fully_shard`` would call before the sums are complete.
+        """
         for parameter in self._parameters:
-            self._before[parameter.name] = parameter.master.grad
+            master = parameter.master
+            hooks = getattr(master, "_post_accumulate_grad_hooks", None)
+            self._before[parameter.name] = master.grad, hooks
+            if hooks:
+                master._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             parameter.zero_grad()
 
     def _restore(self) -> None:
         for parameter in self._parameters:
             parameter.zero_grad()
-            parameter.master.grad = self._before.get(parameter.name)
+            gradient, hooks = self._before.get(parameter.name, (None, None))
+            parameter.master.grad = gradient
+            if hooks:
+                parameter.master._post_accumulate_grad_hooks = hooks
         self._before.clear()
 
     def _taken(self) -> dict[str, Tensor]:
@@ -248,7 +275,14 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *scales: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, {}
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise UsageError(
+                "AP934",
+                "a second backward through one loss",
+                why="the gradients of its micro-batches were handed over by the first",
+                fix='add the losses up before one backward, or plan with parallel="microbatches=1"',
+            )
         with torch.no_grad():
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for gradient in gradients.values():

@@ -77,14 +77,34 @@ class WholeWeights:
         held = self._held(self._stage_of[name], name)
         if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
             return whole
+        return DTensor.from_local(
+            whole.detach()[self._box(name)].to(held.to_local()), held.device_mesh, held.placements,
+            run_check=False, shape=held.shape, stride=held.stride(),
+        )  # fmt: skip
+
+    def is_current(self, name: str, whole: Tensor) -> bool:
+        """Whether a whole tensor is what this rank's part of ``name``, if it has one, is of."""
+        held = self._held(self._stage_of[name], name)
+        if held is None:
+            return True
+        if whole.shape != held.shape:
+            return False
+        local = held.to_local().detach()
+        return torch.equal(whole.detach()[self._box(name)].to(local), local)
+
+    def put(self, name: str, whole: Tensor) -> None:
+        """Take a whole tensor's part into this rank's."""
+        held = self._held(self._stage_of[name], name)
+        if held is not None:
+            with torch.no_grad():
+                held.to_local().copy_(whole[self._box(name)])
+
+    def _box(self, name: str) -> tuple[slice, ...]:
+        """This rank's part of ``name``."""
         stage = self._trainer.stages[self._stage_of[name]]
         parameter = stage.by_name.get(name)
         region = stage.buffer_regions[name] if parameter is None else parameter.region
-        box = tuple(slice(start, stop) for start, stop in region)
-        return DTensor.from_local(
-            whole.detach()[box].to(held.to_local()), held.device_mesh, held.placements,
-            run_check=False, shape=held.shape, stride=held.stride(),
-        )  # fmt: skip
+        return tuple(slice(start, stop) for start, stop in region)
 
     def _held(self, index: int, name: str) -> DTensor | None:
         """This rank's part of a tensor of stage ``index``, if it works for that."""

@@ -28,7 +28,7 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.reference import Reference
-from autoparallel.runtime.replay import run_replay
+from autoparallel.runtime.replay import run_replay, update_rule
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
 
@@ -98,7 +98,7 @@ def verified(case: Case, text: str, weights: str = "") -> Verification:
     build = OPTIMIZERS[case.optimizer]
     trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build)
     found = target(case.model)
-    rule = trainer.update_rule()
+    rule = update_rule(trainer)
     assert rule is not None
     if weights:
         rule = replace(rule, weights=weights)

@@ -1,0 +1,191 @@
+"""What a plan's program computes by is as it was when the model was planned, or an error.
+
+In: a model whose parameters are this rank's shards. Out: ``check``, before each forward of the
+program: it raises where the script has since changed a mode, a module, a parameter's place, a hook
+or a setting that the program has built in. Without that the change would do nothing, silently.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.parameters import StageParameter
+from autoparallel.whole_module import Slot
+
+_SETTINGS = (bool, int, float, str)
+
+
+class Unchanged:
+    """``modes`` are the modules' when planned; ``slots`` where each parameter belongs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modes: Sequence[bool],
+        parameters: Mapping[str, StageParameter],
+        slots: Mapping[str, Sequence[Slot]],
+    ) -> None:
+        self._model = model
+        self._modules = tuple(zip(model.modules(), modes, strict=True))
+        self._children = [tuple(module._modules.values()) for module, _ in self._modules]
+        self._num_hooks = self._count_hooks()
+        self._frozen = [p for p in parameters.values() if not p.spec.requires_grad]
+        self._held = [
+            (module, attribute, parameters[name].master)
+            for name, places in slots.items()
+            if name in parameters
+            for module, attribute in places
+        ]
+        self._storages = {name: _storage(p.master) for name, p in parameters.items()}
+        self._masters = {name: p.master for name, p in parameters.items()}
+        read = _names_read(type(module) for module, _ in self._modules)
+        self._settings = [
+            (module, [name for name in vars(module) if name in read and name != "training"])
+            for module, _ in self._modules
+        ]
+        self._values = self._read_settings()
+
+    def check(self) -> None:
+        """Raise UsageError AP922, AP923, AP929 or AP936 for what the program knows nothing of."""
+        self._check_places()
+        self.check_data()
+        for module, mode in self._modules:
+            if module.training is not mode:
+                raise UsageError(
+                    "AP922",
+                    f"the mode of {self._path(module)} changed after the model was planned",
+                    why=f"the plan's program computes it with training={mode}",
+                    fix="call train() and eval() on parts of the model before parallelize",
+                )
+        if self._count_hooks() != self._num_hooks:
+            raise UsageError(
+                "AP923",
+                "a hook was put on a submodule after the model was planned",
+                why="in training the plan's program runs in the submodules' place",
+                fix="put hooks on the model itself or on its parameters, remove them, "
+                "or register them before parallelize",
+            )
+        for parameter in self._frozen:
+            if parameter.master.requires_grad:
+                raise UsageError(
+                    "AP929",
+                    f"{parameter.name} is to be trained, but was frozen when the model was planned",
+                    fix="set requires_grad before parallelize; freezing later is possible",
+                )
+        for (module, names), before, now in zip(
+            self._settings, self._values, self._read_settings(), strict=True
+        ):
+            for name, old, new in zip(names, before, now, strict=True):
+                if old is not new and isinstance(new, _SETTINGS) and old != new:
+                    raise _changed(f"{name} of {self._path(module)}", f"with {name}={old!r}")
+
+    @contextmanager
+    def own_forward(self) -> Iterator[None]:
+        """While inside, the model's own forward runs: it may change settings as it likes."""
+        before = self._read_settings()
+        try:
+            yield
+        finally:
+            self._values = [
+                [new if new is not old else planned for planned, old, new in zip(*of, strict=True)]
+                for of in zip(self._values, before, self._read_settings(), strict=True)
+            ]
+
+    def check_data(self) -> None:
+        """Raise UsageError AP936 for a parameter whose ``data`` was assigned.
+
+        Of a DTensor that replaces what no one reads: its values stay in its local tensor.
+        """
+        for name, master in self._masters.items():
+            if _storage(master) != self._storages[name]:
+                raise UsageError(
+                    "AP936",
+                    f"the data of {name} was assigned after the model was planned",
+                    why="a shard's memory cannot be replaced, so the values are lost",
+                    fix="write to it: parameter.data.copy_(values)",
+                )
+
+    def _check_places(self) -> None:
+        for (module, _), children in zip(self._modules, self._children, strict=True):
+            now = tuple(module._modules.values())
+            if any(old is not new for old, new in zip(children, now, strict=False)):
+                raise _changed(f"a module in {self._path(module)}", "of the one before")
+        for module, attribute, master in self._held:
+            if module._parameters.get(attribute) is not master:
+                raise _changed(f"{attribute} of {self._path(module)}", "of the one before")
+
+    def _read_settings(self) -> list[list[Any]]:
+        return [[vars(module).get(name) for name in names] for module, names in self._settings]
+
+    def _count_hooks(self) -> int:
+        return sum(
+            len(module._forward_hooks) + len(module._forward_pre_hooks)
+            + len(module._backward_hooks) + len(module._backward_pre_hooks)
+            for module, _ in self._modules[1:]
+        )  # fmt: skip
+
+    def _path(self, module: nn.Module) -> str:
+        names = {other: name for name, other in self._model.named_modules()}
+        return names.get(module) or "the model"
+
+
+def check_backward_hooks(model: nn.Module) -> None:
+    """Raise UsageError AP923 for backward hooks of submodules, which no program would call."""
+    for path, module in model.named_modules():
+        if path and (module._backward_hooks or module._backward_pre_hooks):
+            raise UsageError(
+                "AP923",
+                f"{path} has a backward hook",
+                why="in training the plan's program runs in the submodules' place",
+                fix="put it on the model itself or on its parameters, or remove it",
+            )
+
+
+def _storage(parameter: nn.Parameter) -> int:
+    """What tells memory that a parameter was given from the memory that it had."""
+    identity: int = parameter.untyped_storage()._cdata
+    return identity
+
+
+def _changed(what: str, planned: str) -> UsageError:
+    return UsageError(
+        "AP936",
+        f"{what} was changed after the model was planned",
+        why=f"the plan's program is that {planned}, so the change would do nothing in training",
+        fix="change it before parallelize, or hold what changes in a buffer and write to that",
+    )
+
+
+def _names_read(classes: Iterable[type]) -> frozenset[str]:
+    """The names that the code of forwards, and of the methods that they call, uses."""
+    found: set[str] = set()
+    for cls in {*classes}:
+        pending, done = ["forward"], set[str]()
+        while pending:
+            name = pending.pop()
+            if name in done:
+                continue
+            done.add(name)
+            for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+                function = inspect.unwrap(base.__dict__[name]) if name in base.__dict__ else None
+                for code in _codes(getattr(function, "__code__", None)):
+                    found.update(code.co_names)
+                    pending.extend(code.co_names)
+    return frozenset(found)
+
+
+def _codes(code: CodeType | None) -> Iterator[CodeType]:
+    """A function's code and that of the functions inside of it."""
+    if code is None:
+        return
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
