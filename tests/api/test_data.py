@@ -7,18 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_device import reference_of
 from processes import RankError, run_processes
 from test_batches import BOTH, DP, PLANNED, PP, Case, make_trainer, planned
-from test_verification_shares import captured, target
+from test_verification_shares import batch_of, captured, target
 from torch.utils.data import DataLoader, Dataset
 
 from autoparallel.data import TrainingData
 from autoparallel.passes.inputs import random_batch
+from autoparallel.runtime.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 3
@@ -136,11 +139,32 @@ def read_all(case: Case, text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, DP), (2, PP), (4, BOTH)])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, DP), (2, PP), (4, BOTH), (4, "pp=4,microbatches=2")]
+)
 def test_every_source_goes_on_where_it_stopped(ranks: int, parallel: str) -> None:
     case = Case("mean", parallel)
     text = planned(case, ranks)
     assert run_processes(ranks, read_all, case, text, timeout_seconds=250) == [[]] * ranks
+
+
+def train_smaller(case: Case, text: str) -> list[str]:
+    """On a rank: a step of a whole batch and one of a smaller one, held to one device."""
+    trainer = make_trainer(case.model, text)
+    batches = [batch_of(trainer.program, rows, step) for step, rows in enumerate((PLANNED, 6))]
+    keys = trainer.program.inputs
+    whole = [{keys[name]: tensor for name, tensor in batch.items()} for batch in batches]
+    made = replace(target(case.model), build_data=lambda rank, world: whole)
+    given = list(itertools.islice(TrainingData(trainer, made, seed=0), 2))
+    assert bool(given[0]) == (trainer.batches.place is not None)
+    program = captured(case.model, "fp64")[1]
+    found = verify(trainer, given, partial(reference_of, target(case.model), program, batches))
+    return [str(failure) for failure in found.failures]
+
+
+def test_ranks_without_data_run_a_smaller_batch_too() -> None:
+    case = Case("mean", "pp=4,microbatches=2")
+    assert run_processes(4, train_smaller, case, planned(case, 4)) == [[]] * 4
 
 
 def train_unequal(case: Case, text: str, rows: int, first: int) -> None:

@@ -6,14 +6,14 @@ gradients and weights to 1e-9 of their magnitude.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 import torch
 from one_device import build_optimizer, reference_of
-from processes import run_processes
+from processes import RankError, run_processes
 from test_verification_shares import batch_of, captured, target
 
 from autoparallel.cost_model.resolve import parse_cluster
@@ -40,29 +40,39 @@ class Case:
 
 
 DP, PP, BOTH = "dp=2,microbatches=2,pp=1", "pp=2,microbatches=2", "dp=2,pp=2,microbatches=2"
-CASES = {
+PARTS = "dp=2,pp=1,microbatches=2,zero=3"
+QUICK = {
     2: (
-        Case("gpt", DP), Case("dropout", DP), Case("masked", DP), Case("mean", DP),
-        Case("gpt", "dp=2,zero=3,microbatches=2,pp=1"), Case("gpt", "tp=2,pp=1,microbatches=2"),
-        Case("masked", PP), Case("dropout", PP),
-        Case("masked", "dp=2,microbatches=2,pp=1", shares=(3, 1)),
-        *(Case(model, DP, (PLANNED, rows), is_share)
-          for model, rows, is_share in (
-              ("masked", 6, True), ("masked", 7, False), ("masked", 1, True), ("mean", 5, True),
-              ("sum", 3, True), ("normalized", 1, False), ("nll", 3, True), ("dropout", 6, False),
-              ("dropout", 3, True), ("dropout", 1, True), ("square", 5, True))),
-        Case("masked", "dp=2,zero=3,microbatches=2,pp=1", (PLANNED, 3)),
+        Case("dropout", DP), Case("masked", DP), Case("masked", PP),
+        Case("masked", DP, shares=(3, 1)),
+        Case("masked", DP, (PLANNED, 1)), Case("dropout", DP, (PLANNED, 3)),
+        Case("sum", DP, (PLANNED, 7), is_share=False), Case("masked", PARTS, (PLANNED, 3)),
+        Case("dropout", PP, (PLANNED, 5), is_share=False),
+    ),
+    4: (
+        Case("masked", BOTH, (PLANNED, 6)), Case("masked", "pp=4,microbatches=2", (PLANNED, 6)),
+        Case("gpt", "dp=2,tp=2,pp=1,microbatches=2"),
+        Case("masked", "dp=4,pp=1,microbatches=2", (PLANNED, 5)),
+    ),
+}  # fmt: skip
+MORE = {
+    2: (
+        Case("gpt", DP), Case("mean", DP), Case("gpt", PARTS),
+        Case("gpt", "tp=2,pp=1,microbatches=2"), Case("dropout", PP),
+        Case("masked", DP, (PLANNED, 6)), Case("masked", DP, (PLANNED, 7), is_share=False),
+        Case("mean", DP, (PLANNED, 5)), Case("sum", DP, (PLANNED, 3)),
+        Case("normalized", DP, (PLANNED, 1), is_share=False), Case("nll", DP, (PLANNED, 3)),
+        Case("dropout", DP, (PLANNED, 6), is_share=False), Case("dropout", DP, (PLANNED, 1)),
+        Case("square", DP, (PLANNED, 5)),
         Case("masked", "dp=2,microbatches=1,pp=1", (PLANNED, 5)),
         Case("mean", "dp=2,microbatches=1,pp=1", (1, PLANNED)),
         Case("gpt", "tp=2,pp=1,microbatches=2", (PLANNED, 5), is_share=False),
-        Case("masked", PP, (PLANNED, 6)), Case("dropout", PP, (PLANNED, 5), is_share=False),
+        Case("masked", PP, (PLANNED, 6)),
     ),
     4: (
-        Case("masked", BOTH), Case("dropout", BOTH), Case("gpt", "dp=2,tp=2,pp=1,microbatches=2"),
-        Case("masked", "dp=4,pp=1,microbatches=2"),
-        Case("masked", BOTH, (PLANNED, 6)), Case("dropout", BOTH, (PLANNED, 2), is_share=False),
+        Case("masked", BOTH), Case("dropout", BOTH), Case("masked", "dp=4,pp=1,microbatches=2"),
+        Case("dropout", BOTH, (PLANNED, 2), is_share=False),
         Case("gpt", "dp=2,tp=2,pp=1,microbatches=2", (PLANNED, 6)),
-        Case("masked", "dp=4,pp=1,microbatches=2", (PLANNED, 5)),
     ),
 }  # fmt: skip
 """By number of ranks."""
@@ -116,16 +126,65 @@ def verify_all(cases: list[tuple[Case, str]]) -> list[Verification]:
 
 
 @cache
-def results(num_ranks: int) -> dict[Case, Verification]:
-    cases = CASES[num_ranks]
+def results(num_ranks: int, quick: bool) -> dict[Case, Verification]:
+    cases = (QUICK if quick else MORE)[num_ranks]
     plans = [(case, planned(case, num_ranks)) for case in cases]
     found = run_processes(num_ranks, verify_all, plans, timeout_seconds=280)
     return dict(zip(cases, found[0], strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(n, c) for n in CASES for c in CASES[n]], ids=str)
-def test_shares_and_smaller_batches_equal_one_device(ranks: int, case: Case) -> None:
-    found = results(ranks)[case]
+def check(found: Verification) -> None:
     assert found.passed, found.failures[:5]
     assert found.tolerance == 1e-9
     assert found.worst("weight") > 0.0
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(n, c) for n in QUICK for c in QUICK[n]], ids=str)
+def test_shares_and_smaller_batches_equal_one_device(ranks: int, case: Case) -> None:
+    check(results(ranks, True)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "case"), [(n, c) for n in MORE for c in MORE[n]], ids=str)
+def test_more_shares_and_smaller_batches_equal_one_device(ranks: int, case: Case) -> None:
+    check(results(ranks, False)[case])
+
+
+def train_mixed(case: Case, text: str) -> None:
+    """On a rank: rank 0 has the global batch, the others their rows."""
+    trainer = make_trainer(case.model, text)
+    batch = batch_of(trainer.program, PLANNED, 0)
+    share = share_of(trainer, batch)
+    share.global_rows = None
+    trainer.step(batch if trainer.rank == 0 else share)
+
+
+def train_partial_share(case: Case, text: str) -> None:
+    """On a rank: a share of a smaller batch that does not say so."""
+    trainer = make_trainer(case.model, text)
+    for rows in (PLANNED, PLANNED // 2):
+        share = share_of(trainer, batch_of(trainer.program, rows, 0))
+        share.global_rows = None
+        trainer.step(share)
+
+
+def train_refused(case: Case, text: str) -> None:
+    """On a rank of a pipeline whose data axis does not divide the rows."""
+    trainer = make_trainer(case.model, text)
+    trainer.step(batch_of(trainer.program, 3, 0))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "function", "code"),
+    [
+        (2, DP, train_mixed, "AP831"),
+        (2, DP, train_partial_share, "AP835"),
+        (4, BOTH, train_refused, "AP836"),
+    ],
+)
+def test_batches_that_cannot_be_trained_on_are_refused(
+    ranks: int, parallel: str, function: Callable[..., None], code: str
+) -> None:
+    case = Case("mean", parallel)
+    with pytest.raises(RankError, match=code):
+        run_processes(ranks, function, case, planned(case, ranks))
