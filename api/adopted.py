@@ -105,6 +105,7 @@ class Adopted:
         self._weights = WholeWeights(trainer)
         self._whole = WholeModule(model, self._weights, tied)
         self._modules = tuple(zip(model.modules(), modes, strict=True))
+        self._hooks = tuple(hooks for module, _ in self._modules[1:] for hooks in _hooks_of(module))
         self._num_hooks = self._count_hooks()
         example = job.target.example_batch(CAPTURE_BATCH, job.options.seq)
         forward = self.original.forward.__get__(model)
@@ -167,14 +168,14 @@ class Adopted:
         self._check_unchanged()
         inputs = trainer.fitted(self._arguments.inputs(args, kwargs))
         form = trainer.program.outputs
-        again = _Again(self, model, args, kwargs)
         if trainer.program.returned:
             assert form is not None
-            return form.build(None, _merged(self._calls.outputs(inputs), form, again))
+            made = self._calls.outputs(inputs)
+            return form.build(None, _merged(made, form, _Again(self, model, args, kwargs)))
         loss = self._calls.loss(inputs)
         if self._has_loss_fn or form is None or len(form.leaves) == 1:
             return loss
-        return form.build(loss, again.leaf)
+        return form.build(loss, _Again(self, model, args, kwargs).leaf)
 
     def _evaluate(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, with the weights of each layer gathered for it."""
@@ -279,15 +280,18 @@ class Adopted:
                 )
 
     def _count_hooks(self) -> int:
-        return sum(
-            len(module._forward_hooks) + len(module._forward_pre_hooks)
-            + len(module._backward_hooks) + len(module._backward_pre_hooks)
-            for module, _ in self._modules[1:]
-        )  # fmt: skip
+        return sum(map(len, self._hooks))
 
     def _path(self, module: nn.Module) -> str:
         names = {other: name for name, other in self._modules[0][0].named_modules()}
         return names.get(module) or "the model"
+
+
+def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    return (
+        module._forward_hooks, module._forward_pre_hooks,
+        module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
 
 
 def _merged(made: Sequence[Tensor], form: OutputForm, again: _Again) -> Callable[[int], Tensor]:
