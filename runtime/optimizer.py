@@ -20,6 +20,8 @@ from .parameters import StageParameter
 
 LEARNING_RATE = 3e-4
 
+NORM_ROW = 4096
+
 BuildOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -111,9 +113,24 @@ def gradient_norm(
     for parameter in parameters:
         gradient = parameter.gradient
         if gradient is not None:
-            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            total += square.to(device) / replicas(parameter)
+            total += sum_of_squares(gradient).to(device) / replicas(parameter)
     return GradientNorm(total, dist.all_reduce(total, group=group, async_op=True))
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """The sum of all squares, in float64.
+
+    Rows of ``NORM_ROW`` elements are summed in the tensor's own dtype first: on the CPU
+    ``vector_norm`` with another dtype goes element for element (float32 on one core: 4.6 ns each
+    instead of 0.2).
+    """
+    flat = tensor.reshape(-1)
+    split = flat.numel() - flat.numel() % NORM_ROW
+    total = torch.linalg.vector_norm(flat[split:]).to(torch.float64).square()
+    if split:
+        rows = torch.linalg.vector_norm(flat[:split].view(-1, NORM_ROW), dim=1)
+        total = total + rows.to(torch.float64).square().sum()
+    return total
 
 
 def replicas(parameter: StageParameter) -> int:
