@@ -29,8 +29,8 @@ Library = Literal["gloo", "nccl"]
 
 GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
 MAIN = "main_grad"
-BUCKET_BYTES = 32_000_000
-"""As ``runtime.gradients`` bundles gradients."""
+BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
+"""As ``runtime.gradients`` bundles gradients: the most of one block, and what takes no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +206,13 @@ class StateTraffic:
         """
         for parameter in parameters:
             self.bucket.append(parameter)
-            size = sum(each.numel() for each in self.bucket) * self.policy.parameter_bytes
-            if size > BUCKET_BYTES:
+            if self._bucket_bytes() > BUCKET_BYTES:
                 self._end_bucket()
+        if self._bucket_bytes() > FULL_BYTES:
+            self._end_bucket()
+
+    def _bucket_bytes(self) -> int:
+        return sum(each.numel() for each in self.bucket) * self.policy.parameter_bytes
 
     def _end_bucket(self) -> None:
         self._flatten(self.bucket)
