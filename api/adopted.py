@@ -214,10 +214,11 @@ class Adopted:
                 None, _merged(made, form, _Again(self, args, kwargs, is_share=is_share))
             )
         loss = self._calls.loss(inputs)
-        again = _Again(self, args, kwargs, is_share=is_share)
         if self._has_loss_fn or form is None:
             return loss
-        return form.build(loss, again.leaf)
+        if len(form.leaves) == 1:
+            return form.build(loss, lambda position: loss)
+        return form.build(loss, _Again(self, args, kwargs, is_share=is_share).leaf)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, with the weights of each layer gathered for it."""

@@ -29,8 +29,8 @@ Library = Literal["gloo", "nccl"]
 
 GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
 MAIN = "main_grad"
-BUCKET_BYTES = 32_000_000
-"""As ``runtime.gradients`` bundles gradients."""
+BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
+"""As ``runtime.gradients`` bundles gradients: the most of one block, and what takes no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class StateTraffic:
         self.shared = Owner([], [], Shards(0, 0, 0))
         self.at = len(program.blocks)
         self.is_gathering = False
+        self.bucket: list[nn.Parameter] = []
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The stage's parameters, whole as they compute, by name."""
@@ -175,7 +176,9 @@ class StateTraffic:
     def stage_backward_ends(self) -> None:
         for index in range(min(self.at, len(self.owners) - 1), -1, -1):
             self._sum(self.owners[index], index)
+        self._end_bucket()
         self._sum(self.shared, len(self.owners))
+        self._end_bucket()
         self.live.hold("reduce", 0, COMMUNICATION)
 
     def _sum(self, owner: Owner, index: int) -> None:
@@ -197,15 +200,23 @@ class StateTraffic:
             self._bucket(owner.reduced)
 
     def _bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients move into a flat tensor, bucket by bucket, as they are summed there."""
-        size, members = 0, list[nn.Parameter]()
+        """Gradients move into a flat tensor, bucket by bucket, as they are summed there.
+
+        A bucket that is not full waits for the next block's.
+        """
         for parameter in parameters:
-            if members and size > BUCKET_BYTES:
-                self._flatten(members)
-                size, members = 0, []
-            members.append(parameter)
-            size += parameter.numel() * self.policy.parameter_bytes
-        self._flatten(members)
+            self.bucket.append(parameter)
+            if self._bucket_bytes() > BUCKET_BYTES:
+                self._end_bucket()
+        if self._bucket_bytes() > FULL_BYTES:
+            self._end_bucket()
+
+    def _bucket_bytes(self) -> int:
+        return sum(each.numel() for each in self.bucket) * self.policy.parameter_bytes
+
+    def _end_bucket(self) -> None:
+        self._flatten(self.bucket)
+        self.bucket = []
 
     def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
         members = [each for each in parameters if gradient_of(each) is not None]

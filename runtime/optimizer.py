@@ -25,6 +25,8 @@ LEARNING_RATE = 3e-4
 BuildOptimizer = Callable[[Any], Optimizer]
 """Takes the parameters as a list, or, by the name ``named_parameters``, pairs with names."""
 
+NORM_ROW = 4096
+
 NAMED = "named_parameters"
 
 SGD_LEARNING_RATE = 1e-2
@@ -215,9 +217,24 @@ def gradient_norm(
     for parameter in parameters:
         gradient = parameter.gradient
         if gradient is not None:
-            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            total += square.to(device) / replicas(parameter)
+            total += sum_of_squares(gradient).to(device) / replicas(parameter)
     return GradientNorm(total, dist.all_reduce(total, group=group, async_op=True))
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """The sum of all squares, in float64.
+
+    Rows of ``NORM_ROW`` elements are summed in the tensor's own dtype first: on the CPU
+    ``vector_norm`` with another dtype goes element for element (float32 on one core: 4.6 ns each
+    instead of 0.2).
+    """
+    flat = tensor.reshape(-1)
+    split = flat.numel() - flat.numel() % NORM_ROW
+    total = torch.linalg.vector_norm(flat[split:]).to(torch.float64).square()
+    if split:
+        rows = torch.linalg.vector_norm(flat[:split].view(-1, NORM_ROW), dim=1)
+        total = total + rows.to(torch.float64).square().sum()
+    return total
 
 
 def replicas(parameter: StageParameter) -> int:

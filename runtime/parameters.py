@@ -13,7 +13,7 @@ Three views of a parameter of one rank:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +53,11 @@ class StageParameter:
     master: nn.Parameter
     leaf: nn.Parameter | None = None
     accumulated: Tensor | None = None
+    has_copy: bool = field(init=False)
+    """Whether blocks compute with a copy in another dtype than the master's."""
+
+    def __post_init__(self) -> None:
+        self.has_copy = self.leaf is not None and self.leaf.dtype != self.master.dtype
 
     @property
     def local(self) -> Tensor:
@@ -77,11 +82,6 @@ class StageParameter:
             self.accumulated = value
         else:
             self.leaf.grad = value
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether blocks compute with a copy in another dtype than the master's."""
-        return self.leaf is not None and self.leaf.dtype != self.master.dtype
 
     def as_dtensor(self, local: Tensor) -> DTensor:
         """``local``, a tensor over this rank's region, as a DTensor laid out like the master."""
@@ -109,7 +109,7 @@ class StageParameter:
         """
         if self.leaf is not None:
             gradient = self.gradient
-            if gradient is not None and gradient.stride() != self.local.stride():
+            if gradient is not None and gradient.stride() != self.leaf.stride():
                 gradient = torch.empty_like(self.local, dtype=gradient.dtype).copy_(gradient)
             self.master.grad = None if gradient is None else self.as_dtensor(gradient)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .optimizer import BuildOptimizer
+from .optimizer import BuildOptimizer, sum_of_squares
 from .profile_links import LinkTime, agree, median_seconds
 
 TOTAL_BYTES = 1 << 26
@@ -91,7 +91,7 @@ def _update(optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> Callable[[
             gradient = master.grad
             assert isinstance(gradient, DTensor)
             local = gradient.to_local()
-            total += torch.linalg.vector_norm(local, dtype=torch.float64).square().to(total.device)
+            total += sum_of_squares(local).to(total.device)
         optimizer.step()
 
     return step

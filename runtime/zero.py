@@ -110,6 +110,8 @@ def _fsdp_modules(stage: nn.Module) -> Iterator[FSDPModule]:
 
 def begin_step(stage: StageModule) -> None:
     """Before a step's first forward: drop gathered parameters that may be out of date."""
+    if not stage.is_fully_sharded:
+        return
     for module in _fsdp_modules(stage):
         module.reshard()
 
