@@ -35,7 +35,7 @@ from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_optimizer import retire
 from autoparallel.targets import Target
-from autoparallel.unchanged import Unchanged, check_backward_hooks
+from autoparallel.unchanged import Unchanged, check_backward_hooks, check_buffers
 from autoparallel.whole_module import WholeModule
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Adopted:
         from autoparallel.joining import join_training
 
         check_backward_hooks(model)
+        self._check_unwritten(model)
         self.is_joining = True
         was_training = model.training
         if not was_training:
@@ -111,6 +112,7 @@ class Adopted:
             if not was_training:
                 model.eval()
             self.is_joining = False
+        check_buffers(trainer.program.graph)
         self.trainer = trainer
         self._has_loss_fn = job.target.loss_fn is not None
         tied = trainer.program.graph.tied
@@ -177,6 +179,18 @@ class Adopted:
         if not model.training:
             return self._evaluate(args, kwargs)
         return self._train(args, kwargs)
+
+    def _check_unwritten(self, model: nn.Module) -> None:
+        """Raise where a script wrote to weights that are yet to be made: that did nothing."""
+        tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
+        for name, tensor in tensors if self.job.deferred is not None else ():
+            if not tensor.is_meta or tensor._version:
+                raise UsageError(
+                    "AP939",
+                    f"{name} was written to before the model has its weights",
+                    why="a model that a parallel class makes gets them when it is planned",
+                    fix="initialize it in __init__, or give parallelize an object of the class",
+                )
 
     def keep_buffers(self) -> None:
         """Have buffers as the last forward left them, though its backward is yet to come."""

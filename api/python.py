@@ -285,6 +285,7 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
     """A class of the same name whose calls build a parallel model, without its weights."""
 
     def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        _check_class(cls, original)
         state = torch.get_rng_state()
         torch.rand(())  # So that the next model of the script does not start from this state.
         deferred = record_build(lambda: original(*args, **kwargs), state, given.init)
@@ -292,6 +293,26 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
         return adopt(deferred.model, job, cls)
 
     return parallel_class(original, make)
+
+
+def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
+    """Raise UsageError AP938 for a class that a parallel one cannot build."""
+    name = original.__name__
+    if "__new__" not in cls.__dict__:
+        raise UsageError(
+            "AP938",
+            f"{cls.__name__} is a subclass of {name}, which parallelize has made parallel",
+            why=f"the plan is that of a {name}",
+            fix=f"decorate {cls.__name__} instead, or give parallelize its objects",
+        )
+    build = inspect.unwrap(original.__init__)
+    code = getattr(build, "__code__", None)
+    if code is not None and "super" in code.co_names and name in code.co_names + code.co_freevars:
+        raise UsageError(
+            "AP938",
+            f"__init__ of {name} names its own class, which parallelize has replaced",
+            fix=f"write super().__init__() for super({name}, self).__init__()",
+        )
 
 
 def _job(

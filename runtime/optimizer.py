@@ -230,7 +230,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """
     flat = tensor.reshape(-1)
     split = flat.numel() - flat.numel() % NORM_ROW
-    total = torch.linalg.vector_norm(flat[split:]).to(torch.float64).square()
+    total: Tensor = torch.linalg.vector_norm(flat[split:]).to(torch.float64).square()
     if split:
         rows = torch.linalg.vector_norm(flat[:split].view(-1, NORM_ROW), dim=1)
         total = total + rows.to(torch.float64).square().sum()

@@ -66,13 +66,13 @@ class TrainingCall:
         They have the rows of ``batch``. Where these are this rank's share, gradients are averaged
         over the shares, as ``DistributedDataParallel`` does: each rank's loss is of its own rows.
 
-        Raises UsageError AP934 where the rows cannot be shared out evenly.
+        Raises UsageError AP940 where the rows cannot be shared out evenly.
         """
         (values,) = self._forwards(batch)
         program = self._executor.program
         if program.share is not None:
             raise UsageError(
-                "AP934",
+                "AP940",
                 "a batch cannot be shared out evenly, and the model returns no loss",
                 why="outputs of unlike numbers of rows are not gathered",
                 fix="drop_last=True, or give loss_fn to parallelize and train by Step",
