@@ -25,7 +25,7 @@ from .backward import around_backward
 from .communicator import ProcessCommunicator
 from .parameters import StageParameter
 from .watchdog import BETWEEN_STEPS
-from .zero import begin_backward
+from .zero import abandon_backward, begin_backward
 
 if TYPE_CHECKING:
     from .executor import StageExecutor
@@ -124,6 +124,7 @@ class TrainingCall:
         """After a backward that an error ended: the gradients are those from before it."""
         if self._num_backwards:
             self._num_backwards = 0
+            abandon_backward(self._executor.stage)
             self._restore()
 
     def _loss_with_gradients(self, batch: Mapping[str, Tensor]) -> Tensor:
