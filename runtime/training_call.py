@@ -116,9 +116,25 @@ class TrainingCall:
         self._num_backwards -= 1
         if self._num_backwards:
             return
+        beside = {
+            parameter.name: parameter.master.grad
+            for parameter in self._parameters
+            if parameter.leaf is not None and parameter.master.grad is not None
+        }
         self._executor.finish_step()
         self._deliver(self._taken())
+        self._add(beside)
         self._tell(BETWEEN_STEPS)
+
+    def _add(self, beside: Mapping[str, Tensor]) -> None:
+        """Add what autograd itself gave the masters, of a penalty on the weights for one."""
+        with torch.no_grad():
+            for parameter in self._parameters:
+                gradient, master = beside.get(parameter.name), parameter.master
+                if gradient is None:
+                    continue
+                whole = gradient.redistribute(placements=master.placements)  # type: ignore[attr-defined]
+                master.grad = whole if master.grad is None else master.grad + whole
 
     def _forget_open_backwards(self) -> None:
         """After a backward that an error ended: the gradients are those from before it."""
@@ -176,7 +192,7 @@ class TrainingCall:
             hooks = getattr(master, "_post_accumulate_grad_hooks", None)
             self._before[parameter.name] = master.grad, hooks
             if hooks:
-                master._post_accumulate_grad_hooks = None
+                master._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             parameter.zero_grad()
 
     def _restore(self) -> None:
