@@ -28,6 +28,11 @@ def retire(parameter: nn.Parameter, name: str) -> None:
     parameter.grad = None
 
 
+def is_retired(parameter: nn.Parameter) -> bool:
+    """Whether a shard has replaced a parameter already."""
+    return _MARK in parameter.__dict__
+
+
 @cache
 def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_check)

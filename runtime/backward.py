@@ -16,28 +16,27 @@ from torch import Tensor
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, begin: Callable[[], None], end: Callable[[], None], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, begin: Callable[[], None], end: Callable[[], None], tensor: Tensor
+    ) -> Tensor:
         ctx.begin, ctx.end = begin, end
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
         ctx.begin()
         end = ctx.end
         # Queued twice: fully_shard queues its own last work when the backward is under way.
         _at_end(lambda: _at_end(end))
-        return None, None, *gradients
+        return None, None, gradients[0]
 
 
 def around_backward(
     tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
 ) -> tuple[Tensor, ...]:
-    """``tensors``, such that a backward through any of them calls ``begin`` before anything else
-    and ``end`` when all is done."""
-    result: tuple[Tensor, ...] = _Boundary.apply(begin, end, *tensors)  # type: ignore[no-untyped-call]
-    return result
+    """``tensors``, such that a backward calls ``begin`` before anything else and ``end`` when all
+    is done, once for each of them that it goes through; what the others are made of gets no
+    gradient."""
+    return tuple(_Boundary.apply(begin, end, each) for each in tensors)  # type: ignore[no-untyped-call]
 
 
 def _at_end(function: Callable[[], None]) -> None:

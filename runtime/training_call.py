@@ -27,7 +27,7 @@ from .mesh import DATA_AXIS
 from .parameters import StageParameter
 from .share_batch import ShareBatch
 from .watchdog import BETWEEN_STEPS
-from .zero import begin_backward
+from .zero import abandon_backward, begin_backward
 
 if TYPE_CHECKING:
     from .executor import StageExecutor
@@ -144,14 +144,31 @@ class TrainingCall:
         self._num_backwards -= 1
         if self._num_backwards:
             return
+        beside = {
+            parameter.name: parameter.master.grad
+            for parameter in self._parameters
+            if parameter.leaf is not None and parameter.master.grad is not None
+        }
         self._executor.finish_step()
         self._deliver(self._taken())
+        self._add(beside)
         self._tell(BETWEEN_STEPS)
+
+    def _add(self, beside: Mapping[str, Tensor]) -> None:
+        """Add what autograd itself gave the masters, of a penalty on the weights for one."""
+        with torch.no_grad():
+            for parameter in self._parameters:
+                gradient, master = beside.get(parameter.name), parameter.master
+                if gradient is None:
+                    continue
+                whole = gradient.redistribute(placements=master.placements)  # type: ignore[attr-defined]
+                master.grad = whole if master.grad is None else master.grad + whole
 
     def _forget_open_backwards(self) -> None:
         """After a backward that an error ended: the gradients are those from before it."""
         if self._num_backwards:
             self._num_backwards = 0
+            abandon_backward(self._executor.stage)
             self._restore()
 
     def _loss_with_gradients(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -179,6 +196,7 @@ class TrainingCall:
                     executor.backward(microbatch, {}, last=last)
             executor.finish_step()
         except BaseException:
+            abandon_backward(executor.stage)
             self._restore()
             raise
         finally:

@@ -144,3 +144,23 @@ def finish_weight_backward(stage: StageModule) -> None:
     """
     if stage.is_fully_sharded:
         fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def abandon_backward(stage: StageModule) -> None:
+    """After a backward that an error ended: ``fully_shard`` waits for no end of it any more.
+
+    It would take the next backward for a part of that one, and never hand over its gradients.
+    What it has gathered of gradients is forgotten.
+    """
+    if not stage.is_fully_sharded:
+        return
+    begin_input_backward(stage)
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(True)
+    finish_weight_backward(stage)
+    for module in _fsdp_modules(stage):
+        group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
