@@ -443,7 +443,7 @@ EXPECTED = {
     "other output": "AP928 a gradient through an output of the model other than its loss",
     "changed input": "AP927 an output of the model is used after its weights or its inputs",
     "backward hook": "AP923 a has a backward hook",
-    "write only": "AP937 the forward writes buffer a.parametrizations.weight.0._u and never reads it",
+    "write only": "AP937 the forward writes buffer a.parametrizations.weight.0._u and never",
     "returned": "AP210 the model returns its parameter b.weight",
     "layer": "AP931 the model reads a weight of a layer that it does not call",
     "filled": "AP939 a.weight was written to before the model has its weights",
