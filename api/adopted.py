@@ -129,6 +129,11 @@ class Adopted:
             (executor,) = trainer.executors.values()
             self._calls = TrainingCall(executor, self.tell)
         self._put_shards(model)
+        trainer.beside.update(
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if tied.get(name, name) not in self._whole.slots
+        )
         self._unchanged = Unchanged(model, modes, trainer.parameters, self._whole.slots)
 
     def _put_shards(self, model: nn.Module) -> None:

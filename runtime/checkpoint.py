@@ -64,11 +64,13 @@ class TrainingState:
     names of tied tensors to the first. ``slots`` is what the process has in memory, and
     ``written`` names those of its entries that this process writes (None: all). ``facts`` is
     JSON that the checkpoint carries; ``parts`` are objects with ``state_dict`` and
-    ``load_state_dict``, of which a checkpoint may lack those in ``optional``.
+    ``load_state_dict``, of which a checkpoint may lack those in ``optional``. ``beside`` are
+    parameters that the optimizer may have though no slot has them.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     slots: tuple[Slot, ...]
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     written: frozenset[str] | None = None
     optimizer: Optimizer | None = None
@@ -78,7 +80,8 @@ class TrainingState:
 
     def names(self) -> dict[int, str]:
         """The names of this process's parameters by their ``id``."""
-        return {id(p): name for slot in self.slots for name, p in slot.parameters.items()}
+        held = {id(p): name for slot in self.slots for name, p in slot.parameters.items()}
+        return {**{id(p): name for name, p in self.beside.items()}, **held}
 
     def same(self, name: str) -> tuple[str, ...]:
         """``name`` and the other names of the same tensor."""

@@ -35,7 +35,7 @@ def trainer_state(
 ) -> TrainingState:
     """What this rank holds. ``optional``: the parts that a checkpoint may lack."""
     graph = trainer.program.graph
-    persistent = persistent_shapes(trainer.program.model)
+    persistent = trainer.persistent
     slots = [Slot({}, trainer.untrained)]
     changing: set[str] = set()
     for stage in trainer.stages.values():
@@ -62,6 +62,7 @@ def trainer_state(
     return TrainingState(
         shapes=persistent,
         slots=tuple(slots),
+        beside=trainer.beside,
         aliases=graph.tied,
         written=frozenset(own | changing | set(trainer.untrained)),
         optimizer=optimizer,

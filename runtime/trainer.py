@@ -30,7 +30,7 @@ from .batches import RankInputs, StepBatches
 from .buckets import bucket_graphs, bucket_of, bucket_programs
 from .checkpoint import load_checkpoint, save_checkpoint
 from .checkpoint_parts import Stateful
-from .checkpoint_state import trainer_state, untrained_names
+from .checkpoint_state import persistent_shapes, trainer_state, untrained_names
 from .checkpoint_writer import CheckpointWriter, PendingSave
 from .communicator import ProcessCommunicator
 from .data import microbatch_rows
@@ -65,10 +65,10 @@ from .versions import WeightVersions
 class Trainer:
     """Trains on this rank; ``stages`` are those it works for, none if the plan leaves it idle.
 
-    ``parameters`` has each parameter once; two of the stages may both hold it. ``untrained``
-    is, on rank 0, what training does not change of the model's ``state_dict``: parameters that
-    the loss does not reach, and constant buffers. ``parts`` are objects with ``state_dict`` and
-    ``load_state_dict`` that every checkpoint holds under their names.
+    ``parameters`` has each parameter once; two of the stages may both hold it. ``untrained`` is, on
+    rank 0, what training leaves alone of the model's ``state_dict``, whose shapes are
+    ``persistent``; ``beside`` has the parameters among it that a script has. ``parts`` are objects
+    with ``state_dict`` and ``load_state_dict`` that checkpoints hold under their names.
     """
 
     def __init__(
@@ -126,6 +126,8 @@ class Trainer:
         self.tied = find_tied({index: stage.by_name for index, stage in self.stages.items()})
         names = untrained_names(self.program, weights) if self.rank == 0 else ()
         self.untrained = whole_tensors(names, weights)
+        self.persistent = persistent_shapes(program.model)
+        self.beside: dict[str, nn.Parameter] = {}
         self.parts: dict[str, Stateful] = {}
         self.checkpoints = CheckpointWriter()
         self.executors = {index: self._make_executor(index, seed) for index in self.stages}

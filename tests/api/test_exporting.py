@@ -23,6 +23,7 @@ def checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:
     state = {f"model.{name}": tensor for name, tensor in tensors.items()}
     state["step"] = torch.tensor(3)
     dcp.save(state, checkpoint_id=folder / "step-00000003", no_dist=True)
+    (folder / "step-00000003" / "checkpoint.json").write_text("{}")
     return folder
 
 
