@@ -57,7 +57,8 @@ def run(place: Path, model: str, parallel: str, *more: str) -> list[float]:
     said = command(
         "run", f"hf:{place / model}", "--weights", str(place / model), "--seq", str(SEQ),
         "--data", str(place / "text.txt"), "--steps", str(STEPS), "--global-batch", str(ROWS),
-        "--cluster", "cpu:2", "--parallel", parallel, "--optimizer", "sgd", "--init", "exact", *more,
+        "--cluster", "cpu:2", "--parallel", parallel, "--optimizer", "sgd",
+        "--init", "exact", *more,
     )  # fmt: skip
     return [float(text) for text in re.findall(r"^step +\d+  loss ([\d.]+)", said, re.M)]
 
