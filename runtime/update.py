@@ -218,13 +218,15 @@ class Update:
         return tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scheduler, scale and counters, the same on every rank and for every plan.
+        """Scheduler, scale and counters, and with a scheduler the options of the groups.
 
-        Learning rates of groups are the optimizer's: its checkpoint has them by parameter.
+        It is the same on every rank; options that are the same in all groups stand there once.
         """
         state: dict[str, Any] = {"skipped_steps": int(self.skipped)}
         if self.scheduler is not None:
             state["scheduler"] = _without_rates(self.scheduler.state_dict())
+            groups = [_options(group) for group in self.optimizer.param_groups]
+            state["groups"] = groups[:1] if all(each == groups[0] for each in groups) else groups
         if self.options.scaler is not None:
             state["scaler"] = self.options.scaler.state_dict()
         return state
@@ -233,9 +235,17 @@ class Update:
         """Go on from a ``state_dict``; parts that are missing, there or here, stay as they are."""
         self.skipped.fill_(state.get("skipped_steps", 0))
         if self.scheduler is not None and "scheduler" in state:
+            groups, saved = self.optimizer.param_groups, state.get("groups", ())
+            for position, group in enumerate(groups):
+                if len(saved) in (1, len(groups)):
+                    group.update(saved[position % len(saved)])
             _load_rates(self.scheduler, state["scheduler"], self.optimizer)
         if self.options.scaler is not None and state.get("scaler"):
             self.options.scaler.load_state_dict(state["scaler"])
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 _RATES = ("base_lrs", "_last_lr")
