@@ -100,7 +100,7 @@ def write_model(folder: Path, load: str) -> None:
 def test_a_model_that_loads_its_weights_is_trained_from_them(load: str, tmp_path: Path) -> None:
     """Verification compares with the plain build, so it proves the starting values too."""
     write_model(tmp_path, load)
-    common = ("model.py", "--cluster", "cpu:2", "--global-batch", "8")
+    common = ("model.py", "--cluster", "cpu:2", "--global-batch", "8", "--profile", "analytic")
     command("run", *common, "--parallel", "dp=2,zero=3", "--steps", "1", folder=tmp_path)
     assert builds(tmp_path) == {"planner": 1, "0": 1, "1": 1}
     out = command("verify", *common, "--parallel", "pp=2", folder=tmp_path)
@@ -113,7 +113,7 @@ def test_from_pretrained_is_called_once_by_each_process(tmp_path: Path) -> None:
 
     (tmp_path / "model.py").write_text(LLAMA)
     small_llama().save_pretrained(tmp_path / "llama")
-    common = ("model.py", "--cluster", "cpu:2", "--global-batch", "8")
+    common = ("model.py", "--cluster", "cpu:2", "--global-batch", "8", "--profile", "analytic")
     command("run", *common, "--parallel", "tp=2", "--steps", "1", folder=tmp_path)
     assert builds(tmp_path) == {"planner": 1, "0": 1, "1": 1}
     assert "verified: " in command("verify", *common, "--parallel", "pp=2", folder=tmp_path)

@@ -62,7 +62,7 @@ def test_every_kind_of_block_runs_by_itself_forward_and_backward(
             own = measure_block(graph, block, device=CPU, accumulates=rows == 2, seconds=0.0)
             assert own.forward_seconds > 0
             assert own.repeats >= profile_blocks.LEAST_RUNS
-            (copy,) = profile_blocks._copies(graph, block, CPU)[:1]
+            copy = profile_blocks._copy(graph, block, CPU)
             copy.backward(copy.forward())
             assert all(p.grad is not None for p in copy.module.parameters())
             assert all(t.grad is not None for t in copy.inputs if t.requires_grad)

@@ -70,6 +70,7 @@ def training_checkpoints(folder: Path) -> Path:
         state: dict[str, Tensor] = {f"model.{name}": t * factor for name, t in TENSORS.items()}
         state |= {"optimizer.a.weight.exp_avg": torch.zeros(4, 6), "step": torch.tensor(step)}
         dcp.save(state, checkpoint_id=folder / f"step-{step:08d}", no_dist=True)
+        (folder / f"step-{step:08d}" / "checkpoint.json").write_text("{}")
     return folder
 
 
