@@ -45,6 +45,7 @@ def main(pids: str, rank: str, at: str, what: str, loop: str = "") -> None:
 
     watchdog.progress = progress  # type: ignore[method-assign]
     target = load_target(str(GPT), {"n_layer": 4, "d_model": 32, "n_head": 2, "seq": 16})
+    torch.manual_seed(0)
     batch = {name: torch.randint(0, 64, (4, 16)) for name in ("tokens", "targets")}
     model = autoparallel.parallelize(
         target.build_model(), example_batch=batch, profile="analytic",
