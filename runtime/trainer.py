@@ -187,7 +187,7 @@ class Trainer:
 
     def _make_executor(self, index: int, seed: int) -> StageExecutor:
         stage, count = self.stages[index], self.plan.num_microbatches
-        constants, counted = self.constants_for(self.program, self.stages[index].program)
+        constants, counted = self.constants_for(self.program, stage.program)
         if not self.slices:
             return StageExecutor(
                 stage, num_microbatches=count, constants=constants, counted=counted, seed=seed,
