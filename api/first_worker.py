@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,7 @@ def start_measuring(
         "settings": dict(target.settings),
         "cluster": to_dict(cluster),
         "options": base64.b64encode(pickle.dumps(options)).decode(),
+        "began": time.time(),
     }
     try:
         with _ticking(observe, options.measure_seconds):
@@ -89,6 +91,7 @@ def measure(
     settings: Mapping[str, Any],
     cluster: Mapping[str, Any],
     options: str,
+    began: float,
 ) -> None:
     """Inside each process. Collective."""
     loaded = load_target(target, settings)
@@ -98,7 +101,7 @@ def measure(
     leader = None
     if worker.rank == 0:
         worker.watchdog.progress("capturing the model")
-        leader = Leader(capture_target(loaded, chosen), loaded, on, chosen)
+        leader = Leader(capture_target(loaded, chosen), loaded, on, chosen, began=began)
     measure_together(
         leader, device=device, build=loaded.build_optimizer, tell=worker.watchdog.progress
     )

@@ -46,6 +46,9 @@ from autoparallel.runtime.profile_update import SIZES, measure_updates
 from autoparallel.targets import Target
 
 MOST_ROUNDS = 6
+MEASURING_SHARE = 0.5
+"""Of the seconds that a user waits, what is for measuring at least."""
+
 WORTH_STARTING = 0.01
 """Of a predicted step, what must hang on unmeasured times for processes to be started."""
 
@@ -127,14 +130,19 @@ def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.en
 
 @dataclass
 class Leader:
-    """Rank 0: what is known and what is missing. ``seconds`` are those to measure at most."""
+    """Rank 0: what is known and what is missing.
+
+    ``began`` is when the user's wait began (``time.time``): starting processes and planning
+    count, but half of the seconds are for measuring however long those take.
+    """
 
     program: Program
     target: Target
     cluster: Cluster
     options: PlanOptions
     advance: Callable[[str], None] = lambda what: None
-    spent: float = 0.0
+    began: float = field(default_factory=time.time)
+    measured_seconds: float = 0.0
     tried: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -143,8 +151,10 @@ class Leader:
 
     @property
     def left_seconds(self) -> float:
-        """What is left of the seconds; planning does not count."""
-        return self.options.measure_seconds - self.spent
+        """What is left to measure in."""
+        all_seconds = self.options.measure_seconds
+        waited = time.time() - self.began
+        return max(all_seconds - waited, MEASURING_SHARE * all_seconds - self.measured_seconds)
 
     def known(self) -> tuple[Profile, Mapping[str, str]]:
         """What was measured in exactly this environment, and what cannot be."""
@@ -279,7 +289,7 @@ def measure_together(
                     if leader is not None:
                         leader.keep(found)
                 if leader is not None:
-                    leader.spent += time.perf_counter() - began
+                    leader.measured_seconds += time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
