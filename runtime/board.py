@@ -53,6 +53,8 @@ class Board(Protocol):
     def tell(self, note: Note) -> None: ...
     def read(self) -> dict[int, Note]: ...
     def is_empty(self) -> bool: ...
+    def finish(self) -> None:
+        """Wait for what is still asked, before the interpreter ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class FolderBoard:
 
     def is_empty(self) -> bool:
         return next(self.folder.glob("note-*.json"), None) is None
+
+    def finish(self) -> None:
+        """Nothing is under way."""
 
 
 class StoreBoard:
@@ -116,6 +121,10 @@ class StoreBoard:
 
     def is_empty(self) -> bool:
         return not self._ask(lambda store: store.check([self._key]), False)
+
+    def finish(self) -> None:
+        if self._asking is not None:
+            self._asking.join(2 * ANSWER_SECONDS)
 
     def _ask(self, question: Callable[[Any], T], otherwise: T) -> T:
         if not self._lock.acquire(timeout=ANSWER_SECONDS):

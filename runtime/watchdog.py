@@ -9,6 +9,7 @@ interrupted from Python, so ending the process is the only way out.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from ..planner.errors import HangError
-from .board import Note, Ranks
+from .board import ANSWER_SECONDS, Note, Ranks
 
 POLL_SECONDS = 0.5
 """How often the watchdog looks whether another rank has failed."""
@@ -94,6 +95,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self.progress(STARTING)
         self._thread.start()
+        atexit.register(self._finish)
         return self
 
     def __exit__(
@@ -102,7 +104,16 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        atexit.unregister(self._finish)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Ends the thread: one that asks the store when the interpreter ends aborts the process."""
         self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * ANSWER_SECONDS)
+        if self.ranks is not None:
+            self.ranks.board.finish()
 
     def _watch(self) -> None:
         while True:

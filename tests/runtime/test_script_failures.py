@@ -6,10 +6,12 @@ the user's, which knows nothing of watchdogs.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from test_failures import check_waits, messages
+from test_failures import ALONE, check_waits, messages
 from test_torchrun_failures import torchrun_words
 
 SCRIPT = Path(__file__).with_name("script_of_torchrun.py")
@@ -62,3 +64,31 @@ def test_without_a_pipeline_a_killed_rank_ends_the_others(tmp_path):
     assert sorted(found) == [0, 1, 3]
     assert all("rank 2 failed to come: it does not answer" in text for text in found.values())
     assert all(at in text for text in found.values())
+
+
+ENDING = """
+import os, time
+import torch.distributed as dist
+from autoparallel.runtime import watchdog
+from autoparallel.runtime.watched_script import watch_script
+
+watchdog.POLL_SECONDS = 0.0  # asks the store without a pause, at the end too
+dist.init_process_group("gloo")
+watch_script(os.environ)
+time.sleep(0.2)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_may_end_while_its_watchdog_asks_the_store(tmp_path):
+    """A thread that comes back to an ending interpreter aborted the process, two times of three."""
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+        str(script),
+    ]  # fmt: skip
+    env = {**ALONE, "GLOO_SOCKET_IFNAME": "lo"}
+    for _ in range(3):
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
