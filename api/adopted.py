@@ -114,6 +114,7 @@ class Adopted:
             self.is_joining = False
         check_buffers(trainer.program.graph)
         self.trainer = trainer
+        self.job = replace(job, deferred=None)  # the weights are made
         self._has_loss_fn = job.target.loss_fn is not None
         tied = trainer.program.graph.tied
         self._weights = WholeWeights(trainer)

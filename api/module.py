@@ -178,6 +178,11 @@ class ParallelModule(nn.Module):
         )
 
 
+def loss_of(module: ParallelModule) -> LossFn | None:
+    """The loss function that the module was given with its plan, or None."""
+    return _adopted(module).job.target.loss_fn
+
+
 def _adopted(module: nn.Module) -> Adopted:
     found: Adopted = module.__dict__[_STATE]
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from autoparallel.environment import under_torchrun
-from autoparallel.module import ParallelModule
+from autoparallel.module import ParallelModule, loss_of
 from autoparallel.passes.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -88,6 +88,7 @@ class Step:
                 trainer.use_optimizer(build_optimizer)
             trainer.use_update(options, build_scheduler)
             self.plan = trainer.plan
+            self.loss_fn = loss_of(model)
             self._trainer: Any = trainer
             self._inputs: Callable[[Batch], Any] = trainer.inputs
             return

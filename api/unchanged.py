@@ -8,6 +8,7 @@ or a setting that the program has built in. Without that the change would do not
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -35,7 +36,8 @@ class Unchanged:
     ) -> None:
         self._model = model
         self._modules = tuple(zip(model.modules(), modes, strict=True))
-        self._children = [tuple(module._modules.values()) for module, _ in self._modules]
+        self._inner = [module for module, _ in self._modules[1:]]
+        self._children = [(module, [*module._modules.values()]) for module, _ in self._modules]
         self._num_hooks = self._count_hooks()
         self._frozen = [p for p in parameters.values() if not p.spec.requires_grad]
         self._held = [
@@ -44,8 +46,7 @@ class Unchanged:
             if name in parameters
             for module, attribute in places
         ]
-        self._storages = {name: _storage(p.master) for name, p in parameters.items()}
-        self._masters = {name: p.master for name, p in parameters.items()}
+        self._storages = [(name, p.master, _storage(p.master)) for name, p in parameters.items()]
         read = _names_read(type(module) for module, _ in self._modules)
         self._settings = [
             (module, [name for name in vars(module) if name in read and name != "training"])
@@ -83,6 +84,8 @@ class Unchanged:
         for (module, names), before, now in zip(
             self._settings, self._values, self._read_settings(), strict=True
         ):
+            if all(map(operator.is_, before, now)):
+                continue
             for name, old, new in zip(names, before, now, strict=True):
                 if old is not new and isinstance(new, _SETTINGS) and old != new:
                     raise _changed(f"{name} of {self._path(module)}", f"with {name}={old!r}")
@@ -104,8 +107,8 @@ class Unchanged:
 
         Of a DTensor that replaces what no one reads: its values stay in its local tensor.
         """
-        for name, master in self._masters.items():
-            if _storage(master) != self._storages[name]:
+        for name, master, storage in self._storages:
+            if _storage(master) != storage:
                 raise UsageError(
                     "AP936",
                     f"the data of {name} was assigned after the model was planned",
@@ -114,9 +117,8 @@ class Unchanged:
                 )
 
     def _check_places(self) -> None:
-        for (module, _), children in zip(self._modules, self._children, strict=True):
-            now = tuple(module._modules.values())
-            if any(old is not new for old, new in zip(children, now, strict=False)):
+        for module, children in self._children:
+            if [*module._modules.values()][: len(children)] != children:  # by identity
                 raise _changed(f"a module in {self._path(module)}", "of the one before")
         for module, attribute, master in self._held:
             if module._parameters.get(attribute) is not master:
@@ -129,7 +131,7 @@ class Unchanged:
         return sum(
             len(module._forward_hooks) + len(module._forward_pre_hooks)
             + len(module._backward_hooks) + len(module._backward_pre_hooks)
-            for module, _ in self._modules[1:]
+            for module in self._inner
         )  # fmt: skip
 
     def _path(self, module: nn.Module) -> str:

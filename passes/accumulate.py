@@ -45,13 +45,14 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """``program(*inputs)`` gives the values ``outputs`` of one micro-batch.
+    """``program(*inputs)`` gives the values ``outputs`` of one micro-batch; None where these are
+    the inputs.
 
     ``inputs`` are names: of the batch, of constants, and of buffers, in this order.
     ``totals`` maps the key of each total to the output that it sums.
     """
 
-    program: fx.GraphModule
+    program: fx.GraphModule | None
     inputs: tuple[Node, ...]
     outputs: tuple[str, ...]
     losses: tuple[Counted, ...]
@@ -72,10 +73,15 @@ class Counting:
         counts: dict[str, Tensor] = {}
         with torch.no_grad():
             for microbatch in range(self.num_microbatches):
-                results = self.program(*(value_of(node, microbatch) for node in self.inputs))
-                values = dict(zip(self.outputs, results, strict=True))
+                read = {node.name: value_of(node, microbatch) for node in self.inputs}
+                values = read
+                if self.program is not None:
+                    results = self.program(*read.values())
+                    values = dict(zip(self.outputs, results, strict=True))
                 for key, value in self._of_microbatch(values).items():
                     counts[key] = counts[key] + value if key in counts else value
+        if self.num_microbatches == 1:
+            return counts
         return {
             key: (total // self.num_microbatches if not total.is_floating_point() else
                   total / self.num_microbatches)
@@ -91,14 +97,14 @@ class Counting:
         return found
 
 
-def counts_used(graph: Graph, nodes: Iterable[str]) -> tuple[str, ...]:
-    """The keys of the counts and totals that these op nodes need beside their inputs."""
+def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> tuple[str, ...]:
+    """The keys of the counts, and of the ``totals``, that these ops need beside their inputs."""
     found: dict[str, None] = {}
     for name in nodes:
         if name in graph.accumulation.counted:
             found[count_key(name)] = None
         for ref in graph[name].inputs:
-            if ref in graph.accumulation.totals:
+            if totals and ref in graph.accumulation.totals:
                 found[total_key(ref)] = None
     return tuple(found)
 
@@ -136,12 +142,12 @@ def build_counting(graph: Graph, keys: Iterable[str], num_microbatches: int) -> 
         tuple(node.name for node in order if node.kind == "op"),
         {node.name: whole for node in leaves}, {}, {value_key(ref): whole for ref in outputs},
     )  # fmt: skip
+    alone = Rank(Mesh(("whole",), (1,)), (0,), Alone())
     program = localize_block(
-        graph, interface, layouts=layouts, rank=Rank(Mesh(("whole",), (1,)), (0,), Alone()),
-        num_microbatches=num_microbatches,
-    )  # fmt: skip
+        graph, interface, layouts=layouts, rank=alone, num_microbatches=num_microbatches
+    )
     return Counting(
-        program, leaves, tuple(value_key(ref) for ref in outputs),
+        program if operations else None, leaves, tuple(value_key(ref) for ref in outputs),
         tuple(_counted(graph, node) for node in counted),
         {key: value_key(ref) for key, ref in totals.items()}, num_microbatches,
     )  # fmt: skip

@@ -62,9 +62,14 @@ class OutputForm:
                 made.append(tensor(position))
                 position += 1
             else:
-                is_loss = leaf.kind == "loss" and loss is not None
-                made.append(loss.reshape(leaf.value) if is_loss else leaf.value)  # type: ignore[union-attr]
+                given = loss if leaf.kind == "loss" else None
+                made.append(leaf.value if given is None else _shaped(given, leaf.value))
         return tree_unflatten(made, self.structure)
+
+
+def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The loss in the model's own shape; one that has it may be on its way and stays so."""
+    return loss if loss.shape == shape else loss.reshape(shape)
 
 
 def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
@@ -108,12 +113,16 @@ def output_tensors(outputs: Any, form: OutputForm) -> list[Tensor]:
 
 
 def scalar_losses(outputs: Any) -> list[Tensor]:
-    """The differentiable scalars in a tuple or list of outputs: what may be its loss."""
-    return [
+    """The differentiable scalars in a tuple or list of outputs: what may be its loss.
+
+    Without gradients these are all that have a fraction.
+    """
+    scalars = [
         value
         for value in tree_flatten(outputs)[0]
-        if isinstance(value, Tensor) and value.numel() == 1 and _is_differentiable(value)
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
     ]
+    return [value for value in scalars if value.requires_grad or not torch.is_grad_enabled()]
 
 
 def _is_differentiable(value: Tensor) -> bool:

@@ -7,7 +7,7 @@ parameters, receives values, runs the blocks in order, and sends values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -83,11 +83,12 @@ class StageProgram:
 
     ``inputs`` (of the batch), ``constants`` and shared ``buffers`` are what the stage's
     blocks take besides each other's outputs and what it receives. ``layouts`` tells how the
-    values that blocks hand on are held. ``loss`` is its key in the stage that makes it; it is I.
+    values that blocks hand on are held. ``loss`` is its key in the stage that makes it; it is P or
+    I: nobody waits for its sum in the middle of a step.
     ``draws`` says what the blocks' random ops draw for; the executor keeps it up to date.
     ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
     as the buffer is held; such buffers are shared. ``counting`` gives what blocks take that
-    depends on all micro-batches. ``kept`` are the keys of values that leave the stage though no
+    depends on all rows of a step. ``kept`` are the keys of values that leave the stage though no
     other stage receives them: what the next slice of the sequences needs, or outputs of the model
     that its caller differentiates. ``share``: this rank's rows of a micro-batch, where the batch is
     not split evenly; specs and layouts are then of an even split of ``share.batch_size`` rows.
@@ -137,7 +138,8 @@ class _Stage:
     leaves: Mapping[str, Held | ParameterProgram]
     received: Mapping[str, Layout]
     sent: frozenset[str]
-    counts: bool
+    is_in_parts: bool
+    """Whether a step runs its rows or their sequences in several parts."""
 
     @cached_property
     def updated(self) -> dict[Ref, str]:
@@ -147,6 +149,16 @@ class _Stage:
     @cached_property
     def _storages(self) -> Storages:
         return rules.storage_of(self.graph)
+
+    def counts(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """The keys of what these ops take that depends on all rows of a step.
+
+        A rank that has all rows of a step in one part counts its targets alone, without a sum
+        over ranks; the totals of its own rows are summed by the ops themselves.
+        """
+        if not self.is_in_parts and len(self.plan.devices) == 1:
+            return ()
+        return counts_used(self.graph, nodes, totals=self.is_in_parts)
 
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
         """How a block is recomputed, if it is."""
@@ -189,7 +201,7 @@ def build_stage(
         graph, blocks, own, Rank(own.mesh, coordinates, communicator, draws, share),
         plan.num_microbatches, uses, leaves,
         {b.key: b.target_layout for b in receives}, frozenset((*kept, *(b.key for b in sends))),
-        counts=plan.num_microbatches > 1 or of_slice is not None,
+        is_in_parts=plan.num_microbatches > 1 or of_slice is not None,
     )  # fmt: skip
     made: dict[str, Layout] = {}
     programs = []
@@ -197,6 +209,7 @@ def build_stage(
         programs.append(_build_block(stage, position, block_plan.recompute, made=made))
     of_kind = {name: graph[name].kind for name in leaves}
     loss = value_key(graph.loss)
+    nodes = [name for at in positions for name in blocks.blocks[at].nodes]
     return StageProgram(
         index=stage_index, mesh=own.mesh, coordinates=coordinates, blocks=tuple(programs),
         parameters={n: p for n, p in leaves.items()
@@ -209,7 +222,7 @@ def build_stage(
         receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
         draws=stage.rank.draws,
         counting=build_counting(whole if of_slice is None else of_slice.whole,
-                                _counts(stage, positions), plan.num_microbatches),
+                                stage.counts(nodes), plan.num_microbatches),
         updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
         kept=kept, share=share,
     )  # fmt: skip
@@ -242,14 +255,6 @@ def _share(
             "AP526", "the batch cannot be shared out as the plan says", why=why, fix="plan again"
         )
     return share_of(stage.shares, coordinates[0])
-
-
-def _counts(stage: _Stage, positions: range) -> tuple[str, ...]:
-    """The keys of what a stage's blocks take that depends on all micro-batches."""
-    if not stage.counts:
-        return ()
-    blocks = stage.blocks.blocks
-    return counts_used(stage.graph, (n for at in positions for n in blocks[at].nodes))
 
 
 def _leaves(
@@ -310,7 +315,7 @@ def _build_block(
         key: _output_layout(stage, key, layouts[parse_key(key).name].outputs[parse_key(key).index])
         for key in _outputs(stage, block, position)
     }
-    counts = counts_used(stage.graph, block.nodes) if stage.counts else ()
+    counts = stage.counts(block.nodes)
     module = localize_block(
         stage.graph, BlockInterface(block.nodes, inputs, held, outputs, counts),
         layouts=layouts, rank=stage.rank, num_microbatches=stage.num_microbatches,
@@ -358,7 +363,7 @@ def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
 
 def _output_layout(stage: _Stage, key: str, layout: Layout) -> Layout:
     if parse_key(key) == stage.graph.loss:
-        return (INVARIANT,) * len(layout)
+        return tuple(p if p.kind == "P" else INVARIANT for p in layout)
     if parse_key(key) in stage.updated:
         return stage.leaves[stage.updated[parse_key(key)]].layout
     return boundary_layout(layout) if key in stage.sent else layout

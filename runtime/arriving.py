@@ -9,49 +9,56 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .watchdog import BETWEEN_STEPS
 
 
 class Arrival:
-    """Numbers that are sent to every rank; ``value`` waits for all of them and sums them."""
+    """A tensor that a collective fills; ``value`` waits for it."""
 
     def __init__(
         self,
-        parts: Sequence[Tensor],
-        works: Sequence[dist.Work | None],
+        tensor: Tensor,
+        work: dist.Work | None,
         *,
-        tell: Callable[[], None] | None = None,
-        told: Callable[[], None] | None = None,
+        tell: Callable[[], None] = lambda: None,
+        told: Callable[[], None] = lambda: None,
     ) -> None:
         """``tell`` is called before a wait, ``told`` after it."""
-        self._parts = tuple(parts)
-        self._works = [work for work in works if work is not None]
+        self._tensor, self._work = tensor, work
         self._tell, self._told = tell, told
 
     def value(self) -> Tensor:
-        """The sum of the parts, once they are here."""
         self.end()
-        first, *others = self._parts
-        return sum(others, start=first)
+        return self._tensor
 
     def end(self) -> None:
-        """Waits until all has arrived, whoever reads it."""
-        if not self._works:
+        """Waits until it has arrived, whoever reads it."""
+        if self._work is None:
             return
-        if self._tell is not None:
-            self._tell()
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        if self._told is not None:
-            self._told()
+        self._tell()
+        self._work.wait()
+        self._work = None
+        self._told()
+
+
+@dataclass(frozen=True, slots=True)
+class _WithGraph:
+    """A tensor with autograd's graph, whose memory ``arrival`` fills."""
+
+    tensor: Tensor
+    arrival: Arrival
+
+    def value(self) -> Tensor:
+        self.arrival.end()
+        return self.tensor
 
 
 class Pending(Protocol):
@@ -60,8 +67,16 @@ class Pending(Protocol):
     def value(self) -> Tensor: ...
 
 
+_PROPERTIES = ("device", "dtype", "grad_fn", "ndim", "requires_grad", "shape")
+NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
+    Tensor.backward, Tensor.dim, Tensor.numel, Tensor.size, Tensor.is_floating_point,
+}  # fmt: skip
+"""What a tensor may be asked, as its first argument, while its value is on its way."""
+
+
 class ArrivingTensor(Tensor):
-    """A tensor whose value comes later: the first use of any kind waits for it.
+    """A tensor whose value comes later: the first use of any kind waits for it, but for those
+    that ``NEEDS_NO_VALUE``.
 
     What is made of it is an ordinary tensor.
     """
@@ -76,45 +91,64 @@ class ArrivingTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = {name: _arrived(value) for name, value in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        if function in NEEDS_NO_VALUE:
+            return function(_as_made(args[0]), *args[1:], **kwargs)
+        named = {name: _arrived(value) for name, value in kwargs.items()}
         return function(*(_arrived(value) for value in args), **named)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What reaches the tensor by no function of Python's: collectives of a script, for one."""
+        given = tree_map_only(ArrivingTensor, lambda t: t.arrival.value().detach(), (args, kwargs))
+        return function(*given[0], **(given[1] or {}))
 
 
 def arriving(arrival: Pending, like: Tensor) -> Tensor:
-    """A tensor, on the device of ``like``, that waits for ``arrival`` when it is used."""
-    tensor = like.detach().as_subclass(ArrivingTensor)
+    """A tensor, on the device and with the graph of ``like``, that waits for ``arrival`` when it
+    is used."""
+    tensor = like.as_subclass(ArrivingTensor)
     tensor.arrival = arrival
     return tensor
 
 
 def shared_sum(
-    loss: Tensor | None,
-    sources: Sequence[int],
+    part: Tensor,
     *,
-    device: torch.device,
+    others: Sequence[int],
     progress: Callable[[str, tuple[int, ...]], None] | None = None,
 ) -> Tensor:
-    """The sum of the parts of a loss that the ranks ``sources`` have, on every rank.
+    """The sum over all ranks of their parts of a loss, in the memory of ``part``.
 
-    ``loss`` is this rank's part, None where it has none. All ranks call it; it returns at once.
+    A backward from it is one from ``part``. All ranks call it; it returns at once. ``others``
+    are the ranks whose parts are not 0, for a watchdog.
     """
-    parts: list[Tensor] = []
-    works: list[dist.Work | None] = []
-    for source in sources:
-        part = torch.zeros((), dtype=torch.float64, device=device)
-        if loss is not None:
-            part.copy_(loss.detach())
-        parts.append(part)
-        works.append(dist.broadcast(part, src=source, async_op=True))
-    others = tuple(source for source in sources if source != dist.get_rank())
-    names = " and ".join(f"rank {source}" for source in others)
-    words = f"waiting for the loss of {names}" if names else "waiting until the loss has gone"
-    arrival = Arrival(parts, works)
+    memory = part.detach()
+    work = dist.all_reduce(memory, async_op=True)
+    arrival = Arrival(memory, work)
     if progress is not None:
-        tell, told = partial(progress, words, others), partial(progress, BETWEEN_STEPS, ())
-        arrival = Arrival(parts, works, tell=tell, told=told)
+        names = " and ".join(f"rank {other}" for other in others)
+        words = f"waiting for the loss of {names}" if names else "waiting until the loss has gone"
+        arrival = Arrival(
+            memory, work,
+            tell=partial(progress, words, tuple(others)), told=partial(progress, BETWEEN_STEPS, ()),
+        )  # fmt: skip
     end_before_exit("loss", arrival)
-    return arriving(arrival, parts[0])
+    return arriving(_WithGraph(part, arrival), part)
+
+
+def _as_made(tensor: Tensor) -> Tensor:
+    """``tensor`` with its graph, though its value may be on its way."""
+    if not isinstance(tensor, ArrivingTensor):
+        return tensor
+    pending = tensor.arrival
+    return pending.tensor if isinstance(pending, _WithGraph) else pending.value()
 
 
 def _arrived(value: Any) -> Any:

@@ -8,6 +8,7 @@ global batch has. Which of the two the inputs are follows from their rows; a bat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..passes.input_rows import HeldRows, data_place, rows_of_rank, rows_of_stages
 from ..passes.program import Program
 from ..planner.errors import UsageError
+from ..planner.graph import TensorSpec
 from ..planner.plan import Plan
 from .batch_check import ALL_ROWS, GLOBAL, NOTHING, SHARE, BatchCheck, Given
 from .data import check_batch
@@ -62,6 +64,7 @@ class StepBatches:
         rows = rows_of_stages(program.graph, program.blocks, plan, counts=plan.num_microbatches > 1)
         self._batches = {plan.model.global_batch: SmallerBatch(plan, rows)}
         self._held: dict[int, HeldRows | None] = {}
+        self._specs: dict[int, dict[str, TensorSpec]] = {}
         self._check = BatchCheck(tuple(program.inputs), device)
         self._is_share: bool | None = None
         self._announced: dict[int, None] = {}
@@ -144,12 +147,12 @@ class StepBatches:
         """Raises UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
         if not batch and self.held(rows) is None:
             return
-        plan = self.batch(rows).plan
-        graph = self._program.graph.with_batch_size(plan.microbatch_size)
-        specs = {name: graph[name].spec for name in self._program.inputs}
-        check_batch(batch, specs, plan.num_microbatches)
+        if rows not in self._specs:
+            graph = self._program.graph.with_batch_size(self.batch(rows).plan.microbatch_size)
+            self._specs[rows] = {name: graph[name].spec for name in self._program.inputs}
+        check_batch(batch, self._specs[rows], self.batch(rows).plan.num_microbatches)
 
-    @property
+    @cached_property
     def _dims(self) -> dict[str, int]:
         """The dimension of each input that counts rows, of those that have one."""
         graph = self._program.graph

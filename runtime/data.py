@@ -142,6 +142,8 @@ def local_part(
     device: torch.device | None = None,
 ) -> Tensor:
     """The box ``region`` of ``tensor``, contiguous, in ``dtype`` if it is floating."""
-    part = tensor[tuple(slice(start, stop) for start, stop in region)]
+    part = tensor
+    if any((0, size) != bounds for size, bounds in zip(tensor.shape, region, strict=True)):
+        part = tensor[tuple(slice(start, stop) for start, stop in region)]
     target = getattr(torch, dtype) if part.is_floating_point() else part.dtype
     return part.to(device=device, dtype=target).contiguous()

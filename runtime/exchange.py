@@ -190,19 +190,20 @@ class Exchange:
             self._progress(f"waiting for rank {names} to receive, first {first}", peers)
         self._outbox.finish()
 
-    def share_loss(self, loss: Tensor | None, stages: Sequence[int] = (-1,)) -> Tensor:
+    def share_loss(self, part: Tensor | None, stages: Sequence[int] = (-1,)) -> Tensor:
         """The sum of the parts of the loss on every rank of the world, as a float64 scalar.
 
-        ``loss`` is the part that this rank's stages make, None where they make none; ``stages``
-        are those that make it. It travels while the ranks go on: who reads it waits for it.
+        ``part`` is this rank's, None where it has none; ``stages`` are those that make the loss.
+        It travels while the ranks go on: who reads it waits for it.
         """
-        places = [self._stages[index].devices for index in stages]
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if loss is not None and world == len(places[0]):
-            return loss.detach().to(torch.float64)
-        return shared_sum(
-            loss, [devices[0] for devices in places], device=self._device, progress=self._progress
-        )
+        own = torch.zeros((), dtype=torch.float64, device=self._device)
+        if part is not None:
+            own.copy_(part.detach())
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return own
+        makers = {rank for index in stages for rank in self._stages[index].devices}
+        others = sorted(makers - {dist.get_rank()})
+        return shared_sum(own, others=others, progress=self._progress)
 
     def _post_one(self, port: _Port, microbatch: int) -> _Posted:
         whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)

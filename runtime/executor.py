@@ -22,6 +22,7 @@ from ..planner.graph import Node
 from ..planner.layout import local_region
 from .data import batch_rows, local_inputs, local_part
 from .gradients import GradientReducer
+from .share_batch import ShareBatch
 from .stage import StageModule
 from .versions import WeightVersions
 from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
@@ -84,7 +85,7 @@ class StageExecutor:
         self.parameters = stage.by_name
         self._smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
         self.use_constants(constants or {}, counted)
-        self._counts: list[Mapping[str, Tensor]] = []
+        self._counts: list[Mapping[str, Tensor | None]] = []
         self._is_updated = False
         self._requires_grad = {
             boundary.key: boundary.spec.requires_grad for boundary in self.program.receives
@@ -154,9 +155,17 @@ class StageExecutor:
         if self.versions is not None:
             self.versions.begin()
 
-    def _counted(self) -> Iterator[Mapping[str, Tensor]]:
-        """For each update, what its micro-batches must know of each other."""
-        counting = self.program.counting
+    def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
+        """For each update, what its micro-batches must know of each other.
+
+        None for a count that takes rows of other ranks: the loss sums it over them.
+        """
+        counting, batch = self.program.counting, self._batch
+        if counting is not None and isinstance(batch, ShareBatch):
+            read = {node.name for node in counting.inputs if node.name in batch.dims}
+            if not batch.held.is_whole and read - batch.whole.keys():
+                yield dict.fromkeys(loss.key for loss in counting.losses)
+                return
         for first in range(0, self.num_microbatches, self.per_update):
 
             def value_of(node: Node, microbatch: int, first: int = first) -> Tensor:
@@ -211,7 +220,7 @@ class StageExecutor:
             self._in_flight[microbatch] = self._kept(leaves, outputs)
         loss = program.loss
         if loss is not None:
-            self._losses[microbatch] = outputs[loss].detach()
+            self._losses[microbatch] = self.loss_part(outputs[loss].detach())
         return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
 
     def _kept(self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> _InFlight:
@@ -280,11 +289,24 @@ class StageExecutor:
         }
 
     def loss(self, microbatch: int) -> Tensor | None:
-        """The loss of a micro-batch of this step, or None where another stage computes it."""
+        """This rank's part of a micro-batch's loss, or None where another stage computes it.
+
+        The parts of a stage's ranks add up to the loss.
+        """
         return self._losses.get(microbatch)
 
+    def loss_part(self, loss: Tensor) -> Tensor:
+        """This rank's part of a loss that it holds: 0 where another rank counts for it."""
+        assert self.program.loss is not None
+        layout = self.program.layouts[self.program.loss]
+        counts = all(
+            placement.kind == "P" or position == 0
+            for placement, position in zip(layout, self.program.coordinates, strict=True)
+        )
+        return loss if counts else torch.zeros_like(loss)
+
     def mean_loss(self) -> Tensor | None:
-        """The step's loss: the mean over the micro-batches run so far."""
+        """This rank's part of the step's loss: the mean over the micro-batches run so far."""
         if not self._losses:
             return None
         return torch.stack(list(self._losses.values())).mean()

@@ -1,7 +1,7 @@
 """The optimizer of one rank's shards, and the norm of a gradient that is spread over ranks.
 
 In: the parameters of a stage, with gradients published after a step's last backward. Out: a
-stock ``torch.optim`` optimizer on DTensors; the exact global gradient norm.
+stock ``torch.optim`` optimizer; the exact global gradient norm.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..passes.collectives import local_tensor
 from ..planner.errors import UsageError
 from .arriving import Arrival
 from .parameters import StageParameter
@@ -194,7 +195,7 @@ class GradientNorm:
     """A norm whose sum over the ranks is under way: nobody waits for it but who reads it."""
 
     def __init__(self, squares: Tensor, work: dist.Work | None) -> None:
-        self.arrival = Arrival((squares,), (work,))
+        self.arrival = Arrival(squares, work)
 
     def value(self) -> Tensor:
         """The norm, once all ranks have given their part."""
@@ -214,10 +215,18 @@ def gradient_norm(
     it. A rank with no stage passes no parameters. Float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
+    small: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.gradient
-        if gradient is not None:
-            total += sum_of_squares(gradient).to(device) / replicas(parameter)
+        if gradient is None:
+            continue
+        if gradient.numel() <= NORM_ROW:
+            small.setdefault(parameter.num_replicas, []).append(gradient)
+        else:
+            total += sum_of_squares(gradient).to(device) / parameter.num_replicas
+    for num_replicas, gradients in small.items():
+        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients)])
+        total += norms.to(torch.float64).square().sum() / num_replicas
     return GradientNorm(total, dist.all_reduce(total, group=group, async_op=True))
 
 
@@ -237,17 +246,6 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return total
 
 
-def replicas(parameter: StageParameter) -> int:
-    """How many ranks of the stage hold the same elements of ``parameter``."""
-    master = parameter.master
-    assert isinstance(master, DTensor)
-    count = 1
-    for axis, placement in enumerate(master.placements):
-        if isinstance(placement, Replicate):
-            count *= master.device_mesh.size(axis)
-    return count
-
-
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """What a gradient of ``norm`` is multiplied by so that its norm is at most ``max_norm``.
 
@@ -262,9 +260,8 @@ def published(parameters: Iterable[StageParameter]) -> list[Tensor]:
     for parameter in parameters:
         gradient = parameter.master.grad
         if gradient is not None:
-            assert isinstance(gradient, DTensor)
             with torch.no_grad():
-                found.append(gradient.to_local())
+                found.append(local_tensor(gradient))
     return found
 
 

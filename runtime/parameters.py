@@ -2,8 +2,8 @@
 
 Three views of a parameter of one rank:
 
-- ``master``: a DTensor ``nn.Parameter`` in the master dtype. Optimizer, clipping and
-  checkpoint work on it.
+- ``master``: an ``nn.Parameter`` in the master dtype: a DTensor, or a plain tensor in a stage
+  that splits nothing. Optimizer, clipping and checkpoint work on it.
 - the tensor the block computes with. Where ``fully_shard`` owns the parameter it makes that
   by all-gather (ZeRO 1-3). Elsewhere it is ``leaf``, a plain local tensor: the master's own
   memory, or, in mixed precision, a copy in the compute dtype.
@@ -12,6 +12,7 @@ Three views of a parameter of one rank:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..passes.collectives import local_tensor
 from ..planner.graph import TensorSpec
 from ..planner.layout import Layout, Region, local_shape
 from ..planner.plan import Precision
@@ -40,7 +42,8 @@ class StageParameter:
 
     ``block`` is the position of the owning block, None for a shared one. ``region`` is the
     box of the whole parameter that this rank holds. ``reduce_axes`` are the mesh axes over
-    which gradients are still to be summed after the last backward.
+    which gradients are still to be summed after the last backward; the ``num_replicas`` ranks
+    along them hold the same box.
     """
 
     name: str
@@ -49,44 +52,49 @@ class StageParameter:
     block: int | None
     region: Region
     reduce_axes: tuple[int, ...]
+    num_replicas: int
     fully_sharded: bool
     master: nn.Parameter
     leaf: nn.Parameter | None = None
     accumulated: Tensor | None = None
     has_copy: bool = field(init=False)
     """Whether blocks compute with a copy in another dtype than the master's."""
+    local_bytes: int = field(init=False)
+    """Of this rank's part of the master, and of its gradient."""
 
     def __post_init__(self) -> None:
         self.has_copy = self.leaf is not None and self.leaf.dtype != self.master.dtype
+        sizes = (stop - start for start, stop in self.region)
+        self.local_bytes = math.prod(sizes) * self.master.element_size()
 
     @property
     def local(self) -> Tensor:
         """This rank's part of the master, sharing its memory."""
-        assert isinstance(self.master, DTensor)
         with torch.no_grad():
-            return self.master.to_local().detach()
+            return local_tensor(self.master).detach()
 
     @property
     def gradient(self) -> Tensor | None:
         """This rank's gradient, or None where no gradient has come."""
         if self.leaf is None:
             gradient = self.master.grad
-            return None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+            return None if gradient is None else local_tensor(gradient)
         return self.accumulated if self.has_copy else self.leaf.grad
 
     @gradient.setter
     def gradient(self, value: Tensor | None) -> None:
         if self.leaf is None:
-            self.master.grad = None if value is None else self.as_dtensor(value)
+            self.master.grad = None if value is None else self.like_master(value)
         elif self.has_copy:
             self.accumulated = value
         else:
             self.leaf.grad = value
 
-    def as_dtensor(self, local: Tensor) -> DTensor:
-        """``local``, a tensor over this rank's region, as a DTensor laid out like the master."""
+    def like_master(self, local: Tensor) -> Tensor:
+        """``local``, a tensor over this rank's region, as a DTensor if the master is one."""
         master = self.master
-        assert isinstance(master, DTensor)
+        if not isinstance(master, DTensor):
+            return local
         if local.dtype == master.dtype and not local.requires_grad:
             # As fully_shard makes its gradients: ``from_local`` is an autograd function and takes
             # ten times as long, for every parameter in every step.
@@ -111,7 +119,7 @@ class StageParameter:
             gradient = self.gradient
             if gradient is not None and gradient.stride() != self.leaf.stride():
                 gradient = torch.empty_like(self.local, dtype=gradient.dtype).copy_(gradient)
-            self.master.grad = None if gradient is None else self.as_dtensor(gradient)
+            self.master.grad = None if gradient is None else self.like_master(gradient)
 
     def zero_grad(self) -> None:
         """Forget the gradient, in all views."""
@@ -137,8 +145,12 @@ def make_parameter(
     zero: int,
     precision: Precision,
     device: torch.device,
+    is_plain: bool,
 ) -> StageParameter:
-    """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it."""
+    """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
+
+    ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
+    """
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
     sharded = is_fully_sharded(spec.shape, layout, mesh, zero)
     shape = local_shape(spec.shape, layout, mesh.shape)
@@ -152,18 +164,20 @@ def make_parameter(
             master = _dtensor(master, device_mesh[others], layout[1:])
     else:
         leaf = nn.Parameter(master.to(COMPUTE_DTYPES[precision]), requires_grad=spec.requires_grad)
-        master = _dtensor(master, device_mesh, layout)
+        master = master if is_plain else _dtensor(master, device_mesh, layout)
+    reduce_axes = tuple(
+        axis
+        for axis, size in enumerate(mesh.shape)
+        if size > 1 and not layout[axis].is_shard and not (sharded and axis == 0)
+    )
     return StageParameter(
         name=name,
         spec=spec,
         layout=layout,
         block=None,
         region=shard_region(spec.shape, layout, mesh, program.coordinates, zero),
-        reduce_axes=tuple(
-            axis
-            for axis, size in enumerate(mesh.shape)
-            if size > 1 and not layout[axis].is_shard and not (sharded and axis == 0)
-        ),
+        reduce_axes=reduce_axes,
+        num_replicas=math.prod(mesh.shape[axis] for axis in reduce_axes),
         fully_sharded=sharded,
         master=nn.Parameter(master, requires_grad=spec.requires_grad),
         leaf=leaf,

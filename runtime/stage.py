@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from ..passes.collectives import local_tensor
 from ..passes.recomputing import Recomputing
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
@@ -183,6 +184,7 @@ class StageModule(nn.Module):
         self.weight_gradients = WeightGradients() if splits_backward else None
         self.blocks = nn.ModuleList(self._make_blocks())
         self.by_name: dict[str, StageParameter] = {}
+        self._is_plain = zero == 0 and not _is_split(program)
         self._shared: dict[str, str] = {}
         make = partial(
             make_parameter,
@@ -191,6 +193,7 @@ class StageModule(nn.Module):
             zero=zero,
             precision=precision,
             device=self.device,
+            is_plain=self._is_plain,
         )
         self._register_parameters(make)
         self.buffer_regions = self._register_buffers()
@@ -273,15 +276,17 @@ class StageModule(nn.Module):
                 self.buffer(name).copy_(value)
         self._changed.clear()
 
-    def changing_buffers(self) -> dict[str, DTensor]:
+    def changing_buffers(self) -> dict[str, Tensor]:
         """The buffers that training changes, over the memory that this rank holds."""
         return self.distributed_buffers(self.program.updates)
 
-    def distributed_buffers(self, names: Iterable[str]) -> dict[str, DTensor]:
+    def distributed_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The buffers ``names``, over the memory that this rank holds."""
         held = self.program.buffers
         return {
-            name: DTensor.from_local(
+            name: self.buffer(name)
+            if self._is_plain
+            else DTensor.from_local(
                 self.buffer(name), self.device_mesh, placements(held[name].layout), run_check=False
             )
             for name in names
@@ -308,7 +313,7 @@ class StageModule(nn.Module):
         """
         known, programs = dict(values), self.programs[part].blocks
         for name, attribute in self._shared.items():
-            known[name] = _local(getattr(self, attribute))
+            known[name] = local_tensor(getattr(self, attribute))
         known.update(self._changed)
         for position, block in enumerate(self.blocks):
             block.slice = part  # type: ignore[assignment]
@@ -325,9 +330,10 @@ def _registered(parameter: StageParameter) -> nn.Parameter:
     return parameter.master if parameter.leaf is None else parameter.leaf
 
 
-def _local(parameter: Tensor) -> Tensor:
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+def _is_split(program: StageProgram) -> bool:
+    """Whether any rank holds a part of a parameter or buffer only."""
+    held = (*program.parameters.values(), *program.buffers.values())
+    return any(placement.is_shard for each in held for placement in each.layout)
 
 
 def _last_uses(program: StageProgram, kept: tuple[str, ...]) -> dict[int, list[str]]:

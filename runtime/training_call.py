@@ -16,11 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ..passes.collectives import convert
+from ..passes.collectives import convert, local_tensor
 from ..planner.errors import UsageError
 from ..planner.layout import INVARIANT, conversion_steps
+from .arriving import shared_sum
 from .backward import around_backward
 from .communicator import ProcessCommunicator
 from .mesh import DATA_AXIS
@@ -37,7 +40,7 @@ class TrainingCall:
     """The forwards of one trainer's only stage in a script's loop; ``tell`` is for a watchdog."""
 
     def __init__(
-        self, executor: StageExecutor, tell: Callable[[str], None] = lambda what: None
+        self, executor: StageExecutor, tell: Callable[..., None] = lambda *what: None
     ) -> None:
         self._executor = executor
         self._parameters: Sequence[StageParameter] = list(executor.parameters.values())
@@ -53,12 +56,22 @@ class TrainingCall:
         return self._executor.program.draws.key
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of the global batch."""
+        """The loss of the global batch; its sum over ranks travels while the script goes on."""
         if self._executor.num_microbatches > 1 and torch.is_grad_enabled():
             return self._loss_with_gradients(batch)
         values = [each[self._loss_key] for each in self._forwards(batch)]
         loss = torch.stack(values).mean() if len(values) > 1 else values[0]
-        return self._differentiable((loss,))[0]
+        return self._summed(self._differentiable((loss,))[0])
+
+    def _summed(self, loss: Tensor) -> Tensor:
+        """The loss on every rank, from what each holds of it, with its graph."""
+        if self._executor.program.mesh.size == 1:
+            return loss
+        part = loss.clone()
+        memory = part.detach()
+        memory.copy_(self._executor.loss_part(memory))
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        return shared_sum(part, others=others, progress=self._tell)
 
     def outputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs that the program returns, of a plan with one micro-batch.
@@ -161,7 +174,9 @@ class TrainingCall:
                 gradient, master = beside.get(parameter.name), parameter.master
                 if gradient is None:
                     continue
-                whole = gradient.redistribute(placements=master.placements)  # type: ignore[attr-defined]
+                whole = gradient
+                if isinstance(master, DTensor):
+                    whole = gradient.redistribute(placements=master.placements)  # type: ignore[attr-defined]
                 master.grad = whole if master.grad is None else master.grad + whole
 
     def _forget_open_backwards(self) -> None:
@@ -205,11 +220,10 @@ class TrainingCall:
         self._tell(BETWEEN_STEPS)
         loss = executor.mean_loss()
         assert loss is not None
-        if not gradients:
-            return loss
-        anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        delivered: Tensor = _Delivered.apply(anchor, loss, gradients, self._deliver)  # type: ignore[no-untyped-call]
-        return delivered
+        if gradients:
+            anchor = torch.zeros((), device=loss.device, requires_grad=True)
+            loss = _Delivered.apply(anchor, loss, gradients, self._deliver)  # type: ignore[no-untyped-call]
+        return self._summed(loss)
 
     def _set_aside(self) -> None:
         """Put the masters' gradients away, so that a backward makes and sums only its own.
@@ -257,7 +271,7 @@ class TrainingCall:
             if master.grad is None:
                 master.grad = gradient
             else:
-                summed.append((master.grad.to_local(), gradient.to_local()))  # type: ignore[attr-defined]
+                summed.append((local_tensor(master.grad), local_tensor(gradient)))
             delivered.append(master)
         if summed:
             with torch.no_grad():
@@ -304,7 +318,7 @@ class _Delivered(torch.autograd.Function):
         with torch.no_grad():
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for gradient in gradients.values():
-                by_dtype.setdefault(gradient.dtype, []).append(gradient.to_local())
+                by_dtype.setdefault(gradient.dtype, []).append(local_tensor(gradient))
             for dtype, locals_ in by_dtype.items():
                 torch._foreach_mul_(locals_, scales[0].to(dtype))
         ctx.deliver(gradients)

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ..cost_model.actions import COMPUTE, ActionKind, Schedule, versions_needed, weight_versions
@@ -96,9 +95,8 @@ def _move(parameter: StageParameter) -> None:
     The master stays the object that the optimizer knows.
     """
     master = parameter.master
-    assert isinstance(master, DTensor)
     moved = Parameter(
-        parameter.as_dtensor(parameter.local.clone()), requires_grad=master.requires_grad
+        parameter.like_master(parameter.local.clone()), requires_grad=master.requires_grad
     )
     moved.grad = master.grad
     torch.utils.swap_tensors(master, moved)  # type: ignore[no-untyped-call]

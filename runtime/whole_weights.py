@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..passes.collectives import local_tensor
 from ..passes.stage_cut import stage_ranges
 from ..planner.replicas import placed_stages
 from .parameters import COMPUTE_DTYPES
@@ -72,11 +73,13 @@ class WholeWeights:
         return name in self._stage_of and self._held(self._stage_of[name], name) is None
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, as a DTensor; a part, and a tensor of another shape
-        than the plan's, as it is."""
+        """This rank's part of a whole tensor, laid out like that; a part, and a tensor of another
+        shape than the plan's, as it is."""
         held = self._held(self._stage_of[name], name)
         if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
             return whole
+        if not isinstance(held, DTensor):
+            return whole.detach().to(held)
         return DTensor.from_local(
             whole.detach()[self._box(name)].to(held.to_local()), held.device_mesh, held.placements,
             run_check=False, shape=held.shape, stride=held.stride(),
@@ -89,7 +92,7 @@ class WholeWeights:
             return True
         if whole.shape != held.shape:
             return False
-        local = held.to_local().detach()
+        local = local_tensor(held).detach()
         return torch.equal(whole.detach()[self._box(name)].to(local), local)
 
     def put(self, name: str, whole: Tensor) -> None:
@@ -97,7 +100,7 @@ class WholeWeights:
         held = self._held(self._stage_of[name], name)
         if held is not None:
             with torch.no_grad():
-                held.to_local().copy_(whole[self._box(name)])
+                local_tensor(held).copy_(whole[self._box(name)])
 
     def _box(self, name: str) -> tuple[slice, ...]:
         """This rank's part of ``name``."""
@@ -106,16 +109,14 @@ class WholeWeights:
         region = stage.buffer_regions[name] if parameter is None else parameter.region
         return tuple(slice(start, stop) for start, stop in region)
 
-    def _held(self, index: int, name: str) -> DTensor | None:
+    def _held(self, index: int, name: str) -> Tensor | None:
         """This rank's part of a tensor of stage ``index``, if it works for that."""
         stage = self._trainer.stages.get(index)
         if stage is None:
             return None
         if name not in stage.by_name:
             return stage.changing_buffers()[name]
-        master = stage.by_name[name].master
-        assert isinstance(master, DTensor)
-        return master
+        return stage.by_name[name].master
 
     def _empty(self, name: str, *, as_computed: bool) -> Tensor:
         node = self._trainer.program.graph[name]
@@ -126,8 +127,7 @@ class WholeWeights:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor().detach()
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _stage_of(trainer: Trainer) -> dict[str, int]:

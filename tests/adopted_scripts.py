@@ -1,7 +1,7 @@
 """Ordinary training scripts, as functions of the line that adopts autoparallel.
 
-Each takes ``adopt(model, example_batch)``, which gives the model to train, and returns what the
-script computes: losses, gradient norms, and losses and logits of its evaluation.
+Each takes ``adopt(model, example_batch, **options)``, which gives the model to train, and returns
+what the script computes: losses, gradient norms, and losses and logits of its evaluation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-Adopt = Callable[[nn.Module, Any], Any]
+import autoparallel
+
+Adopt = Callable[..., Any]
 Figures = list[tuple[str, float]]
 
 
@@ -126,6 +128,64 @@ def gpt(adopt: Adopt) -> Figures:
     model.eval()
     text = model.generate(torch.zeros(2, 1, dtype=torch.long), 6)
     return [*found, ("text", float((text * torch.arange(7)).sum()))]
+
+
+def stepped(adopt: Adopt) -> Figures:
+    """By ``Step``: groups by name, accumulation, clipping, warm-up, evaluation at other sizes."""
+    torch.manual_seed(0)
+    batches = _tokens(1)
+
+    def groups(named_parameters: Any) -> torch.optim.Optimizer:
+        named = list(named_parameters)
+        decayed = [p for name, p in named if "ln_" not in name and not name.endswith("bias")]
+        plain = [p for name, p in named if "ln_" in name or name.endswith("bias")]
+        assert decayed
+        return torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+            lr=1e-2,
+        )
+
+    step = autoparallel.Step(
+        adopt(GPT(), next(batches)),
+        build_optimizer=groups,
+        build_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda count: min(1, (count + 1) / 3)
+        ),
+        max_norm=0.5,
+        accumulate=2,
+    )
+    found: Figures = []
+    for _ in range(3):
+        for size in ((8, 16), (3, 11)):
+            found.append(("eval", float(step.evaluate(batches.send(size)))))
+        found += [("loss", float(step(next(batches)))) for _ in range(2)]
+        found.append(("norm", float(step.gradient_norm)))  # type: ignore[arg-type]
+    return found
+
+
+def stepped_outputs(adopt: Adopt) -> Figures:
+    """By ``Step``, with a loss that is not the model's and batch norm."""
+    torch.manual_seed(0)
+    images, labels = torch.randn(24, 3, 12, 12), torch.randint(0, 10, (24,))
+
+    def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch["labels"])
+
+    def batch(first: int, last: int) -> dict[str, Tensor]:
+        return {"x": images[first:last], "labels": labels[first:last]}
+
+    model = adopt(ResNet(), batch(0, 8), loss_fn=loss_fn)
+    is_parallel = isinstance(model, autoparallel.ParallelModule)
+    step = autoparallel.Step(
+        model,
+        loss_fn=None if is_parallel else loss_fn,
+        build_optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    )
+    found: Figures = []
+    for first in (0, 8):
+        found.append(("loss", float(step(batch(first, first + 8)))))
+        found.append(("validation", float(step.evaluate(batch(16, 21)))))
+    return found
 
 
 class Residual(nn.Module):

@@ -19,7 +19,7 @@ from autoparallel.cost_model.cluster import Cluster, Link
 from autoparallel.passes.stage_cut import Boundary
 from autoparallel.passes.stage_program import StageProgram, build_stage
 from autoparallel.planner.graph import Blocks, Graph, Node
-from autoparallel.planner.layout import INVARIANT, Layout, Mesh, divides, local_region
+from autoparallel.planner.layout import Layout, Mesh, divides, local_region
 from autoparallel.planner.plan import (
     BlockPlan,
     ModelInfo,
@@ -111,7 +111,7 @@ def simulate(
     assert loss_key is not None
     loss = collect(
         [v[loss_key] for v in last.values],
-        (INVARIANT,) * len(last.mesh.shape),
+        last.programs[0].layouts[loss_key],
         last.mesh,
         of="loss",
     )
@@ -169,6 +169,8 @@ def run_stage(
         values[name] = part(leaves[name], leaf.layout)
     buffers = {name: part(leaves[name], held.layout) for name, held in program.buffers.items()}
     values.update({name: buffers[name] for name, held in program.buffers.items() if held.shared})
+    if program.counting is not None:  # each op sums its own rows' count over the ranks
+        values.update(dict.fromkeys(loss.key for loss in program.counting.losses))
     for boundary in program.receives:
         received = part(crossing[boundary.key], boundary.target_layout)
         values[boundary.key] = received.requires_grad_(boundary.spec.requires_grad)

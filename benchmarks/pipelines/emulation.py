@@ -115,7 +115,7 @@ class SleepingStage:
 class _Silent(Exchange):
     """An exchange that shares no loss: each rank runs alone."""
 
-    def share_loss(self, loss: Tensor | None, stages: Sequence[int] = ()) -> Tensor:
+    def share_loss(self, part: Tensor | None, stages: Sequence[int] = ()) -> Tensor:
         return torch.zeros(())
 
 

@@ -18,6 +18,8 @@ TOLERANCE = 1e-5
 DATA_PARALLEL = ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3")
 PLANS = {
     "gpt": (*DATA_PARALLEL, "tp=2", "dp=2,microbatches=2", "dp=2,zero=3,microbatches=2"),
+    "stepped": ("dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=1", "pp=2,microbatches=4"),
+    "stepped_outputs": ("dp=2,zero=2", "tp=2", "pp=2,microbatches=1"),
     "resnet": (*DATA_PARALLEL, "tp=2"),
     "causal_lm": ("dp=2,zero=1", "tp=2", "dp=2,zero=3,microbatches=2"),
     "classifier": ("dp=2,zero=2", "tp=2", "tp=2,microbatches=2"),
@@ -37,10 +39,11 @@ def _adopted(script: str, plans: Sequence[str], arguments: Sequence[Any]) -> dic
     found = {}
     for plan in plans:
 
-        def adopt(model: nn.Module, example: Any, plan: str = plan) -> nn.Module:
+        def adopt(model: nn.Module, example: Any, plan: str = plan, **options: Any) -> nn.Module:
             return autoparallel.parallelize(
-                model, example_batch=example, global_batch=8, parallel=plan, profile="analytic"
-            )
+                model, example_batch=example, global_batch=8, parallel=plan, profile="analytic",
+                **options,
+            )  # fmt: skip
 
         alone = [autoparallel.one_process()] if script in ("trainer", "fabric") else []
         found[plan] = getattr(adopted_scripts, script)(adopt, *arguments, *alone)
@@ -52,7 +55,7 @@ def test_a_script_computes_what_it_computes_alone(script: str, tmp_path: Any) ->
     if script == "fabric":
         pytest.importorskip("lightning_fabric")
     arguments = [str(tmp_path)] if script == "trainer" else []
-    expected = getattr(adopted_scripts, script)(lambda model, example: model, *arguments)
+    expected = getattr(adopted_scripts, script)(lambda model, example, **_: model, *arguments)
     for results in run_processes(2, _adopted, script, PLANS[script], arguments):
         for plan, found in results.items():
             assert [name for name, _ in found] == [name for name, _ in expected]

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel.passes.collectives import Communicator, Rank, apply_steps, local_tensor
 from autoparallel.passes.stage_cut import Boundary
@@ -32,6 +34,20 @@ from autoparallel.planner.layout import (
 )
 
 aten = torch.ops.aten
+
+
+def summed(part: Tensor | None) -> Tensor:
+    """A loss, from the parts that ranks have of it."""
+    loss = torch.zeros((), dtype=torch.float64) if part is None else part.double()
+    dist.all_reduce(loss)
+    return loss
+
+
+def whole(tensor: Any) -> Tensor:
+    """A parameter or gradient of a stage, gathered where the stage splits it."""
+    gathered: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered
+
 
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "scale": (6,),
@@ -255,7 +271,7 @@ def stage_program(
         constants={},
         receives=(boundary(blocks.start - 1, 0),) if blocks.start > 0 else (),
         sends=(boundary(blocks.stop - 1, 0),) if blocks.stop < len(_BLOCKS) else (),
-        layouts={},
+        layouts={"loss": (INVARIANT,) * len(mesh.axes)} if blocks.stop == len(_BLOCKS) else {},
         loss="loss" if blocks.stop == len(_BLOCKS) else None,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
-from autoparallel.runtime.arriving import Arrival, ArrivingTensor, arriving
+from autoparallel.runtime.arriving import Arrival, ArrivingTensor, arriving, shared_sum
 from autoparallel.runtime.trainer import Trainer
 
 RANKS = 3
@@ -108,7 +108,7 @@ def test_a_step_starts_two_sums_over_all_ranks_and_waits_for_neither(program: Pr
     found = run_processes(
         RANKS, collectives_of_a_step, program.with_batch_size(ROWS), truth(program)
     )
-    assert found == [{"broadcast": 1, "all_reduce": 1}] * RANKS
+    assert found == [{"all_reduce": 2}] * RANKS
 
 
 class Counted:
@@ -139,7 +139,7 @@ READS = {
 def test_a_loss_is_waited_for_when_it_is_used_and_only_once(read) -> None:
     tensor, told = torch.zeros((), dtype=torch.float64), []
     work = Counted(tensor, 3.5)
-    arrival = Arrival((tensor,), (work,), tell=lambda: told.append("waits"),
+    arrival = Arrival(tensor, work, tell=lambda: told.append("waits"),
                       told=lambda: told.append("goes on"))  # fmt: skip
     loss = arriving(arrival, tensor)
     assert isinstance(loss, Tensor)
@@ -152,12 +152,25 @@ def test_a_loss_is_waited_for_when_it_is_used_and_only_once(read) -> None:
 
 def test_what_is_made_of_a_loss_is_an_ordinary_tensor() -> None:
     tensor = torch.zeros((), dtype=torch.float64)
-    loss = arriving(Arrival((tensor,), (Counted(tensor, 1.0),)), tensor)
+    loss = arriving(Arrival(tensor, Counted(tensor, 1.0)), tensor)
     assert not isinstance(loss + 1, ArrivingTensor)
     assert not isinstance(loss.clone(), ArrivingTensor)
 
 
-def test_the_parts_of_several_stages_are_summed() -> None:
-    parts = (torch.zeros(()), torch.zeros(()))
-    arrival = Arrival(parts, [Counted(part, 2.0) for part in parts])
-    assert float(arriving(arrival, parts[0])) == 4.0
+def reads_by_collectives() -> list[object]:
+    """A loss under way is summed by the script's own collective, and differentiated."""
+    weight = torch.tensor(float(dist.get_rank() + 1), requires_grad=True)
+    loss = shared_sum(2 * weight, others=())
+    loss.backward()
+    is_there = loss.arrival.arrival._work is None
+    again = shared_sum(2 * weight, others=())
+    dist.all_reduce(again)
+    scaled = shared_sum(2 * weight, others=()) / 2
+    scaled.backward()
+    third = shared_sum(2 * weight, others=())
+    torch.autograd.backward(third)
+    return [is_there, float(loss), float(again), float(scaled), float(weight.grad)]
+
+
+def test_a_backward_waits_for_no_sum_and_a_script_s_own_collective_does() -> None:
+    assert run_processes(2, reads_by_collectives) == [[False, 6.0, 12.0, 3.0, 5.0]] * 2

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import run_processes
-from stages import WEIGHTS, global_batch, reference, relative_error, stage_program, weights
+from stages import WEIGHTS, global_batch, reference, relative_error, stage_program, weights, whole
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -65,7 +65,7 @@ def run_step(executor: StageExecutor, optimizer: Optimizer, step: int) -> None:
 def check_weights(executor: StageExecutor, expected: dict[str, torch.Tensor]) -> None:
     for name, parameter in executor.parameters.items():
         found: Any = parameter.master.detach()
-        assert relative_error(found.full_tensor(), expected[name]) < 1e-9, name
+        assert relative_error(whole(found), expected[name]) < 1e-9, name
 
 
 def _save_and_load(folder: str, source: tuple[Mesh, int], targets: list[tuple[Mesh, int]]) -> None:

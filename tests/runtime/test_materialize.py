@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from processes import run_processes
 from stages import WEIGHTS, stage_program, weights
+from stages import whole as gathered
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.planner.errors import UsageError
@@ -48,7 +49,7 @@ def _materialize() -> None:
             box = tuple(slice(start, stop) for start, stop in parameter.region)
             assert torch.equal(parameter.local, whole[name][box]), name
             master = parameter.master.detach()
-            assert torch.equal(master.full_tensor(), whole[name]), name  # type: ignore[attr-defined]
+            assert torch.equal(gathered(master), whole[name]), name
             local += parameter.local.numel()
             total += whole[name].numel()
         assert local < total * (0.5 if zero == 3 else 0.8)

@@ -15,7 +15,9 @@ from stages import (
     reference,
     relative_error,
     stage_program,
+    summed,
     weights,
+    whole,
 )
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -125,17 +127,16 @@ def _pipeline(recompute: str, zero: int, num_microbatches: int) -> None:
         counted = [p for name, p in stage.by_name.items() if (index, name) not in tied.elsewhere]
         norm = gradient_norm(counted, device=torch.device("cpu")).value()
         assert abs(float(norm) - squares**0.5) < TOLERANCE * squares**0.5
-        loss = executor.mean_loss()
-        assert (loss is not None) == (index == 1)
-        if loss is not None:
-            assert relative_error(loss, expected.losses[step]) < TOLERANCE
+        part = executor.mean_loss()
+        assert (part is not None) == (index == 1)
+        assert relative_error(summed(part), expected.losses[step]) < TOLERANCE
         optimizer.step()
         for name, parameter in stage.by_name.items():
-            found = parameter.master.detach().full_tensor()  # type: ignore[attr-defined]
+            found = whole(parameter.master.detach())
             assert relative_error(found, expected.weights[step][name]) < TOLERANCE, name
         gradients: list[Any] = [None] * 4
         gradient = stage.by_name["scale"].master.grad
-        dist.all_gather_object(gradients, gradient.full_tensor())  # type: ignore[union-attr]
+        dist.all_gather_object(gradients, whole(gradient))
         assert all(torch.equal(other, gradients[0]) for other in gradients)
 
 
@@ -197,7 +198,7 @@ def _loops() -> None:
             optimizer.step()
             optimizer.zero_grad()
         for name, parameter in stage.by_name.items():
-            found = parameter.master.detach().full_tensor()  # type: ignore[attr-defined]
+            found = whole(parameter.master.detach())
             assert relative_error(found, expected.weights[1][name]) < TOLERANCE, name
         with torch.no_grad():
             loss = call.loss(global_batch(2))
@@ -234,24 +235,22 @@ def _mixed() -> None:
             executor.forward(j, {})
             executor.backward(j, {}, last=j == 1)
         executor.finish_step()
-        found = executor.mean_loss()
-        assert found is not None
-        assert relative_error(found.double(), loss.detach()) < 0.03
+        found = summed(executor.mean_loss())
+        assert relative_error(found, loss.detach()) < 0.03
         for name, parameter in stage.by_name.items():
             gradient = parameter.master.grad
             assert gradient is not None
             assert gradient.dtype == torch.float32
             expected = w[name].grad
             assert expected is not None
-            error = relative_error(gradient.full_tensor().double(), expected)  # type: ignore[attr-defined]
+            error = relative_error(whole(gradient).double(), expected)
             assert error < 0.1, (name, error)
         before = {n: p.local.clone() for n, p in stage.by_name.items()}
         optimizer.step()
         executor.begin_step(batch)
         executor.forward(0, {})
-        after = executor.loss(0)
+        after = summed(executor.loss(0))
         executor.backward(0, {}, last=True)
-        assert after is not None
         assert after < found
         assert all(
             p.local.numel() == 0 or not torch.equal(p.local, before[n])
@@ -278,7 +277,7 @@ def _clip() -> None:
     assert relative_error(norm, expected) < TOLERANCE
     scale_gradients(published(stage.by_name.values()), clip_coefficient(norm, 0.1))
     for name, parameter in stage.by_name.items():
-        found = parameter.master.grad.full_tensor()  # type: ignore[union-attr]
+        found = whole(parameter.master.grad)
         reference_gradient = w[name].grad
         assert reference_gradient is not None
         assert relative_error(found, reference_gradient) < TOLERANCE, name

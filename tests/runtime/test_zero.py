@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from processes import run_processes
-from stages import global_batch, reference, relative_error, stage_program, weights
+from stages import global_batch, reference, relative_error, stage_program, summed, weights, whole
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.layout import Layout, Mesh, shard
@@ -98,11 +97,6 @@ def make_executor(case: Case) -> StageExecutor:
     return StageExecutor(stage, num_microbatches=case.num_microbatches)
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
-
-
 def train(case: Case, num_steps: int = 2) -> None:
     """Run the case and compare it with one process."""
     expected = reference(num_steps, case.num_microbatches, LEARNING_RATE)
@@ -118,8 +112,7 @@ def train(case: Case, num_steps: int = 2) -> None:
             else:
                 executor.backward(microbatch, {}, last=index == len(actions) - 1)
         executor.finish_step()
-        loss = executor.mean_loss()
-        assert loss is not None
+        loss = summed(executor.mean_loss())
         assert relative_error(loss, expected.losses[step]) < TOLERANCE
         norm = gradient_norm(parameters.values(), device=torch.device("cpu")).value()
         squares = sum(float(g.square().sum()) for g in expected.gradients[step].values())
