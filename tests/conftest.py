@@ -16,15 +16,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 ONE_AT_A_TIME = ("api", "benchmarks", "runtime")
-"""Folders whose tests start processes, and wait for them."""
+"""Folders whose tests start processes, and wait for them with a limit to their patience."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers (``-n``) one has all tests that start processes, which use every core
-    and have limits to their patience; the others go file by file."""
+    """Of several workers (``-n``) one has all tests that wait for processes; what verifies plans
+    on processes stays together, as cases share a run; the others go file by file."""
     for item in items:
         place = item.path.relative_to(HERE)
-        group = "processes" if place.parts[0] in ONE_AT_A_TIME or len(place.parts) == 1 else place
+        is_whole = len(place.parts) == 1
+        group = "processes" if place.parts[0] in ONE_AT_A_TIME else "root" if is_whole else place
         item.add_marker(pytest.mark.xdist_group(str(group)))
 
 

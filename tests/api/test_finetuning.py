@@ -103,7 +103,11 @@ def check_weights(found: nn.Module, expected: dict[str, Tensor], start: nn.Modul
 
 @pytest.mark.parametrize(
     ("model", "parallel"),
-    [("llama", "tp=2"), ("llama", "dp=2,zero=3"), ("gpt2", "pp=2,microbatches=2")],
+    [
+        pytest.param("llama", "tp=2", marks=pytest.mark.slow),
+        ("llama", "dp=2,zero=3"),
+        ("gpt2", "pp=2,microbatches=2"),
+    ],
 )
 def test_a_fine_tune_on_two_processes_equals_transformers_on_one(
     place: Path, tmp_path: Path, model: str, parallel: str
@@ -130,7 +134,10 @@ def test_the_exported_folder_has_the_tokenizer(place: Path, tmp_path: Path) -> N
     assert own.encode(words(3)) == exported.encode(words(3))
 
 
-@pytest.mark.parametrize(("model", "parallel"), [("llama", "tp=2"), ("gpt2", "dp=2,zero=2")])
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [("llama", "tp=2"), pytest.param("gpt2", "dp=2,zero=2", marks=pytest.mark.slow)],
+)
 def test_a_lora_fine_tune_equals_one_process_and_exports_merged(
     place: Path, tmp_path: Path, model: str, parallel: str
 ) -> None:

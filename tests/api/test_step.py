@@ -53,7 +53,11 @@ def run_script(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("plans", [PLANS[:3], PLANS[3:]], ids=["dp", "tp-pp"])
+@pytest.mark.parametrize(
+    "plans",
+    [PLANS[:3], pytest.param(PLANS[3:], marks=pytest.mark.slow)],
+    ids=["dp", "tp-pp"],
+)
 def test_every_plan_trains_as_the_plain_loop_does_with_all_options(plans: tuple[str, ...]) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     said = run_script(*launcher, str(SCRIPT), *plans)

@@ -48,6 +48,7 @@ def test_a_plan_trains_and_is_compared_with_its_prediction(plan_file: Path) -> N
     assert re.search(r"^memory +measured .* predicted .*%\)$", done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_training_resumes_under_another_plan_as_if_it_had_not_stopped(
     plan_file: Path, tmp_path: Path
 ) -> None:
@@ -185,8 +186,15 @@ def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path)
     assert parallel == sorted(alone + alone)
 
 
-@pytest.mark.parametrize("parallel", ["dp=2,zero=3", "tp=2"])
-@pytest.mark.parametrize("as_class", [True, False], ids=["class", "instance"])
+@pytest.mark.parametrize(
+    ("as_class", "parallel"),
+    [
+        (True, "dp=2,zero=3"),
+        (False, "tp=2"),
+        pytest.param(True, "tp=2", marks=pytest.mark.slow),
+        pytest.param(False, "dp=2,zero=3", marks=pytest.mark.slow),
+    ],
+)
 def test_the_ordinary_loop_trains_a_plan_without_pipeline(
     tmp_path: Path, parallel: str, as_class: bool
 ) -> None:

@@ -33,6 +33,7 @@ Rank 0 makes folders at 1 to 3 and writes its shard at 4, the index at 5 and 6, 
 Of a step that is there already it renames the old checkpoint at 9 and the new one at 11, and
 removes the old one from 13 on. Rank 1 writes its shard at 2.
 """
+SAMPLE = [("new", 0, 7), ("again", 0, 11), ("asynchronous", 0, 6)]
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
@@ -77,7 +78,10 @@ def loaded(folder: str) -> tuple[float, list[float], bool]:
     return value, found, sorted(os.listdir(folder)) == [f"step-{STEP + 2:08d}"]
 
 
-@pytest.mark.parametrize(("kind", "killed", "count"), KILLS)
+@pytest.mark.parametrize(
+    ("kind", "killed", "count"),
+    [kill if kill in SAMPLE else pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS],
+)
 def test_a_kill_at_any_point_of_a_save_leaves_one_whole_state(
     tmp_path: Path, kind: str, killed: int, count: int
 ) -> None:

@@ -69,7 +69,7 @@ def test_a_rank_reads_as_many_bytes_as_it_holds(tmp_path: Path, parallel: str) -
     whole = sum(tensor.nbytes for tensor in load_file(file).values())
     for num_read, num_held, is_right in run_processes(2, _start, dumps(plan), str(file)):
         assert is_right
-        assert num_read == num_held < 0.7 * whole
+        assert num_read == num_held < 0.8 * whole
 
 
 class Small(nn.Module):
