@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoparallel.distributed_loader import distribute
     from autoparallel.environment import one_process
     from autoparallel.exporting import export
+    from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases
     from autoparallel.module import ParallelModule
     from autoparallel.plan_io import load_plan, save_plan
     from autoparallel.planner.errors import (
@@ -53,15 +54,18 @@ __all__ = [
     "DeviceMemoryError",
     "HangError",
     "InfeasibleError",
+    "JsonLines",
     "MachineError",
     "ParallelModule",
     "Plan",
     "PlanError",
     "RunError",
     "Step",
+    "TensorBoard",
     "TimeLimitError",
     "UsageError",
     "VerificationError",
+    "WeightsAndBiases",
     "WorkerError",
     "__version__",
     "describe",
@@ -79,9 +83,12 @@ __all__ = [
 
 _HOMES = {
     "Callback": "autoparallel.callbacks",
+    "JsonLines": "autoparallel.metrics",
     "ParallelModule": "autoparallel.module",
     "Plan": "autoparallel.planner.plan",
     "Step": "autoparallel.step",
+    "TensorBoard": "autoparallel.metrics",
+    "WeightsAndBiases": "autoparallel.metrics",
     "describe": "autoparallel.report",
     "load": "autoparallel.checkpoints",
     "export": "autoparallel.exporting",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from autoparallel.planner.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,20 @@ class Callback:
         """The run has ended, as planned or by an error."""
 
 
-def all_of(callbacks: Sequence[Callback]) -> Callback:
-    """One callback that tells all of these, in order."""
-    return _All(tuple(callbacks))
+def all_of(callbacks: Iterable[Callback], *, source: str = "") -> Callback:
+    """One callback that tells all of these, in order.
+
+    Raises UsageError AP907 where one is none; ``source`` says where they come from.
+    """
+    found = tuple(callbacks)
+    for each in found:
+        if not isinstance(each, Callback):
+            raise UsageError(
+                "AP907",
+                f"{source} gives a {type(each).__name__}, not a Callback",
+                fix="return a list of objects of subclasses of autoparallel.Callback",
+            )
+    return _All(found)
 
 
 class _All(Callback):

@@ -87,11 +87,4 @@ def _of_target(target: Target) -> Sequence[Callback]:
         return ()
     with running_user_code("AP907", f"callbacks of {target.name} fails"):
         found = list(target.callbacks())
-    for each in found:
-        if not isinstance(each, Callback):
-            raise UsageError(
-                "AP907",
-                f"callbacks of {target.name} gives a {type(each).__name__}, not a Callback",
-                fix="return a list of objects of subclasses of autoparallel.Callback",
-            )
-    return found
+    return [all_of(found, source=f"callbacks of {target.name}")]

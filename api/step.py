@@ -6,7 +6,8 @@ weights are stepped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from autoparallel.callbacks import Callback, all_of
 from autoparallel.environment import under_torchrun
 from autoparallel.module import ParallelModule, loss_of
 from autoparallel.passes.export import call_model, find_loss
@@ -23,6 +25,7 @@ from autoparallel.runtime.optimizer import BuildOptimizer, built, default_optimi
 from autoparallel.runtime.plain_trainer import PlainTrainer
 from autoparallel.runtime.training_step import TrainingStep
 from autoparallel.runtime.update import BuildScheduler, OnNan, UpdateOptions
+from autoparallel.step_log import MemoryMeter, StepLog, rows_or_tokens
 from autoparallel.targets import Batch, LossFn
 
 
@@ -47,6 +50,7 @@ class Step:
         accumulate: int = 1,
         scaler: GradScaler | None = None,
         on_nan: OnNan = "ignore",
+        callbacks: Callable[[], Iterable[Callback]] | None = None,
         timeout_seconds: float | None = None,
         buckets: Sequence[int] = (),
     ) -> None:
@@ -64,6 +68,9 @@ class Step:
         (``"ignore"``), skipped on every rank (``"skip"``), or skipped and followed by RunError
         AP910, which names the first block that made such a value (``"stop"``).
 
+        ``callbacks()`` is called on rank 0. What it returns, such as ``[JsonLines(path)]``, is told
+        of each update when the next one has been started or ``finish`` is called.
+
         Under torchrun a rank that makes no progress in a step for ``timeout_seconds`` (600), or
         that dies, ends every rank: each says what it was doing and which rank failed to come.
 
@@ -72,7 +79,8 @@ class Step:
 
         Raises UsageError AP142 where a plan with several devices is given outside torchrun,
         AP148 for a plain module under torchrun, AP900 for a bad option, AP901 for options that
-        an asynchronous schedule does not have, AP902 to AP904 where ``build_scheduler`` or
+        an asynchronous schedule does not have, AP907 for
+        callbacks that are none, AP902 to AP904 where ``build_scheduler`` or
         ``build_optimizer`` return something else.
         """
         options = UpdateOptions(max_norm, max_value, accumulate, on_nan, scaler)
@@ -80,6 +88,12 @@ class Step:
         self.plan = plan
         self.loss_fn = loss_fn
         self._num_accumulated = 0
+        self._num_updates = 0
+        self._callback: Callback | None = None
+        if callbacks is not None and os.environ.get("RANK", "0") == "0":
+            self._callback = all_of(callbacks(), source="callbacks()")
+        self._memory = MemoryMeter(torch.device("cpu"))
+        self._log: StepLog | None = None
         if isinstance(model, ParallelModule):
             trainer = model.join(
                 plan=plan, loss_fn=loss_fn, timeout_seconds=timeout_seconds, buckets=buckets
@@ -110,12 +124,18 @@ class Step:
 
         With ``accumulate`` the weights are updated in every so-manieth call.
         """
+        if self._callback is not None and self._log is None:
+            self._log = self._begin_log(self._callback, batch)
         inputs = self._inputs(batch)
         self._num_accumulated += 1
         if self._num_accumulated < self._steps.update.options.accumulate:
             return self._steps.accumulate(inputs)
         self._num_accumulated = 0
-        return self._steps.step(inputs).losses[-1]
+        self._num_updates += 1
+        result = self._steps.step(inputs)
+        if self._log is not None:
+            self._log.add(self._num_updates, result)
+        return result.losses[-1]
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The loss of a batch of any size: no dropout, no gradients, running statistics kept."""
@@ -148,20 +168,35 @@ class Step:
         return int(self._steps.update.skipped)
 
     def finish(self) -> None:
-        """Waits for the last step and, with ``on_nan="stop"``, checks it as the others were."""
+        """Waits for the last step: it is checked, and told to callbacks, as the others were."""
         self._steps.finish()
+        if self._log is not None and self._callback is not None:
+            self._log.finish()
+            self._callback.on_end()
 
     def state_dict(self) -> dict[str, Any]:
         """Scheduler, loss scale and counters, as plain data; weights are the model's.
 
         Take it between updates: gradients that are yet to be used are not in it.
         """
-        return {**self._steps.update.state_dict(), "batches_begun": self._trainer.batches_begun}
+        counters = {"batches_begun": self._trainer.batches_begun, "updates": self._num_updates}
+        return {**self._steps.update.state_dict(), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a ``state_dict``, of any plan."""
         self._steps.update.load_state_dict(state)
         self._trainer.batches_begun = state.get("batches_begun", 0)
+        self._num_updates = state.get("updates", 0)
+
+    def _begin_log(self, callback: Callback, batch: Batch) -> StepLog:
+        count = self._steps.update.options.accumulate
+        done = "rows", count * _num_rows(batch)
+        if self.plan is not None:
+            done = rows_or_tokens(self.plan, count)
+        is_accelerator = self._trainer.device.type != "cpu"
+        return StepLog(
+            done, MemoryMeter(self._trainer.device) if is_accelerator else self._memory, callback
+        )
 
     @property
     def _steps(self) -> TrainingStep:
@@ -188,6 +223,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _num_rows(batch: Batch) -> int:
+    """The rows of a batch, by the first of its tensors that has any."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return next((len(value) for value in values if value.dim()), 1)
 
 
 def _require_one_device(plan: Plan | None) -> None:

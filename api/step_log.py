@@ -45,9 +45,10 @@ class MemoryMeter:
 
 
 class StepLog:
-    """The records of a run's steps; ``is_printing`` on the rank that prints them.
+    """The records of a run's steps, printed where they have ``predicted_seconds`` each.
 
-    ``callback`` is told of each; a step uses ``num_batches`` global batches.
+    ``callback`` is told of each. ``done`` is what a step's throughput counts, and how many of
+    that it does.
 
     A step's time is that between two returns of ``step`` on the CPU, without the time of its
     data, as nothing else goes on meanwhile; on an accelerator, where ``step`` returns early,
@@ -56,16 +57,15 @@ class StepLog:
 
     def __init__(
         self,
-        plan: Plan,
+        done: tuple[str, int],
         memory: MemoryMeter,
         callback: Callback,
-        num_batches: int = 1,
         *,
-        is_printing: bool,
+        predicted_seconds: float | None = None,
     ) -> None:
-        self._callback, self._num_batches = callback, num_batches
+        self._callback, self._done = callback, done
         self.records: list[StepRecord] = []
-        self._plan, self._memory, self._is_printing = plan, memory, is_printing
+        self._memory, self._predicted = memory, predicted_seconds
         self._running: tuple[int, StepResult, float] | None = None
         self._began = time.perf_counter()
 
@@ -103,26 +103,24 @@ class StepLog:
         loss, norm = float(result.loss), float(result.gradient_norm)
         if self._memory.is_accelerator:
             seconds = self._lap()
-        unit, count = rows_or_tokens(self._plan)
+        unit, count = self._done
         rates = [float(rate) for rate in result.learning_rates]
         record = StepRecord(
             step, loss, norm, self._memory.peak_bytes(), seconds,
             learning_rate=rates[0] if rates else None,
             skipped_steps=0 if result.skipped is None else int(result.skipped),
-            unit=unit, throughput=self._num_batches * count / seconds,
+            unit=unit, throughput=count / seconds,
         )  # fmt: skip
         self.records.append(record)
-        if self._is_printing:
-            predicted = self._plan.prediction.step_seconds * self._num_batches
-            print(step_line(record, predicted), flush=True)
+        if self._predicted is not None:
+            print(step_line(record, self._predicted), flush=True)
         self._callback.on_step(record)
 
 
-def rows_or_tokens(plan: Plan) -> tuple[str, int]:
-    """What a step's throughput counts, and how many there are in a step."""
-    if plan.model.seq:
-        return "tokens", plan.model.global_batch * plan.model.seq
-    return "rows", plan.model.global_batch
+def rows_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
+    """What a step's throughput counts, and how many there are in its global batches."""
+    rows = plan.model.global_batch * num_batches
+    return ("tokens", rows * plan.model.seq) if plan.model.seq else ("rows", rows)
 
 
 def step_line(record: StepRecord, predicted_seconds: float) -> str:

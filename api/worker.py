@@ -37,7 +37,7 @@ from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.replay import run_replay, update_rule
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
-from autoparallel.step_log import MemoryMeter, StepLog, outcome, summary
+from autoparallel.step_log import MemoryMeter, StepLog, outcome, rows_or_tokens, summary
 from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 
@@ -94,8 +94,11 @@ def train(
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     with told(asked, plan, target, rank=worker.rank) as callback:
-        is_printing = worker.rank == 0
-        log = StepLog(plan, memory, callback, asked.accumulate, is_printing=is_printing)
+        predicted = plan.prediction.step_seconds * asked.accumulate
+        log = StepLog(
+            rows_or_tokens(plan, asked.accumulate), memory, callback,
+            predicted_seconds=predicted if worker.rank == 0 else None,
+        )  # fmt: skip
         for step in range(done + 1, done + steps + 1):
             log.add(step, trainer.step(*(log.timed_data(data) for _ in range(asked.accumulate))))
             trainer.checkpoints.check()

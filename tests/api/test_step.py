@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import autoparallel
+from autoparallel.callbacks import StepRecord
 from autoparallel.planner.errors import RunError, UsageError
 
 SCRIPT = Path(__file__).parent / "steps_of_torchrun.py"
@@ -172,3 +174,36 @@ def test_clipping_by_value_is_torchs() -> None:
     optimizer.step()
     for one, other in zip(found.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_callbacks_of_a_step_are_told_of_each_update(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Say(autoparallel.Callback):
+        def on_step(self, record: StepRecord) -> None:
+            said.append(f"{record.step} {record.unit} {record.throughput * record.seconds:.0f}")
+
+        def on_end(self) -> None:
+            said.append("ended")
+
+    path = tmp_path / "metrics.jsonl"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    step = autoparallel.Step(
+        model,
+        loss_fn=lambda outputs, batch: outputs.square().mean(),
+        accumulate=2,
+        callbacks=lambda: [Say(), autoparallel.JsonLines(path)],
+    )
+    losses = [float(step((torch.ones(3, 4),))) for _ in range(4)]
+    assert said == ["1 rows 6"]
+    step.finish()
+    assert said == ["1 rows 6", "2 rows 6", "ended"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    means = [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
+    assert [line["loss"] for line in lines] == pytest.approx(means)
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_a_callback_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="AP907"):
+        autoparallel.Step(nn.Linear(2, 1), callbacks=lambda: [print])  # type: ignore[list-item]
