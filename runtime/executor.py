@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ..passes.stage_program import StageProgram
 
 
+ReadConstants = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
+
+
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     """What a micro-batch keeps from its forward to its backward.
@@ -83,7 +86,7 @@ class StageExecutor:
         self.loss_scale: Tensor | float = 1.0
         self.keeps_gradients = False
         self.parameters = stage.by_name
-        self._smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
+        self._smaller: dict[int, tuple[int, ReadConstants]] = {}
         self.use_constants(constants or {}, counted)
         self._counts: list[Mapping[str, Tensor | None]] = []
         self._is_updated = False
@@ -103,6 +106,7 @@ class StageExecutor:
         self._constants: Mapping[str, Tensor] = self._local_constants(constants, self.program)
         self._whole = counted or constants
         self._planned = (self.num_microbatches, self._constants, self._whole)
+        self._of_smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
 
     def _local_constants(
         self, constants: Mapping[str, Tensor], program: StageProgram
@@ -121,18 +125,21 @@ class StageExecutor:
     def use(self, part: int) -> None:
         """Have the next step run program ``part`` of the stage, which it has for some lengths."""
         self._part, self.program = part, self.stage.programs[part]
-        count, constants, whole = self._smaller.get(part, self._planned)
+        if part in self._smaller and part not in self._of_smaller:
+            count, read = self._smaller[part]
+            whole, counted = read()
+            self._of_smaller[part] = count, self._local_constants(whole, self.program), counted
+        count, constants, counted = self._of_smaller.get(part, self._planned)
         if part in self._smaller or self.num_microbatches != count:
             self.num_microbatches = self.per_update = count
-        self._constants, self._whole = constants, whole
+        self._constants, self._whole = constants, counted
 
-    def add_program(
-        self, num_microbatches: int, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor]
-    ) -> None:
-        """The stage's last program runs a batch of ``num_microbatches``; ``use`` chooses it."""
-        part = len(self.stage.programs) - 1
-        held = self._local_constants(constants, self.stage.programs[part])
-        self._smaller[part] = (num_microbatches, held, counted)
+    def add_program(self, num_microbatches: int, read: ReadConstants) -> None:
+        """The stage's last program runs a batch of ``num_microbatches``; ``use`` chooses it.
+
+        ``read`` gives the values of its constants, as ``use_constants`` takes them.
+        """
+        self._smaller[len(self.stage.programs) - 1] = num_microbatches, read
 
     def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
         """Start a step on the global ``batch``; forget the gradients of the one before, unless

@@ -6,6 +6,7 @@ executor then has a program more, which ``StageExecutor.use`` chooses.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..passes.stage_cut import boundaries, with_replicas
@@ -35,5 +36,5 @@ def smaller_runner(trainer: Trainer, plan: Plan) -> PipelineRunner:
             of_slice=OfSlice(program.graph, (), stage.program.draws), outputs=program.returned,
         )  # fmt: skip
         stage.run_slices((*stage.programs, made))
-        executor.add_program(plan.num_microbatches, *trainer.constants_for(program, made))
+        executor.add_program(plan.num_microbatches, partial(trainer.constants_for, program, made))
     return trainer.make_runner(schedule, crossing)

@@ -206,11 +206,14 @@ def buffers_that_a_script_changes(adopt: Adopt) -> Figures:
     model, found = adopt(Net(), _batch()), []
     state = {**Net().state_dict(), "scale": torch.full((8,), 3.0)}
     model(*_batch()).backward()
+    found.append(("fewer rows", model(*_batch(2, 4)).item()))
     model.scale.mul_(0.5)
     found.append(("written", model(*_batch()).item()))
+    found.append(("written, fewer rows", model(*_batch(2, 4)).item()))
     model.scale = model.scale * 0.5
     found.append(("replaced", model(*_batch()).item()))
     model.load_state_dict(state)
+    found.append(("loaded, fewer rows", model(*_batch(2, 4)).item()))
     model(*_batch()).backward()
     return [*found, *_gradients(model), *_state(model)]
 
@@ -286,7 +289,7 @@ def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "dp=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["dp=2,zero=0", "dp=2,zero=3", "tp=2", "dp=2,microbatches=2"])
 def test_a_parallel_model_does_what_the_model_alone_does(plan: str) -> None:
     cases = tuple(c for c in SAME if "microbatches" not in plan or c not in WHOLE_BATCH)
     results = run_processes(2, _run_all, plan, cases)
