@@ -1,7 +1,8 @@
 """A model that trains by a plan: what ``parallelize`` makes of an ``nn.Module`` under torchrun.
 
-It stays an object of the model's own class. Its parameters become this rank's shards, as DTensors
-under their own names, so that optimizers, clipping and checkpoints are the stock ones. In
+It stays an object of the model's own class. Its parameters become this rank's shards under their
+own names, DTensors where a plan splits any, so that optimizers, clipping and checkpoints are the
+stock ones. In
 training it is called as the model is and returns what the model returns; in evaluation the
 model's own code runs, with whole weights (``api.whole_module``).
 """
