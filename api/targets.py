@@ -271,7 +271,7 @@ def _built(build: Callable[..., Any], settings: Mapping[str, Any], place: str) -
             f"build_model of {place} returns a {type(model).__name__}, not an nn.Module",
             where=place,
         )
-    return model
+    return model.train()  # from_pretrained gives one in evaluation mode, without dropout
 
 
 def _batches(module: ModuleType, place: str) -> Callable[[int, int | None], Batch]:

@@ -44,6 +44,18 @@ def test_a_function_of_a_file_takes_the_place_of_build_model(model_file: Path) -
     assert sum(p.numel() for p in model.parameters()) == 64 * 64 + 64
 
 
+def test_a_model_in_evaluation_mode_is_trained_with_its_dropout(tmp_path: Path) -> None:
+    """``from_pretrained`` returns models in evaluation mode, alone or inside of another one."""
+    file = tmp_path / "model.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def build_model():\n"
+        "    return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval())\n"
+        "def example_batch(global_batch): ...\n"
+    )
+    assert all(module.training for module in load_target(str(file)).build_model().modules())
+
+
 def test_a_function_of_an_importable_module_is_a_target(
     model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
