@@ -314,6 +314,8 @@ class StageModule(nn.Module):
         known, programs = dict(values), self.programs[part].blocks
         for name, attribute in self._shared.items():
             known[name] = local_tensor(getattr(self, attribute))
+            if name in self.program.updates:  # written before this forward's backward, maybe
+                known[name] = known[name].clone()
         known.update(self._changed)
         for position, block in enumerate(self.blocks):
             block.slice = part  # type: ignore[assignment]

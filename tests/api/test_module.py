@@ -202,6 +202,13 @@ def changing_buffers(adopt: Adopt) -> Figures:
     return found + _state(model) + _gradients(model)
 
 
+def two_forwards_of_a_norm_before_a_backward(adopt: Adopt) -> Figures:
+    model = adopt(Counting(), _batch())
+    losses = [model(*_batch(seed)) for seed in (2, 3)]
+    (losses[0] + 2 * losses[1]).backward()
+    return [("losses", [loss.item() for loss in losses]), *_state(model), *_gradients(model)]
+
+
 def buffers_that_a_script_changes(adopt: Adopt) -> Figures:
     model, found = adopt(Net(), _batch()), []
     state = {**Net().state_dict(), "scale": torch.full((8,), 3.0)}
@@ -263,10 +270,12 @@ SAME = (
     several_backwards, heads_that_are_used_in_turn, evaluation_before_training_and_between,
     hooks_and_attributes_of_parameters, errors_on_the_way, changing_buffers,
     buffers_that_a_script_changes, averages_and_updates_by_hand, forms_of_outputs,
-    own_forwards_and_modes,
+    own_forwards_and_modes, two_forwards_of_a_norm_before_a_backward,
 )  # fmt: skip
-WHOLE_BATCH = (heads_that_are_used_in_turn, evaluation_before_training_and_between,
-               changing_buffers, forms_of_outputs)  # fmt: skip
+WHOLE_BATCH = (
+    heads_that_are_used_in_turn, evaluation_before_training_and_between, changing_buffers,
+    forms_of_outputs, two_forwards_of_a_norm_before_a_backward,
+)  # fmt: skip
 """What needs one micro-batch: logits, statistics of the batch."""
 
 
