@@ -95,7 +95,8 @@ def _parallel_model(model: nn.Module | None) -> Any:
         "AP834",
         "distribute needs the parallel model",
         why=why,
-        fix="distribute(dataloader, model) with what autoparallel.parallelize returned",
+        fix="distribute(dataloader, model) with what autoparallel.parallelize returned; "
+        "call it after the optimizer or the Step is made",
     )
 
 
