@@ -71,6 +71,7 @@ class ToyExecutor:
         mesh = places[stage].mesh
         self.dp = mesh.coordinates(places[stage].devices.index(rank))[0]
         self.dp_size = mesh.shape[0]
+        self.num_copies = mesh.size // self.dp_size
         self.lasts: list[tuple[int, bool]] = []
         self.finished = 0
 
@@ -110,7 +111,8 @@ class ToyExecutor:
         return {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
     def loss(self, m: int) -> Tensor | None:
-        return self.losses.get(m)
+        """This rank's part: the ranks along tp share the loss that each of them has."""
+        return self.losses[m] / self.num_copies if m in self.losses else None
 
     def finish_step(self) -> None:
         self.finished += 1
