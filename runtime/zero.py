@@ -1,4 +1,4 @@
-"""ZeRO 1-3 by ``torch.distributed.fsdp.fully_shard``, one shard group per block.
+"""ZeRO 1-3 by ``torch.distributed.fsdp.fully_shard``, a shard group per block, or of small ones.
 
 ===== ================================== =============================================
  zero  parameters                         gradients
@@ -22,7 +22,8 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "PyTorch F
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,13 @@ from .parameters import StageParameter
 
 if TYPE_CHECKING:
     from .stage import StageModule
+
+
+GROUP_BYTES = 2_000_000
+"""So many bytes of small blocks are gathered and reduced together: each collective costs a
+latency, and holding them for longer costs nothing beside a stage's activations."""
+GROUP_RATIO = 1.1
+"""A block that is small beside its neighbour is gathered with that."""
 
 
 def apply_zero(stage: StageModule, precision: Precision) -> bool:
@@ -53,11 +61,11 @@ def apply_zero(stage: StageModule, precision: Precision) -> bool:
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     ignored = {parameter.leaf for parameter in stage.by_name.values() if parameter.leaf is not None}
-    owning = {parameter.block for parameter in sharded}
-    blocks = [block for position, block in enumerate(stage.blocks) if position in owning]
-    for module in [*blocks, stage]:
+    groups = _groups(stage, sharded)
+    everything: list[list[nn.Module]] = [*groups, [stage]]
+    for modules in everything:
         fully_shard(
-            module,
+            modules,
             mesh=stage.device_mesh[DATA_AXIS],
             reshard_after_forward=stage.zero == 3,
             mp_policy=policy,
@@ -66,10 +74,27 @@ def apply_zero(stage: StageModule, precision: Precision) -> bool:
     for wrapped in _fsdp_modules(stage):
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
-    _set_prefetch(stage, blocks)
+    _set_prefetch(stage, [group[0] for group in groups])
     for parameter in sharded:
         _allocate(stage, parameter)
     return True
+
+
+def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[nn.Module]]:
+    """The blocks that are gathered together: one each, and small ones with those after them."""
+    sizes: dict[int, int] = {}
+    for parameter in sharded:
+        if parameter.block is not None:
+            size = math.prod(parameter.spec.shape) * parameter.master.element_size()
+            sizes[parameter.block] = sizes.get(parameter.block, 0) + size
+    groups: list[list[int]] = []
+    for position in sorted(sizes):
+        held = [sizes[other] for other in groups[-1]] if groups else []
+        most = max(GROUP_BYTES, GROUP_RATIO * max(*held, sizes[position])) if held else 0
+        if sum(held) + sizes[position] > most:
+            groups.append([])
+        groups[-1].append(position)
+    return [[stage.blocks[position] for position in group] for group in groups]
 
 
 def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.layout import Layout, Mesh, shard
+from autoparallel.runtime import zero as zero_stages
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.executor import StageExecutor
 from autoparallel.runtime.materialize import materialize
@@ -170,14 +172,18 @@ def count_collectives(zero: int, num_microbatches: int) -> tuple[int, int]:
     return mode.counts["_allgather_base_"], mode.counts["_reduce_scatter_base_"]
 
 
-def count_every_zero(num_microbatches: int) -> list[tuple[int, int]]:
+def count_every_zero(num_microbatches: int, group_bytes: int) -> list[tuple[int, int]]:
+    zero_stages.GROUP_BYTES, zero_stages.GROUP_RATIO = group_bytes, 0.0
     return [count_collectives(zero, num_microbatches) for zero in range(4)]
 
 
-def test_each_zero_stage_gathers_and_reduces_as_often_as_it_says() -> None:
-    """Four blocks and the shared parameter: five groups, gathered and reduced one by one."""
-    groups, num_microbatches = 5, 3
-    for counts in run_processes(2, count_every_zero, num_microbatches):
+@pytest.mark.parametrize(("groups", "group_bytes"), [(5, 0), (2, 1_000_000)])
+def test_each_zero_stage_gathers_and_reduces_as_often_as_it_says(
+    groups: int, group_bytes: int
+) -> None:
+    """Four blocks and the shared parameter: five groups one by one, two of small blocks."""
+    num_microbatches = 3
+    for counts in run_processes(2, count_every_zero, num_microbatches, group_bytes):
         assert counts == [
             (0, 0),
             (groups, groups),
