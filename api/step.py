@@ -168,11 +168,16 @@ class Step:
         return int(self._steps.update.skipped)
 
     def finish(self) -> None:
-        """Waits for the last step: it is checked, and told to callbacks, as the others were."""
+        """Ends the training: waits for the last step, which is checked and told as the others
+        were, and closes the callbacks."""
         self._steps.finish()
-        if self._log is not None and self._callback is not None:
+        if self._callback is None:
+            return
+        if self._log is not None:
             self._log.finish()
-            self._callback.on_end()
+        self._callback.on_end()
+        self._callback.close()
+        self._callback = self._log = None
 
     def state_dict(self) -> dict[str, Any]:
         """Scheduler, loss scale and counters, as plain data; weights are the model's.

@@ -115,14 +115,16 @@ def output_tensors(outputs: Any, form: OutputForm) -> list[Tensor]:
 def scalar_losses(outputs: Any) -> list[Tensor]:
     """The differentiable scalars in a tuple or list of outputs: what may be its loss.
 
-    Without gradients these are all that have a fraction.
+    Without gradients these are all that have a fraction, or of them those without dimensions.
     """
     scalars = [
         value
         for value in tree_flatten(outputs)[0]
         if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
     ]
-    return [value for value in scalars if value.requires_grad or not torch.is_grad_enabled()]
+    if torch.is_grad_enabled():
+        return [value for value in scalars if value.requires_grad]
+    return [value for value in scalars if not value.dim()] or scalars
 
 
 def _is_differentiable(value: Tensor) -> bool:

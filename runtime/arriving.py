@@ -41,10 +41,11 @@ class Arrival:
 
     def end(self) -> None:
         """Waits until it has arrived, whoever reads it."""
-        if self._work is None:
+        work = self._work  # another thread may read it too
+        if work is None:
             return
         self._tell()
-        self._work.wait()
+        work.wait()
         self._work = None
         self._told()
 

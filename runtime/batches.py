@@ -61,7 +61,8 @@ class StepBatches:
         """``program`` is at the plan's micro-batch size; ``crossing`` as ``schedule_of`` has it."""
         self._program, self._plan, self._rank = program, plan, rank
         self._crossing = crossing
-        rows = rows_of_stages(program.graph, program.blocks, plan, counts=plan.num_microbatches > 1)
+        counts = plan.num_microbatches > 1 or bool(plan.slices)
+        rows = rows_of_stages(program.graph, program.blocks, plan, counts=counts)
         self._batches = {plan.model.global_batch: SmallerBatch(plan, rows)}
         self._held: dict[int, HeldRows | None] = {}
         self._specs: dict[int, dict[str, TensorSpec]] = {}

@@ -78,8 +78,9 @@ class StageExecutor:
         self.stage = stage
         self.program = stage.program
         self._part = 0
+        self._planned_count = num_microbatches
         self.num_microbatches = num_microbatches
-        self.per_update = per_update or num_microbatches
+        self.per_update = self._planned_per_update = per_update or num_microbatches
         self.versions = versions
         self.seed = seed
         self.steps_begun = 0
@@ -103,10 +104,10 @@ class StageExecutor:
         self, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None
     ) -> None:
         """Compute with these values of the stage's constants from the next step on."""
-        self._constants: Mapping[str, Tensor] = self._local_constants(constants, self.program)
-        self._whole = counted or constants
-        self._planned = (self.num_microbatches, self._constants, self._whole)
+        held = self._local_constants(constants, self.stage.programs[0])
+        self._planned = (self._planned_count, held, counted or constants)
         self._of_smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
+        self.use(self._part)
 
     def _local_constants(
         self, constants: Mapping[str, Tensor], program: StageProgram
@@ -130,8 +131,8 @@ class StageExecutor:
             whole, counted = read()
             self._of_smaller[part] = count, self._local_constants(whole, self.program), counted
         count, constants, counted = self._of_smaller.get(part, self._planned)
-        if part in self._smaller or self.num_microbatches != count:
-            self.num_microbatches = self.per_update = count
+        self.num_microbatches = count
+        self.per_update = count if part in self._smaller else self._planned_per_update
         self._constants, self._whole = constants, counted
 
     def add_program(self, num_microbatches: int, read: ReadConstants) -> None:

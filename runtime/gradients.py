@@ -63,7 +63,9 @@ class Bucket:
         self.is_open = True
         if self.flat is not None and _users_of is not None:
             users = _users_of(self.flat.untyped_storage()._cdata)
-            if self.flat.device.type == "cpu" and users == len(self.slots) + ALONE:
+            # A slot of no elements is a tensor of its own.
+            ours = ALONE + sum(slot.numel() > 0 for slot in self.slots.values())
+            if self.flat.device.type == "cpu" and users == ours:
                 return
         locals_ = [parameter.local for parameter in self.parameters]
         self.flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
@@ -113,12 +115,19 @@ class GradientReducer:
         launched before ``finish``.
         """
         self._is_last = last
+        self.abandon()
         for bucket in self.buckets:
             names = {parameter.name for parameter in bucket.parameters}
             if among is not None:
                 is_shared = any(p.block is None for p in bucket.parameters)
                 names = {*names, NEVER} if is_shared else {n for n in names if n in among}
             bucket.waiting = names
+
+    def abandon(self) -> None:
+        """Leave what a backward that an error ended has begun: its memory may still be written."""
+        for bucket in self.buckets:
+            if bucket.is_open or bucket.work is not None:
+                bucket.work, bucket.is_open, bucket.flat, bucket.slots = None, False, None, {}
 
     def _arrived(self, parameter: StageParameter) -> None:
         bucket = self._bucket_of.get(parameter.name)

@@ -186,6 +186,9 @@ def test_callbacks_of_a_step_are_told_of_each_update(tmp_path: Path) -> None:
         def on_end(self) -> None:
             said.append("ended")
 
+        def close(self) -> None:
+            said.append("closed")
+
     path = tmp_path / "metrics.jsonl"
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     step = autoparallel.Step(
@@ -197,7 +200,8 @@ def test_callbacks_of_a_step_are_told_of_each_update(tmp_path: Path) -> None:
     losses = [float(step((torch.ones(3, 4),))) for _ in range(4)]
     assert said == ["1 rows 6"]
     step.finish()
-    assert said == ["1 rows 6", "2 rows 6", "ended"]
+    step.finish()
+    assert said == ["1 rows 6", "2 rows 6", "ended", "closed"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     means = [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
     assert [line["loss"] for line in lines] == pytest.approx(means)
