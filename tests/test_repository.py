@@ -25,9 +25,9 @@ MAX_LINES = 500
 
 PUBLIC = {
     "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
-    "InfeasibleError", "MachineError", "ParallelModule", "Plan", "PlanError", "RunError", "Step",
-    "TimeLimitError", "UsageError",
-    "VerificationError", "WorkerError", "__version__", "describe", "distribute", "export", "load",
+    "InfeasibleError", "JsonLines", "MachineError", "ParallelModule", "Plan", "PlanError",
+    "RunError", "Step", "TensorBoard", "TimeLimitError", "UsageError", "VerificationError",
+    "WeightsAndBiases", "WorkerError", "__version__", "describe", "distribute", "export", "load",
     "load_plan", "one_process", "parallelize", "plan", "register_op", "save", "save_plan",
 }  # fmt: skip
 
