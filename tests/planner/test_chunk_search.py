@@ -110,6 +110,7 @@ def random_step(schedule: str, choose: Random) -> Callable[[int], float]:
     return step
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_cut() -> None:
     """Chunks hold more activations: with less memory than they take, one stage per rank wins."""
     free, plain = found("1f1b", "interleaved"), found("1f1b")

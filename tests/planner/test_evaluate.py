@@ -109,6 +109,7 @@ def test_found_plans_are_priced_as_they_were_predicted(forced: Forced) -> None:
     assert_agrees(found, evaluate(graph, blocks, found, found.cluster))
 
 
+@pytest.mark.slow
 def test_a_plan_that_hardly_fits_is_priced_as_it_was_predicted() -> None:
     graph, blocks = mlp(6, rows=256, width=64, inner=256)
     free = plan(graph, blocks, cluster(4), Request(256))

@@ -99,6 +99,7 @@ def test_many_hosts_are_found_by_halving() -> None:
     assert [part.num_devices for part in sub_clusters(many)] == [1, 2, 4, 8, 16, 24]
 
 
+@pytest.mark.slow
 def test_the_least_memory_is_at_the_edge_of_what_fits() -> None:
     """No plan is found for 2 % less, and the fastest plan holds more."""
     found = planned(Goal("memory"))

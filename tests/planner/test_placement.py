@@ -107,6 +107,7 @@ def test_colocrl_beats_chance_by_more_than_three_standard_errors() -> None:
     assert gain.mean() > 3 * gain.std(ddof=1) / math.sqrt(len(gain))
 
 
+@pytest.mark.slow
 def test_placeto_trained_beats_itself_untrained_by_more_than_two_standard_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

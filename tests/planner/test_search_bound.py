@@ -145,6 +145,7 @@ def test_what_a_run_computes_at_least_is_the_sum_of_its_blocks() -> None:
             assert found[number] == pytest.approx(least)
 
 
+@pytest.mark.slow
 def test_with_no_time_left_the_bound_is_that_of_the_work() -> None:
     graph, blocks = mlp(3, rows=16)
     job, found = ranked(graph, blocks, cluster(3), Request(16))

@@ -145,6 +145,7 @@ def test_more_layers_of_one_kind_ask_for_nothing_more() -> None:
     assert {op.case for op in found.ops} == {op.case for op in shallow.ops}
 
 
+@pytest.mark.slow
 def test_a_plan_from_an_imported_profile_is_the_same(tmp_path: object) -> None:
     profile = measured(wanted())
     path = f"{tmp_path}/profile.jsonl"
