@@ -15,17 +15,23 @@ HERE = Path(__file__).resolve().parent
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ONE_AT_A_TIME = ("api", "benchmarks", "runtime")
+ONE_AT_A_TIME = ("api", "benchmarks")
 """Folders whose tests start processes, and wait for them with a limit to their patience."""
+
+IMPATIENT = ("failures", "launch", "outbox", "profile")
+"""What names of files in ``runtime`` have whose tests do so too."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers (``-n``) one has all tests that wait for processes; what verifies plans
-    on processes stays together, as cases share a run; the others go file by file."""
+    """Of several workers (``-n``) one has all tests that are impatient with processes; what
+    verifies plans on processes stays together, as cases share a run; the others go file by file."""
     for item in items:
         place = item.path.relative_to(HERE)
         is_whole = len(place.parts) == 1
-        group = "processes" if place.parts[0] in ONE_AT_A_TIME else "root" if is_whole else place
+        is_impatient = place.parts[0] in ONE_AT_A_TIME or (
+            place.parts[0] == "runtime" and any(word in place.name for word in IMPATIENT)
+        )
+        group = "processes" if is_impatient else "root" if is_whole else place
         item.add_marker(pytest.mark.xdist_group(str(group)))
 
 
