@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test slow zoo
+.PHONY: check lint types test slow strict zoo
 
 check: lint types test
 
@@ -22,6 +22,15 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+# The rules of NCCL and CUDA, without a GPU: every schedule on models of every shape, and the
+# runtime's own tests, on a process group that promises no more than these do.
+STRICT := tests/runtime tests/test_verification.py \
+    tests/test_verification_schedules.py tests/test_verification_branches.py \
+    tests/test_verification_meshes.py tests/test_verification_asynchronous.py
+strict:
+	$(PYTHON) -m pytest -m "slow or not slow" tests/test_strict.py
+	AUTOPARALLEL_TEST_BACKEND=strict $(PYTHON) -m pytest $(STRICT)
 
 # Every architecture of tests/zoo, verified; writes docs/zoo.md.
 zoo:

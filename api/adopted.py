@@ -58,6 +58,7 @@ class Job:
     deferred: Deferred | None = None
     weights: str | Path | None = None
     weights_partial: bool = False
+    allow_idle: bool = False
 
 
 class Adopted:
@@ -74,6 +75,7 @@ class Adopted:
         self.is_joining = False
         self.is_plain = False
         self.tell: Callable[..., None] = lambda *what: None
+        self.timeout_seconds: float | None = None
 
     @property
     def joined(self) -> Trainer:
@@ -107,7 +109,7 @@ class Adopted:
         try:
             modes = [module.training for module in model.modules()]
             with _as_at_start():
-                trainer = join_training(model, job, plan, self.tell, buckets)
+                trainer = join_training(model, job, plan, self.tell, buckets, self.timeout_seconds)
         finally:
             if not was_training:
                 model.eval()
@@ -126,7 +128,7 @@ class Adopted:
             self._forward, example, trainer.program.inputs, extra=self._has_loss_fn
         )
         self._calls: TrainingCall | None = None
-        if not trainer.plan.has_pipeline:
+        if trainer.executors and not trainer.plan.has_pipeline:
             (executor,) = trainer.executors.values()
             self._calls = TrainingCall(executor, self.tell)
         self._put_shards(model)

@@ -24,7 +24,7 @@ from autoparallel.planner.errors import AutoparallelError, InfeasibleError, Time
 from autoparallel.planning import PlanOptions, capture_target
 from autoparallel.progress import Observe
 from autoparallel.runtime.launch import launch
-from autoparallel.runtime.membership import join
+from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.process import Worker
 from autoparallel.targets import Target, load_target
 
@@ -97,7 +97,7 @@ def measure(
     loaded = load_target(target, settings)
     on = from_dict(dict(cluster), "cluster")
     chosen: PlanOptions = pickle.loads(base64.b64decode(options))
-    device = join(on.device(worker.rank).kind, worker.local_rank)
+    device = join_as(worker, on)
     leader = None
     if worker.rank == 0:
         worker.watchdog.progress("capturing the model")

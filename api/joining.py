@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoparallel.adopted import Job
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster import Cluster, ClusterError
 from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.cost_model.joined import joined_cluster, own_process_device
 from autoparallel.measured_first import (
     Leader,
     is_wanted,
@@ -34,10 +36,10 @@ from autoparallel.planning import (
 )
 from autoparallel.profile_progress import shown_progress
 from autoparallel.runtime.initial_values import Weights, whole_tensors
-from autoparallel.runtime.membership import join
+from autoparallel.runtime.membership import check_none_idle, join
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile_links import agree
-from autoparallel.runtime.shared import share_in_place, share_tensor, share_text
+from autoparallel.runtime.shared import gather_values, share_in_place, share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.targets import Target
 
@@ -48,6 +50,7 @@ def join_training(
     plan: Plan | None,
     progress: Callable[..., None] | None = None,
     buckets: Sequence[int] = (),
+    timeout_seconds: float | None = None,
 ) -> Trainer:
     """The trainer of this rank for ``model``. Collective over all ranks.
 
@@ -62,7 +65,7 @@ def join_training(
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         torch.set_num_threads(threads_per_device(world_size))
-    device = join(kind, int(os.environ.get("LOCAL_RANK", rank)))
+    device = join(kind, int(os.environ.get("LOCAL_RANK", rank)), timeout_seconds)
     weights = _initial_weights(model, job)
     target, options = job.target, job.options
     if plan is not None:
@@ -74,11 +77,9 @@ def join_training(
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
     if plan is None:
-        is_local_cpu = job.cluster == "local" and kind == "cpu"
-        cluster = None
-        if rank == 0:
-            cluster = find_cluster(f"cpu:{world_size}" if is_local_cpu else job.cluster)
-        plan = _planned(program, target, cluster, options, device)
+        plan = _planned(program, target, _cluster(job.cluster, device), options, device)
+    if not job.allow_idle:
+        check_none_idle(plan)
     _check_length(plan, captured_seq(program))
     if program.returned and plan.num_microbatches > 1:
         raise UsageError(
@@ -94,6 +95,20 @@ def join_training(
     if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)
     return trainer
+
+
+def _cluster(name: str, device: torch.device) -> Cluster | None:
+    """On rank 0 the cluster to plan for: ``local`` is what the launcher joined. Collective."""
+    is_joined = name == "local"
+    devices = gather_values(own_process_device(device.index)) if is_joined else []
+    if dist.get_rank() != 0:
+        return None
+    if not is_joined:
+        return find_cluster(name)
+    try:
+        return joined_cluster(devices)
+    except ClusterError as error:
+        raise UsageError("AP115", error.what, where=error.where, fix=error.fix) from error
 
 
 def _initial_weights(model: nn.Module, job: Job) -> Weights:

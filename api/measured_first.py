@@ -40,9 +40,10 @@ from autoparallel.profile_blocks import blocks_of
 from autoparallel.profile_transfers import LinkTodo, sizes_to
 from autoparallel.profiles import database_path, explained, measuring_environment
 from autoparallel.runtime.optimizer import BuildOptimizer
-from autoparallel.runtime.profile_blocks import measure_everywhere, share_value
+from autoparallel.runtime.profile_blocks import measure_everywhere
 from autoparallel.runtime.profile_links import Links, LinkTime, agree, measure_links, partition_of
 from autoparallel.runtime.profile_update import SIZES, measure_updates
+from autoparallel.runtime.shared import share_value
 from autoparallel.targets import Target
 
 MOST_ROUNDS = 6

@@ -69,7 +69,8 @@ class ParallelModule(nn.Module):
 
         adopted = _adopted(self)
         with as_launched():
-            adopted.tell = watch_script(os.environ, timeout_seconds).watchdog.progress
+            watchdog = watch_script(os.environ, timeout_seconds).watchdog
+        adopted.tell, adopted.timeout_seconds = watchdog.progress, watchdog.timeout_seconds
         if adopted.trainer is None:
             job = adopted.job
             if loss_fn is not None:

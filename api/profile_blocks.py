@@ -17,7 +17,8 @@ from autoparallel.planner.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.whole_block import block_case
 from autoparallel.runtime.process import Worker
-from autoparallel.runtime.profile_blocks import measure_everywhere, share_value
+from autoparallel.runtime.profile_blocks import measure_everywhere
+from autoparallel.runtime.shared import share_value
 
 MOST_SECONDS = 2.0
 """Of measuring one block."""

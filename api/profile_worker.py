@@ -40,7 +40,7 @@ from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress
 from autoparallel.profile_transfers import LinkTodo, sizes_to
 from autoparallel.profiles import explained, measuring_environment
-from autoparallel.runtime.membership import join
+from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.optimizer import BuildOptimizer
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.profile_links import (
@@ -114,7 +114,7 @@ def profile(
     """
     loaded = load_target(target, parse_settings(settings))
     on = from_dict(dict(cluster), "cluster")
-    device = join(on.device(worker.rank).kind, worker.local_rank)
+    device = join_as(worker, on)
     with ExitStack() as stack:
         leader = None
         if worker.rank == 0:

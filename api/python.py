@@ -62,6 +62,7 @@ class ParallelOptions:
     init: Init = "sharded"
     weights: str | Path | None = None
     weights_partial: bool = False
+    allow_idle: bool = False
 
 
 def plan(
@@ -192,6 +193,7 @@ def parallelize(
     init: Init = "sharded",
     weights: str | Path | None = None,
     weights_partial: bool = False,
+    allow_idle: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 @overload
@@ -206,6 +208,7 @@ def parallelize(
     init: Init = "sharded",
     weights: str | Path | None = None,
     weights_partial: bool = False,
+    allow_idle: bool = False,
     **options: Unpack[SearchOptions],
 ) -> nn.Module: ...
 def parallelize(  # noqa: PLR0913 - one parameter per option
@@ -219,6 +222,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     init: Init = "sharded",
     weights: str | Path | None = None,
     weights_partial: bool = False,
+    allow_idle: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Any:
     """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
@@ -230,6 +234,10 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
 
     ``weights`` is a file or folder of initial weights, or a checkpoint; of it each rank reads
     what it holds. With ``weights_partial`` names may be in it or in the model alone.
+
+    The default ``cluster`` is the processes that the launcher joined, on all their hosts. A plan
+    that leaves some of them nothing to do is refused (MachineError AP412) without ``allow_idle``,
+    which takes ``Step``.
 
     Weights that a class's constructor draws are, by ``init="sharded"``, drawn by each rank for
     what it holds: the same for every plan, distributed as the constructor says, but not those
@@ -250,6 +258,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
         checked_init(init),
         weights,
         weights_partial,
+        allow_idle,
     )
 
     def mark(thing: Any) -> Any:
@@ -326,6 +335,7 @@ def _job(
         deferred=deferred,
         weights=given.weights,
         weights_partial=given.weights_partial,
+        allow_idle=given.allow_idle,
     )
 
 

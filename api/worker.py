@@ -29,7 +29,7 @@ from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, told
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.compare import Quantity
-from autoparallel.runtime.membership import join
+from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
@@ -68,7 +68,7 @@ def train(
     given = {} if sources is None else sources
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
-    device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
+    device = join_as(worker, plan.cluster)
     start = None
     if given.get("weights") is not None:
         start = partial(pretrained, given["weights"], partial=given["weights_partial"])
@@ -150,7 +150,7 @@ def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str
     plan, target = load_job(plan_path)
     precision: Precision = "fp64" if dtype == "fp64" else "fp32"
     plan = replace(plan, model=replace(plan.model, precision=precision))
-    device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
+    device = join_as(worker, plan.cluster)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=seed)
     graph = trainer.program.graph.with_batch_size(plan.model.global_batch)
     batches = [random_batch(graph, seed=seed + step) for step in range(VERIFIED_STEPS)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -251,21 +251,22 @@ def _detect_gpus(num_devices: int | None) -> Cluster:
     hosts = []
     for name, run in groupby(range(num), key=lambda index: names[index]):
         indices = list(run)
-        hosts.append(_gpus(name, indices))
+        total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
+        hosts.append(gpu_host(name, total, len(indices), indices[0]))
     # GPUs of different kinds in one machine reach each other over PCIe only.
     inter_link = hosts[0].link if len(hosts) == 1 else LINKS["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
     return Cluster(name=name, hosts=tuple(hosts), inter_link=inter_link)
 
 
-def _gpus(name: str, indices: Sequence[int]) -> Host:
-    """The devices that torch calls ``name``, joined as they usually are."""
-    import torch
+def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
+    """So many GPUs that torch calls ``name``, of ``total`` bytes, joined as they usually are.
 
-    total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
+    Where no preset knows them, GPU ``index`` of this machine is measured.
+    """
     preset = match_gpu_name(name, total)
     if preset is None:
-        return Host(_measure_gpu(name, indices[0], total), len(indices), LINKS["pcie4"])
+        return Host(_measure_gpu(name, index, total), num_devices, LINKS["pcie4"])
     sources = {
         **preset.device.sources,
         "memory_bytes": "torch.cuda",
@@ -273,8 +274,8 @@ def _gpus(name: str, indices: Sequence[int]) -> Host:
     }
     device = replace(preset.device, memory_bytes=total, usable_memory_bytes=total, sources=sources)
     if "SXM3" in name:  # comes with a switch
-        return Host(device, len(indices), LINKS[preset.link])
-    return preset.host(len(indices), device)
+        return Host(device, num_devices, LINKS[preset.link])
+    return preset.host(num_devices, device)
 
 
 def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
@@ -284,14 +285,22 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
     'A100-40GB'
     >>> match_gpu_name("NVIDIA H100 PCIe", 85 * 10**9).device.name
     'H100-PCIe'
+
+    None for a slice of a GPU, which has a part of its units.
+
+    >>> match_gpu_name("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 21 * 10**9)
     """
     words = name.upper().replace("GEFORCE RTX ", "RTX").replace("-", " ").split()
+    if "MIG" in words:
+        return None
     is_pcie = any(word.startswith("PCIE") for word in words)
+    is_nvl = "NVL" in words
     candidates = [
         preset
         for preset in PRESETS.values()
         if preset.device.name.split("-")[0].upper() in words
         and preset.device.name.endswith("-PCIe") == is_pcie
+        and preset.device.name.endswith("-NVL") == is_nvl
     ]
     if not candidates:
         return None

@@ -219,6 +219,17 @@ _H100_96GB = replace(
 )
 
 
+def _nvl(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text: str) -> Device:
+    """A PCIe card of which two (H200: up to four) have a bridge, which is left out here."""
+    found = _hopper(name, memory_mib, bandwidth_gb, memory, text)
+    peak = {
+        "float64": 60e12, "float32": 60e12, "tfloat32": 417.5e12, "bfloat16": 835e12,
+        "float16": 835e12, "float8_e4m3fn": 1670.5e12, "float8_e5m2": 1670.5e12,
+    }  # fmt: skip
+    own = {"peak_flops": f"{_DATASHEET}, {_RECALLED}", "memory_bytes": _RECALLED}
+    return replace(found, peak_flops=peak, sources={**found.sources, **own})
+
+
 def _blackwell(name: str, memory_mib: int, tflops: float, matmul: str) -> Device:
     return _gpu(
         name,
@@ -318,6 +329,8 @@ _PRESETS = (
     Preset(_a100("A100-80GB-PCIe", 81251, 1935, pcie=True), "pcie4", "infiniband-hdr"),
     Preset(_hopper("H100", 81559, 3350, 0.91, _H100_MEMORY), "nvlink4", "infiniband-ndr"),
     Preset(_H100_PCIE, "pcie5", "infiniband-ndr"),
+    Preset(_nvl("H100-NVL", 95830, 3938, 0.91, _H100_MEMORY), "pcie5", "infiniband-ndr"),
+    Preset(_nvl("H200-NVL", 143771, 4800, 0.88, _H200_MEMORY), "pcie5", "infiniband-ndr"),
     Preset(_hopper("H200", 143771, 4800, 0.88, _H200_MEMORY), "nvlink4", "infiniband-ndr"),
     Preset(_H100_96GB, "nvlink4", "infiniband-ndr"),
     Preset(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..passes.input_rows import HeldRows
 from ..planner.errors import UsageError
+from .shared import group_for
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
 """How a rank was given a batch: not at all, whole, its rows, or its rows, which are all."""
@@ -81,7 +82,7 @@ class BatchCheck:
             return
         own = self._message(given)
         every = own.new_empty((dist.get_world_size(), own.numel()))
-        work = dist.all_gather(list(every.unbind(0)), own, async_op=True)
+        work = dist.all_gather(list(every.unbind(0)), own, group=group_for(own), async_op=True)
         self._running = (work, every, self._num_steps)
         if self._num_steps == 1:
             self.read()

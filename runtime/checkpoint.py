@@ -43,6 +43,7 @@ from .checkpoint_parts import (
 )
 from .checkpoint_values import decode
 from .checkpoint_writer import CheckpointWriter, PendingSave, Snapshot
+from .shared import gather_values, share_value
 
 FORMAT = 1
 
@@ -130,7 +131,7 @@ def save_checkpoint(
             "groups": named.groups(),
             "values": named.values(written),
         }
-    ranks = _gathered(own)
+    ranks = gather_values(own)
     document = {
         "format": FORMAT,
         "step": step,
@@ -154,14 +155,6 @@ def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
                 held |= {f"model.{each}": tensor.detach() for each in state.same(name)}
         tensors |= held
     return tensors
-
-
-def _gathered(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
@@ -223,10 +216,7 @@ def _newest(path: str | Path) -> Path:
             found = newest_checkpoint(path)
         except AutoparallelError as error:
             found = error
-    if dist.is_initialized():
-        box = [found]
-        dist.broadcast_object_list(box, src=0)
-        found = box[0]
+    found = share_value(found)
     if isinstance(found, AutoparallelError):
         raise found
     return Path(found)

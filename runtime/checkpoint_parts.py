@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..planner.errors import UsageError
 from .checkpoint_optimizer import NamedOptimizer, Path, put_group_values, take_group_values
 from .checkpoint_values import decode, encode
+from .shared import gather_values
 
 PREFIX = "part."
 GENERATORS = "generators"
@@ -128,10 +129,7 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def _gathered(mine: Mapping[str, _Encoded]) -> list[Mapping[str, _Encoded]]:
-    if not dist.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = gather_values(mine)
     for rank, each in enumerate(found):
         if list(each) != list(found[0]):
             raise UsageError(

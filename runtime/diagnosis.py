@@ -18,10 +18,10 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..planner.errors import AutoparallelError, RunError
+from .shared import gather_values
 
 if TYPE_CHECKING:
     from .parameters import StageParameter
@@ -126,8 +126,7 @@ def diagnosis(trainer: Trainer, batches: Sequence[Used]) -> AutoparallelError:
     found: list[Place] = []
     for used in batches:
         trainer.batches_begun = used.begun
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, _places(trainer, used.batch))
+        gathered = gather_values(_places(trainer, used.batch))
         found = [Place(*place) for places in gathered for place in places]
         if found:
             break

@@ -1,19 +1,20 @@
 """Messages between stages: the values that cross, and the gradients that come back.
 
-In: the boundaries of a rank's stage and where each stage's devices are. Out: asynchronous
-sends and receives of exactly the boxes each rank needs, by direction, stage and
+In: the boundaries of a rank's stage, where each stage's devices are, the schedule. Out:
+asynchronous sends and receives of exactly the boxes each rank needs, by direction, stage and
 micro-batch. A receive is posted first and waited for later; a send never waits, and what it
 sends is kept alive until it has gone.
 
-On gloo every message has its own tag in the default group, so messages cannot be taken for
-one another whatever the order. NCCL knows no tags and runs the messages of a group in
-order, so there each ordered pair of ranks has a group of its own, joined in one global
-order before the first step (a first message would else wait for its peer inside the send).
+No message has a tag. The messages from one rank to another are a lane, which keeps their order
+(NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from
+the sender's row of the schedule: a receiver posts in it, what other stages or micro-batches need
+later included. So messages cannot be taken for one another whatever the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -21,10 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cost_model.actions import (
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    ActionKind,
+    Schedule,
+)
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.pricing.transfer import relative, transfers
 from .arriving import shared_sum
+from .lanes import Lane, Lanes
 from .outbox import Outbox
 
 if TYPE_CHECKING:
@@ -33,8 +43,8 @@ if TYPE_CHECKING:
 Direction = Literal["forward", "backward"]
 
 
-_Message = tuple[int, Tensor, int]
-"""The other rank, what is sent or filled, the tag."""
+Sent = tuple[Direction, int, int]
+"""What a stage sends at once: the direction, the stage, the micro-batch (or slice of one)."""
 
 Progress = Callable[[str, tuple[int, ...]], None]
 """Is told what the rank waits for, and from which ranks, before each wait."""
@@ -64,37 +74,26 @@ class _Piece:
 class _Port:
     """One boundary as this rank sees it in one direction: its part, and the messages of it.
 
-    ``sender`` is the stage that it comes from.
-    ``tag + microbatch * tag_stride`` is the same on both sides and no other message's between
-    the two ranks.
+    ``sender`` is the stage that it comes from, ``taker`` the one that it goes to.
     """
 
     key: str
+    direction: Direction
     sender: int
+    taker: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tag: int
-    tag_stride: int
     pieces: tuple[_Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A message under way, or several to or from one rank: its work and its memory."""
-
-    peer: int
-    work: dist.Work
-    tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A receive under way: the whole part, and the pieces to copy into it when they arrive."""
+@dataclass(slots=True)
+class _Arriving:
+    """A receive: the whole part, the works of its messages, the pieces to copy into it."""
 
     port: _Port
     whole: Tensor
-    started: tuple[_Started, ...]
-    copies: tuple[tuple[tuple[slice, ...], Tensor], ...]
+    works: list[tuple[int, dist.Work]]
+    copies: list[tuple[tuple[slice, ...], Tensor]]
 
 
 class Exchange:
@@ -104,36 +103,53 @@ class Exchange:
         self,
         boundaries: Sequence[Sequence[Boundary]],
         *,
+        schedule: Schedule,
         stages: Sequence[StagePlace],
         rank: int,
         device: torch.device,
-        pair_groups: bool | None = None,
+        lanes: Lanes | None = None,
         progress: Progress | None = None,
     ) -> None:
         """``boundaries`` are at least those of the rank's own stage, for each slice of the
         sequences; of one where these are whole. A message is of a slice: slice ``j`` of
         micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
 
-        ``pair_groups``: one group per ordered pair of ranks; by default on devices other than
-        the CPU.
+        ``lanes``: see there; by default new ones.
         """
         self._progress = progress
         self._rank = rank
         self._device = device
+        self._schedule = schedule
         self._stages = stages
         self._ports = [_make_ports(each, stages, rank) for each in boundaries]
-        self._posted: dict[tuple[Direction, int, int], list[_Posted]] = {}
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._outbox = Outbox(polls=device.type != "cpu")
-        if device.type != "cpu" if pair_groups is None else pair_groups:
-            self._make_groups()
+        self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
+        self._lanes = Lanes(device) if lanes is None else lanes
+        self._outbox = Outbox(polls=bool(self._lanes.has_groups))
+        self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, _Piece]]] = {}
+        lanes_of_rank: set[Lane] = set()
+        for part, (sends, receives) in enumerate(self._ports):
+            lanes_of_rank.update((rank, piece.peer) for _, piece in _pieces(sends))
+            for port, piece in _pieces(receives):
+                lanes_of_rank.add((piece.peer, rank))
+                key = (piece.peer, port.direction, port.sender, part)
+                self._messages.setdefault(key, []).append((port, piece))
+        self._order = {
+            peer: [sent for sent in sends_of(schedule, stages, peer) if self._from(peer, sent)]
+            for peer, target in sorted(lanes_of_rank) if target == rank
+        }  # fmt: skip
+        self._lanes.join(rank, lanes_of_rank)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Every lane begins anew, with the first message of the schedule."""
+        self._expected = {peer: deque(order) for peer, order in self._order.items()}
+        self._taken: set[tuple[int, Sent]] = set()
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Post the receives of what ``stage`` needs from other stages."""
-        key = (direction, stage, microbatch)
-        receives = self._ports[microbatch % len(self._ports)][1]
-        ports = receives.get((direction, stage), ())
-        self._posted[key] = [self._post_one(port, microbatch) for port in ports]
+        for peer, sent in self._wanted(direction, stage, microbatch):
+            for each in self._up_to(peer, sent):
+                self._post_all(peer, each)
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Wait for what was posted; this rank's part of every value, by key.
@@ -141,13 +157,14 @@ class Exchange:
         Gradients of a value that went to several stages are summed.
         """
         received: dict[str, Tensor] = {}
-        for posted in self._posted.pop((direction, stage, microbatch), ()):
-            for each in posted.started:
+        arriving = self._posted.pop((direction, stage, microbatch), {})
+        for _, posted in sorted(arriving.items()):
+            for peer, work in posted.works:
                 if self._progress is not None:
                     unit = _unit(microbatch, len(self._ports))
                     what = _waiting(direction, stage, unit, sender=posted.port.sender)
-                    self._progress(f"{what} of rank {each.peer}", (each.peer,))
-                each.work.wait()
+                    self._progress(f"{what} of rank {peer}", (peer,))
+                work.wait()
             for slices, piece in posted.copies:
                 posted.whole[slices] = piece
             key = posted.port.key
@@ -163,9 +180,8 @@ class Exchange:
         ``values`` holds the rank's part of every value by key; a gradient that is missing is
         zero. They must not be written to afterwards.
         """
-        messages: list[_Message] = []
-        unit = _unit(microbatch, len(self._ports))
-        what = f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{unit}"
+        messages: dict[int, list[Tensor]] = {}
+        what = _send(direction, stage, microbatch, len(self._ports))
         sends = self._ports[microbatch % len(self._ports)][0]
         for port in sends.get((direction, stage), ()):
             value = values.get(port.key)
@@ -176,11 +192,10 @@ class Exchange:
             value = value.detach()
             for piece in port.pieces:
                 packed = (value[piece.slices] if piece.slices else value).contiguous()
-                messages.append(
-                    (piece.peer, _wire(packed), port.tag + microbatch * port.tag_stride)
-                )
-        for each in self._start(messages, sends=True):
-            self._outbox.add(each.peer, each.work, each.tensors, what)
+                messages.setdefault(piece.peer, []).append(_wire(packed))
+        for peer, tensors in messages.items():
+            for work in self._lanes.send(tensors, self._rank, peer):
+                self._outbox.add(peer, work, tuple(tensors), what)
 
     def finish(self) -> None:
         """Wait until everything sent has gone."""
@@ -205,57 +220,101 @@ class Exchange:
         others = sorted(makers - {dist.get_rank()})
         return shared_sum(own, others=others, progress=self._progress)
 
-    def _post_one(self, port: _Port, microbatch: int) -> _Posted:
-        whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)
-        copies: list[tuple[tuple[slice, ...], Tensor]] = []
-        messages: list[_Message] = []
-        for piece in port.pieces:
-            place = whole[piece.slices] if piece.slices else whole
+    def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
+        """By lane, in words, the messages of a step that this rank sends, and that it takes."""
+        sent: dict[Lane, list[str]] = {}
+        taken: dict[Lane, list[str]] = {}
+        for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):
+            for port in self._ports[unit % len(self._ports)][0].get((direction, stage), ()):
+                for piece in port.pieces:
+                    words = _words(port, piece, unit, len(self._ports))
+                    sent.setdefault((self._rank, piece.peer), []).append(words)
+        self.begin_step()
+        for direction, stage, unit in receives_of(self._schedule, self._stages, self._rank):
+            for peer, each in self._wanted(direction, stage, unit):
+                lane = taken.setdefault((peer, self._rank), [])
+                lane += [
+                    _words(port, piece, own[2], len(self._ports))
+                    for own in self._up_to(peer, each) for port, piece in self._from(peer, own)
+                ]  # fmt: skip
+                if (peer, each) not in self._taken:
+                    lane.append(f"{_send(*each, len(self._ports))}, which is not sent,")
+        self.begin_step()
+        return sent, taken
+
+    def _wanted(self, direction: Direction, stage: int, unit: int) -> Iterator[tuple[int, Sent]]:
+        """What a stage needs of other ranks: whose, and of which send."""
+        receives = self._ports[unit % len(self._ports)][1]
+        for port in receives.get((direction, stage), ()):
+            for piece in port.pieces:
+                yield piece.peer, (direction, port.sender, unit)
+
+    def _up_to(self, peer: int, wanted: Sent) -> Iterator[Sent]:
+        """What comes next in a lane up to ``wanted``, or to its end; nothing if that was taken."""
+        expected = self._expected[peer]
+        while (peer, wanted) not in self._taken and expected:
+            self._taken.add((peer, expected[0]))
+            yield expected.popleft()
+
+    def _post_all(self, peer: int, sent: Sent) -> None:
+        """Posts everything that ``peer`` sends this rank at once."""
+        direction, _, microbatch = sent
+        tensors: list[Tensor] = []
+        filled: list[_Arriving] = []
+        for port, piece in self._from(peer, sent):
+            ports = self._posted.setdefault((direction, port.taker, microbatch), {})
+            name = (port.key, port.sender)
+            if name not in ports:
+                whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)
+                ports[name] = _Arriving(port, whole, [], [])
+            arriving = ports[name]
+            place = arriving.whole[piece.slices] if piece.slices else arriving.whole
             if not place.is_contiguous():
                 place = torch.empty_like(place, memory_format=torch.contiguous_format)
-                copies.append((piece.slices, place))
-            messages.append((piece.peer, _wire(place), port.tag + microbatch * port.tag_stride))
-        return _Posted(port, whole, self._start(messages, sends=False), tuple(copies))
+                arriving.copies.append((piece.slices, place))
+            tensors.append(_wire(place))
+            filled.append(arriving)
+        works = self._lanes.receive(tensors, peer, self._rank)
+        for index, arriving in enumerate(filled):
+            arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
-    def _start(self, messages: Sequence[_Message], *, sends: bool) -> tuple[_Started, ...]:
-        """Starts the messages: by tag in the default group, or batched in the pairs' groups."""
-        operation = dist.isend if sends else dist.irecv
-        started: list[_Started] = []
-        if not self._groups:
-            for peer, tensor, tag in messages:
-                work = operation(tensor, peer, tag=tag)
-                assert work is not None
-                started.append(_Started(peer, work, (tensor,)))
-            return tuple(started)
-        for peer in dict.fromkeys(peer for peer, _, _ in messages):
-            pair = (self._rank, peer) if sends else (peer, self._rank)
-            tensors = tuple(tensor for to, tensor, _ in messages if to == peer)
-            batch = [
-                dist.P2POp(operation, tensor, peer, group=self._groups[pair]) for tensor in tensors
-            ]
-            started += [_Started(peer, work, tensors) for work in dist.batch_isend_irecv(batch)]
-        return tuple(started)
+    def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, _Piece]]:
+        """What ``peer`` sends this rank at once, in its order."""
+        direction, stage, microbatch = sent
+        return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
-    def _make_groups(self) -> None:
-        """Makes the groups of all ordered pairs and tries each, in one order for all ranks."""
-        mine = [
-            (self._rank, piece.peer)
-            for ports in self._ports[0][0].values() for port in ports for piece in port.pieces
-        ]  # fmt: skip
-        gathered: list[list[tuple[int, int]] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        pairs = sorted({pair for found in gathered if found is not None for pair in found})
-        groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
-        for pair in pairs:
-            if self._rank in pair:
-                self._groups[pair] = groups[pair]
-                token = torch.zeros(1, device=self._device)
-                sends = pair[0] == self._rank
-                for each in self._start([(pair[1] if sends else pair[0], token, 0)], sends=sends):
-                    each.work.wait()
+
+def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
+    """What a rank sends in a step, in its order."""
+    return _units(schedule, stages, rank, {SEND_FORWARD: "forward", SEND_BACKWARD: "backward"})
+
+
+def receives_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
+    """What a rank's stages receive in a step, in the order in which it posts that."""
+    return _units(schedule, stages, rank, {RECV_FORWARD: "forward", RECV_BACKWARD: "backward"})
+
+
+def _units(
+    schedule: Schedule,
+    stages: Sequence[StagePlace],
+    rank: int,
+    directions: Mapping[ActionKind, Direction],
+) -> list[Sent]:
+    rows = (
+        schedule.table[row] for row, place in zip(schedule.stage_rank, stages, strict=True)
+        if rank in place.devices
+    )  # fmt: skip
+    return [
+        (directions[kind], stage, m * schedule.num_slices + part)
+        for kind, stage, m, part in next(rows, ()) if kind in directions
+    ]  # fmt: skip
 
 
 _PortTable = dict[tuple[Direction, int], tuple[_Port, ...]]
+
+
+def _pieces(table: _PortTable) -> Iterator[tuple[_Port, _Piece]]:
+    return ((port, piece) for ports in table.values() for port in ports for piece in port.pieces)
 
 
 def _make_ports(
@@ -270,21 +329,12 @@ def _make_ports(
     for boundary in sorted(boundaries, key=lambda boundary: boundary.key):
         between.setdefault((boundary.source_stage, boundary.target_stage), []).append(boundary)
     for pair, crossing in sorted(between.items()):
-        for index, boundary in enumerate(crossing):
-            for direction in _directions(boundary):
-                tag = ((index * len(stages) + pair[0]) * len(stages) + pair[1]) * 2
-                numbers = (
-                    tag + (direction == "backward"),
-                    2 * len(crossing) * len(stages) ** 2,
-                )
-                source, target = pair if direction == "forward" else pair[::-1]
-                for table, stage, is_sender in ((sends, source, True), (receives, target, False)):
-                    if rank in stages[stage].devices:
-                        port = _port(
-                            boundary, direction, stages, rank=rank, is_sender=is_sender,
-                            numbers=numbers,
-                        )  # fmt: skip
-                        table[direction, stage] = (*table.get((direction, stage), ()), port)
+        for boundary, direction in ((b, way) for b in crossing for way in _directions(b)):
+            source, target = pair if direction == "forward" else pair[::-1]
+            for table, stage, is_sender in ((sends, source, True), (receives, target, False)):
+                if rank in stages[stage].devices:
+                    port = _port(boundary, direction, stages, rank=rank, is_sender=is_sender)
+                    table[direction, stage] = (*table.get((direction, stage), ()), port)
     return sends, receives
 
 
@@ -299,15 +349,16 @@ def _port(
     *,
     rank: int,
     is_sender: bool,
-    numbers: tuple[int, int],
 ) -> _Port:
     """The port of ``rank`` for one boundary in one direction."""
     ends: list[tuple[StagePlace, Layout]] = [
         (stages[boundary.source_stage], boundary.source_layout),
         (stages[boundary.target_stage], boundary.target_layout),
     ]
+    sender, taker = boundary.source_stage, boundary.target_stage
     if direction == "backward":
         ends.reverse()
+        sender, taker = taker, sender
     (source, source_layout), (target, target_layout) = ends
     shape = boundary.spec.shape
     messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
@@ -324,13 +375,28 @@ def _port(
     )
     return _Port(
         boundary.key,
-        boundary.source_stage if direction == "forward" else boundary.target_stage,
+        direction,
+        sender,
+        taker,
         local_shape(shape, layout, place.mesh.shape),
         getattr(torch, boundary.spec.dtype),
-        numbers[0],
-        numbers[1],
         pieces,
     )
+
+
+def _words(port: _Port, piece: _Piece, unit: int, num_slices: int) -> str:
+    """A message in words, the same on both sides."""
+    send = _send(port.direction, port.sender, unit, num_slices)
+    shape = tuple(
+        len(range(*piece.slices[dim].indices(size))) if piece.slices else size
+        for dim, size in enumerate(port.shape)
+    )
+    return f"{send} to stage {port.taker}: {port.key} {shape} {port.dtype}"
+
+
+def _send(direction: Direction, stage: int, unit: int, num_slices: int) -> str:
+    """A send, as actions print it."""
+    return f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{_unit(unit, num_slices)}"
 
 
 def _unit(microbatch: int, num_slices: int) -> str:

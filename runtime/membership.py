@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
+from ..cost_model.cluster import Cluster
 from ..passes.program import Program
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
+from .process import Worker
+
+MARGIN_SECONDS = 60.0
 
 
-def join(device_type: str, local_rank: int) -> torch.device:
+def join_as(worker: Worker, cluster: Cluster) -> torch.device:
+    """Joins the process group as a launched worker of ``cluster``. Raises as ``join`` does."""
+    kind = cluster.device(worker.rank).kind
+    return join(kind, worker.local_rank, worker.watchdog.timeout_seconds)
+
+
+def join(device_type: str, local_rank: int, timeout_seconds: float | None = None) -> torch.device:
     """Joins the process group of the environment, unless the caller has; this rank's device.
 
+    Collectives have a minute longer than ``timeout_seconds``: a watchdog, which can say what was
+    waited for, ends the process first. Without it they have torch's own limit.
     Raises MachineError (AP411) where the machine lacks that device.
     """
+    timeout = None
+    if timeout_seconds is not None:
+        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
     if device_type != "cuda":
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        local_rank = 0  # each process sees its own GPU only, as some schedulers have it
     if local_rank >= count:
         raise MachineError(
             "AP411",
             f"the plan needs GPU {local_rank} of this machine, which has {count}",
             fix="plan for the devices at hand: --cluster local",
         )
-    torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    return torch.device("cuda", local_rank)
+        # With a device the communicator is made at once, by all; objects have ``control_group``.
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    return device
+
+
+def check_none_idle(plan: Plan) -> None:
+    """Raises MachineError AP412 where some of the processes would have nothing to do."""
+    needed, found = num_processes(plan), dist.get_world_size()
+    if found > needed:
+        raise MachineError(
+            "AP412",
+            f"the plan leaves {found - needed} of {found} processes without work",
+            why=f"it is for the cluster {plan.cluster.name}; ranks from {needed} on would idle",
+            fix="leave out the cluster to plan for all, start fewer processes, or give "
+            "allow_idle=True",
+        )
+
+
+def num_processes(plan: Plan) -> int:
+    """How many processes the plan is for."""
+    return 1 + max(rank for stage in plan.stages for rank in stage.devices)
 
 
 def check_plan(program: Program, plan: Plan) -> None:
@@ -43,7 +83,7 @@ def check_plan(program: Program, plan: Plan) -> None:
             where=plan.model.target,
             fix="the model file or its settings changed: plan again",
         )
-    needed = 1 + max(rank for stage in plan.stages for rank in stage.devices)
+    needed = num_processes(plan)
     if dist.get_world_size() < needed:
         raise MachineError(
             "AP410",

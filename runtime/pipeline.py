@@ -132,6 +132,7 @@ class PipelineRunner:
         began = self._clock() if self._clock else 0.0
         self._posted.clear()
         self._outputs.clear()
+        self._exchange.begin_step()
         for executor in self._executors.values():
             executor.begin_step(batch)
         with torch.set_grad_enabled(self._trains):

@@ -42,7 +42,7 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
         return schedule
     edges = tuple(sorted(crossing))
     orders = tuple(compute_only(row) for row in schedule.table)
-    return replace(schedule, table=complete(orders, prefetch=2, edges=edges)[1], edges=edges)
+    return replace(schedule, table=complete(orders, edges=edges)[1], edges=edges)
 
 
 def splits_backward(schedule: Schedule, stage: int) -> bool:

@@ -28,6 +28,7 @@ from ..passes.localize import BlockInterface, localize_block, reference_layouts,
 from ..planner.graph import Block, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT
 from ..planner.pricing.whole_block import ONE_DEVICE, block_inputs
+from .shared import gather_values
 
 Value = TypeVar("Value")
 
@@ -107,8 +108,7 @@ def measure_everywhere(
         own = measure_block(graph, block, device=device, accumulates=accumulates, seconds=seconds)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         own = f"{type(error).__name__}: {error}".split("\n")[0]
-    answers: list[Measurement | str] = [own] * dist.get_world_size()
-    dist.all_gather_object(answers, own)
+    answers = gather_values(own)
     found = [answer for answer in answers if isinstance(answer, Measurement)]
     if len(found) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
@@ -118,13 +118,6 @@ def measure_everywhere(
         min(each.repeats for each in found),
         max(each.spread for each in found),
     )
-
-
-def share_value(value: Value) -> Value:
-    """Rank 0's value on every rank, pickled: between processes of one program. Collective."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _round(copies: Sequence[_Copy], device: torch.device) -> tuple[float, float]:

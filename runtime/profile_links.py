@@ -23,6 +23,7 @@ from ..cost_model.collectives import Group, group_of
 from ..cost_model.profile.transfers import level_of
 from .communicator import ProcessCommunicator
 from .profile_states import ITEM_BYTES, Timed, state_calls
+from .shared import control_group, share_tensor
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 STATES = ("zero_gather", "zero_scatter")
@@ -148,7 +149,7 @@ def median_seconds(
         call()
     first = _slowest(_timed(call, 1, device)[0], device)
     count = min(MOST_CALLS, max(LEAST_CALLS, int(case_seconds / max(first, 1e-6))))
-    dist.barrier()
+    dist.barrier(group=control_group())
     times = sorted(_timed(call, count, device))
     return _slowest(times[len(times) // 2], device), count
 
@@ -176,9 +177,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 def agree(wanted: bool, device: torch.device) -> bool:
     """What rank 0 wants, on every rank. Collective."""
-    box = torch.tensor(float(wanted), device=device)
-    dist.broadcast(box, src=0)
-    return bool(box)
+    return bool(share_tensor(torch.tensor(wanted, device=device).float()))
 
 
 def spread_partition(

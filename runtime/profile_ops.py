@@ -21,6 +21,7 @@ from ..cost_model.profile.measure import Budget, measure
 from ..cost_model.profile.records import Measurement
 from ..passes import ops as ops  # registers the ops of the namespace autoparallel
 from .profile_links import agree
+from .shared import gather_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,7 @@ def measure_ops(
             return
         wave = cases[start : start + stride]
         own = wave[0] if shares else wave[rank] if rank < len(wave) else None
-        answers: list[Any] = [None] * world_size
-        dist.all_gather_object(answers, None if own is None else _measured(own, device, budget))
+        answers = gather_values(None if own is None else _measured(own, device, budget))
         if shares:
             yield _joined(wave[0], answers)
         else:

@@ -1,42 +1,88 @@
-"""What rank 0 has, on every rank."""
+"""Objects and CPU tensors that ranks share, over a group that carries them.
+
+A script may have made its process group for GPUs alone, which carries neither, so there is a
+group besides: ``control_group``. Collectives of a stage and messages never run on it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
+
+_CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""By the default group."""
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """The group for objects and CPU tensors; None where the default group carries them.
+
+    Its first call is collective over all ranks.
+    """
+    if not dist.is_initialized() or "gloo" in str(dist.get_backend_config()):
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _CONTROL:
+        _CONTROL.clear()
+        _CONTROL[world] = dist.new_group(backend="gloo")
+    return _CONTROL[world]
+
+
+def group_for(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The group of all ranks that carries ``tensor``; None for the default one."""
+    return control_group() if tensor.device.type == "cpu" else None
+
+
+def share_value(value: T) -> T:
+    """Rank 0's value on every rank, pickled: between processes of one program. Collective."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=control_group())
+    return box[0]
+
 
 def share_text(text: str | None) -> str:
     """Rank 0's text on every rank. Collective."""
-    box: list[str | None] = [text]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
+    found = share_value(text)
+    assert found is not None
+    return found
 
 
 def share_tensor(tensor: Tensor) -> Tensor:
     """Rank 0's value of a tensor that every rank has. Collective."""
     shared = tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(shared, src=0)
+    dist.broadcast(shared, src=0, group=group_for(shared))
     return shared
 
 
 def share_in_place(tensor: Tensor) -> None:
     """Give a tensor that every rank has rank 0's value. Collective."""
     if tensor.is_contiguous():
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, src=0, group=group_for(tensor))
     else:
         tensor.copy_(share_tensor(tensor))
 
 
-def gather_values(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+def gather_values(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks, on every rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=control_group())
     return found
+
+
+def gather_on_first(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks, on rank 0; nothing on the others. Collective."""
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, found, dst=0, group=control_group())
+    return found or []
 
 
 class SharedCount:
@@ -54,7 +100,7 @@ class SharedCount:
         if self._running is not None and self._running[0] is not None:
             self._running[0].wait()
         box = torch.tensor(0 if count is None else count)
-        work = dist.broadcast(box, src=self._source, async_op=True)
+        work = dist.broadcast(box, src=self._source, group=group_for(box), async_op=True)
         self._running = (work, box)
         if count is not None:
             return count

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 from ..planner.layout import Region
 from .parameters import StageParameter
 from .shards import intersection, within
+from .shared import gather_values
 
 TAG = 2**30
 """Apart from the tags of the values that cross stages."""
@@ -173,14 +173,12 @@ def find_tied(parameters: Mapping[int, Mapping[str, StageParameter]]) -> TiedPar
 
     ``parameters`` are this rank's, by stage and name; none on a rank without a stage.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     regions = {
         stage: {name: parameter.region for name, parameter in held.items()}
         for stage, held in parameters.items()
     }
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, regions)
-    holdings: list[Holding] = gathered
+    holdings: list[Holding] = gather_values(regions)
     first: dict[str, int] = {}
     for stages in holdings:
         for stage, names in stages.items():

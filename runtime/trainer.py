@@ -39,6 +39,8 @@ from .exchange import Exchange
 from .executor import StageExecutor
 from .handover import Handover, split_boundaries
 from .initial_values import Weights, constants_of, fill_stages, whole_tensors
+from .lane_check import check_lanes
+from .lanes import Lanes
 from .membership import check_plan
 from .mesh import build_meshes, stages_of_rank
 from .optimizer import (
@@ -53,6 +55,7 @@ from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
 from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .share_batch import ShareBatch, gather_whole
+from .shared import group_for
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
 from .smaller_programs import smaller_runner
 from .stage import StageModule
@@ -96,7 +99,7 @@ class Trainer:
         self.plan = plan
         self.program = program.with_batch_size(plan.microbatch_size)
         self.device = device
-        self.rank = dist.get_rank()
+        self.rank, self._lanes = dist.get_rank(), Lanes(device)
         meshes = build_meshes(plan, device.type)
         self.crossing = boundaries(self.program.graph, self.program.blocks, plan)
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
@@ -133,7 +136,7 @@ class Trainer:
         self.executors = {index: self._make_executor(index, seed) for index in self.stages}
         self._progress = progress
         self.use_optimizer(build)
-        sent = [self.crossing, *(self._boundaries_of(each) for each in self.of_buckets)]
+        sent = (self.crossing, *map(self._boundaries_of, self.of_buckets))
         self.runners = [self.make_runner(self.schedule, each) for each in sent]
         self._smaller: dict[int, int] = {}
 
@@ -155,13 +158,10 @@ class Trainer:
             build(whole.graph, whole.blocks, plan, outputs=whole.returned),
         )
         stage = StageModule(
-            programs[0],
-            communicator.device_mesh,
-            zero=own.zero,
+            programs[0], communicator.device_mesh, zero=own.zero, device=self.device,
             precision=self.plan.model.precision,
-            device=self.device,
             splits_backward=splits_backward(self.schedule, index),
-        )
+        )  # fmt: skip
         shorter = bucket_programs(
             self.of_buckets, whole.graph, programs[0].draws,
             lambda each, of: build(each.graph, each.blocks, each.plan, of_slice=of),
@@ -204,19 +204,19 @@ class Trainer:
         return WeightVersions(held, self.schedule, index) if asynchronous else None
 
     def make_runner(self, schedule: Schedule, crossing: Sequence[Boundary]) -> PipelineRunner:
-        """What runs a schedule's steps with this rank's executors. Collective over all ranks."""
+        """What runs a schedule's steps with this rank's executors. Collective over all ranks.
+        Raises as ``check_lanes`` does."""
         stages = placed_stages(self.plan)
         sent, handed = split_boundaries(crossing, stages)
+        exchange = Exchange(
+            boundaries_of(self.slices) or [sent], schedule=schedule, stages=stages,
+            rank=self.rank, device=self.device, lanes=self._lanes, progress=self._progress,
+        )  # fmt: skip
+        check_lanes(*exchange.sequences())
         return PipelineRunner(
             schedule,
             self.executors,
-            Exchange(
-                boundaries_of(self.slices) or [sent],
-                stages=stages,
-                rank=self.rank,
-                device=self.device,
-                progress=self._progress,
-            ),
+            exchange,
             handover=Handover(handed, stages=stages, rank=self.rank, device=self.device),
             hooks=Hooks(
                 self._sum_tied,
@@ -356,8 +356,8 @@ class Trainer:
         if isinstance(batch, ShareBatch) or not batch:
             planned = self._pad.planned
             own = 0 if not batch else planned if length is None else length
-            longest = torch.tensor(own, device=self.device)
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+            longest = torch.tensor(own)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group_for(longest))
             length = int(longest)
         return bucket_of(self.buckets, length)
 

@@ -9,7 +9,6 @@ buffer that training changes, after the last, in that order of time. Collective 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from ..planner.graph import Graph
 from .compare import Difference, Piece, Verification, compare
 from .parameters import StageParameter
 from .reference import Reference
+from .shared import gather_on_first, share_value
 from .trainer import Trainer
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
@@ -50,9 +50,9 @@ def verify(
     if dist.get_rank() == 0:
         truth = reference()
         result = [_compared(trainer, truth, losses, gradients, weights, buffers)]
-    dist.broadcast_object_list(result, src=0)
-    assert result[0] is not None
-    return result[0]
+    shared = share_value(result[0])
+    assert shared is not None
+    return shared
 
 
 def _compared(
@@ -112,11 +112,7 @@ def collect(
             for parameter in parameters
             if parameter.name in wanted and (values := read(parameter)) is not None
         ]
-        gathered: list[Any] | None = [None] * dist.get_world_size()
-        if dist.get_rank() != 0:
-            gathered = None
-        dist.gather_object(own, gathered, dst=0)
-        for pieces in gathered or ():
+        for pieces in gather_on_first(own):
             for name, piece in pieces:
                 collected.setdefault(name, []).append(piece)
     return collected
@@ -128,12 +124,8 @@ def collect_buffers(trainer: Trainer) -> dict[str, list[Piece]]:
     for stage in trainer.stages.values():
         for name in stage.program.updates:
             own[name] = (stage.buffer_regions[name], stage.buffer(name).detach().cpu().clone())
-    gathered: list[Any] | None = [None] * dist.get_world_size()
-    if dist.get_rank() != 0:
-        gathered = None
-    dist.gather_object(own, gathered, dst=0)
     collected: dict[str, list[Piece]] = {}
-    for pieces in gathered or ():
+    for pieces in gather_on_first(own):
         for name, piece in pieces.items():
             collected.setdefault(name, []).append(piece)
     return collected

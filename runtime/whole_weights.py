@@ -19,6 +19,7 @@ from ..passes.collectives import local_tensor
 from ..passes.stage_cut import stage_ranges
 from ..planner.replicas import placed_stages
 from .parameters import COMPUTE_DTYPES
+from .shared import group_for
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -61,7 +62,9 @@ class WholeWeights:
                 if not self._is_everywhere[index]:
                     source = placed_stages(self._trainer.plan)[index].devices[0]
                     value = value.contiguous()
-                    works.append(dist.broadcast(value, src=source, async_op=True))
+                    works.append(
+                        dist.broadcast(value, src=source, group=group_for(value), async_op=True)
+                    )
                 whole[name] = value
         for work in works:
             if work is not None:

@@ -30,10 +30,18 @@ class RankError(AssertionError):
     """A rank failed; the text is its traceback."""
 
 
+BACKEND = os.environ.get("AUTOPARALLEL_TEST_BACKEND", "gloo")
+"""The default group of ranks: ``gloo``, or ``strict`` (see ``strict_group``)."""
+
+
 def run_processes(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 120.0,
+    backend: str = BACKEND,
 ) -> list[Any]:
-    """What ``function(*args)`` returns on each of ``num_ranks`` gloo ranks, in rank order.
+    """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in rank order.
 
     ``function`` is a module-level function; it runs with the default process group made and
     one thread. The first rank that fails ends the others and its traceback is raised as
@@ -49,7 +57,7 @@ def run_processes(
             end, child_end = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank,
-                args=(child_end, store, rank, num_ranks, timeout_seconds, function, args),
+                args=(child_end, store, rank, num_ranks, timeout_seconds, backend, function, args),
                 daemon=True,
             )
             process.start()
@@ -93,6 +101,7 @@ def _rank(
     rank: int,
     num_ranks: int,
     timeout_seconds: float,
+    backend: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -100,9 +109,13 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "strict":
+        from strict_group import register
+
+        register()
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=num_ranks,

@@ -190,7 +190,10 @@ def messages(job: Job, count: int) -> float:
     places = tuple(Place((rank,)) for rank in range(2))
     rank = dist.get_rank()
     came = 0.0
-    exchange = Exchange([chain_boundaries(2, job)], stages=places, rank=rank, device=CPU)
+    exchange = Exchange(
+        [chain_boundaries(2, job)], schedule=build_schedule("gpipe", 2, count), stages=places,
+        rank=rank, device=CPU,
+    )  # fmt: skip
     value = torch.ones(job.num_bytes // 4)
     if rank == 1:
         for m in range(count):
@@ -292,7 +295,7 @@ def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequenc
     }  # fmt: skip
     runner = PipelineRunner(
         schedule, executors,
-        Exchange([sent], stages=places, rank=rank, device=CPU),
+        Exchange([sent], schedule=schedule, stages=places, rank=rank, device=CPU),
         handover=Handover(handed, stages=places, rank=rank, device=CPU),
         hooks=Hooks(clock=time.monotonic),
     )  # fmt: skip

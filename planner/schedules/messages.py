@@ -1,15 +1,19 @@
 """From compute orders to whole tables: the sends, the receives and the step, by one rule.
 
-A result is sent right after it is computed, and a receive is posted ``prefetch`` forwards
-and backwards before its use, so that the message is in flight while its receiver computes. The
-receives of one sender are posted in the order of its sends, earlier ones first. Nothing in
-a row waits but a compute action for its own receives, so a table whose compute orders can
-run cannot deadlock. Where a stage needs several others, one receive stands for all of them.
+A result is sent right after it is computed. A receive is posted before the forward or backward
+that needs its message, or before one of the last ``MOST_AHEAD`` before that, if by then the
+message has been sent when every forward takes 1 and every backward 2. So the table runs to its
+end where a posted receive holds up all that is behind it on its rank until it is served, as it
+may on a GPU: that run is one that serves each receive at once, and as only receives wait, what
+one run completes every run does. Where the backward is a little late the message is nevertheless
+under way while its receiver computes.
+
+Where a stage needs several others, one receive stands for all of them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,23 +29,32 @@ from ...cost_model.actions import (
     STEP,
     WEIGHT_BACKWARD,
     Action,
+    ActionKind,
     Edges,
     Row,
     Table,
     Wiring,
     chain,
-    matching_receives,
 )
+
+MOST_AHEAD = 2
+"""How many forwards and backwards before its use a receive may be posted."""
 
 WAITING = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
 """What may need a message first."""
 
-Receives = Mapping[int, deque[Action]]
-"""By sending rank: the receives of its messages to one rank, in the order they are sent."""
+UNITS: Mapping[ActionKind, int] = {
+    FORWARD: 1, BACKWARD: 2, INPUT_BACKWARD: 1, WEIGHT_BACKWARD: 1,
+}  # fmt: skip
+
+NEVER = sys.maxsize
+
+Result = tuple[bool, int, int, int]
+"""What a compute action makes for other ranks: whether gradients, the stage, micro-batch, slice."""
 
 
 def complete(
-    orders: Table, *, prefetch: int, edges: Edges | None = None, parts: Sequence[int] = ()
+    orders: Table, *, edges: Edges | None = None, parts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], Table]:
     """The owner of each stage and the table of compute ``orders`` with all else added.
 
@@ -52,26 +65,17 @@ def complete(
     ties = _Ties.of(
         stage_rank, Wiring.of(len(owner), chain(len(owner)) if edges is None else edges)
     )
-    sends = [[ties.send(compute) for compute in row] for row in orders]
-    receives: list[dict[int, deque[Action]]] = [{} for _ in orders]
-    for rank, row in enumerate(sends):
-        for send in row:
-            if send is not None:
-                for receive in matching_receives(send, ties.wiring):
-                    receives[stage_rank[receive.stage]].setdefault(rank, deque()).append(receive)
+    runs = _run(orders, ties)
     table = tuple(
-        _with_step(_with_messages(row, sends[rank], receives[rank], ties, prefetch=prefetch), parts)
-        for rank, row in enumerate(orders)
+        _with_step(_with_messages(row, run, ties), parts)
+        for row, run in zip(orders, runs, strict=True)
     )
     return stage_rank, table
 
 
 class _Ties(NamedTuple):
-    """Who owns each stage, which stages need which, and by stage the other ranks that own any of
-    those that it needs and of those that need it."""
+    """By stage, the stages of other ranks that it needs, and those that need it."""
 
-    stage_rank: tuple[int, ...]
-    wiring: Wiring
     before: tuple[tuple[int, ...], ...]
     behind: tuple[tuple[int, ...], ...]
 
@@ -79,70 +83,90 @@ class _Ties(NamedTuple):
     def of(stage_rank: tuple[int, ...], wiring: Wiring) -> _Ties:
         before, behind = (
             tuple(
-                tuple(stage_rank[each] for each in own if stage_rank[each] != stage_rank[stage])
+                tuple(each for each in own if stage_rank[each] != stage_rank[stage])
                 for stage, own in enumerate(side)
             )
             for side in wiring
         )
-        return _Ties(stage_rank, wiring, before, behind)
+        return _Ties(before, behind)
 
-    def receive(self, compute: Action) -> tuple[Action | None, tuple[int, ...]]:
-        """What ``compute`` has to wait for and from whom, if it comes from other ranks."""
-        kind, stage, m, part = compute
-        if kind == FORWARD and self.before[stage]:
-            return Action(RECV_FORWARD, stage, m, part), self.before[stage]
-        if kind in (BACKWARD, INPUT_BACKWARD) and self.behind[stage]:
-            return Action(RECV_BACKWARD, stage, m, part), self.behind[stage]
-        return None, ()
-
-    def send(self, compute: Action) -> Action | None:
-        """What leaves for other ranks once ``compute`` is done."""
-        kind, stage, m, part = compute
+    def needs(self, kind: ActionKind, stage: int) -> tuple[int, ...]:
+        """The stages of other ranks whose results such an action of ``stage`` waits for."""
         if kind == FORWARD:
-            return Action(SEND_FORWARD, stage, m, part) if self.behind[stage] else None
-        if kind in (BACKWARD, INPUT_BACKWARD) and self.before[stage]:
-            return Action(SEND_BACKWARD, stage, m, part)
-        return None
+            return self.before[stage]
+        return self.behind[stage] if kind in WAITING else ()
+
+    def takers(self, kind: ActionKind, stage: int) -> tuple[int, ...]:
+        """The stages of other ranks that wait for the result of such an action of ``stage``."""
+        if kind == FORWARD:
+            return self.behind[stage]
+        return self.before[stage] if kind in WAITING else ()
 
 
-def _with_messages(
-    row: Row,
-    sends: Sequence[Action | None],
-    receives: Receives,
-    ties: _Ties,
-    *,
-    prefetch: int,
-) -> list[Action]:
-    """The compute actions with their receives posted ahead and their sends right after."""
+class _Run(NamedTuple):
+    """By position in a row, when its action begins, and when what it waits for has been sent."""
+
+    begins: list[int]
+    sent: list[int]
+
+
+def _run(orders: Table, ties: _Ties) -> list[_Run]:
+    """The run of the compute orders where messages take no time; of a deadlock its beginning."""
+    runs = [_Run([], []) for _ in orders]
+    clocks = [0] * len(orders)
+    made: dict[Result, int] = {}
+    waiting: dict[Result, list[int]] = {}
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        row, (begins, sent), clock = orders[rank], runs[rank], clocks[rank]
+        for position in range(len(begins), len(row)):
+            kind, stage, m, part = row[position]
+            is_gradient = kind != FORWARD
+            needs = ties.needs(kind, stage)
+            ends = [made.get((is_gradient, each, m, part), NEVER) for each in needs]
+            last = max(ends, default=0)
+            if last == NEVER:
+                missing = (is_gradient, needs[ends.index(NEVER)], m, part)
+                waiting.setdefault(missing, []).append(rank)
+                break
+            sent.append(last)
+            begins.append(max(clock, last))
+            clock = begins[-1] + UNITS.get(kind, 0)
+            if ties.takers(kind, stage):
+                result = (is_gradient, stage, m, part)
+                made[result] = clock
+                ready += waiting.pop(result, ())
+        clocks[rank] = clock
+    return runs
+
+
+def _with_messages(row: Row, run: _Run, ties: _Ties) -> list[Action]:
+    """The compute actions, their receives before them and their sends right after."""
+    begins, sent = run
+    posts: dict[int, list[Action]] = {}
+    latest: list[int] = []
+    for position, (kind, stage, m, part) in enumerate(row):
+        if kind not in WAITING:
+            continue
+        if ties.needs(kind, stage):
+            place = position
+            for earlier in reversed(latest[-MOST_AHEAD:]):
+                if position >= len(begins) or begins[earlier] < sent[position]:
+                    break
+                place = earlier
+            receive = RECV_FORWARD if kind == FORWARD else RECV_BACKWARD
+            posts.setdefault(place, []).append(Action(receive, stage, m, part))
+        latest.append(position)
     actions: list[Action] = []
-    early: set[Action] = set()
-    places = [at for at, action in enumerate(row) if action.kind in WAITING]
-    posted = begun = 0
     for position, compute in enumerate(row):
-        begun += compute.kind in WAITING
-        for at in places[posted : begun + prefetch]:
-            wanted, sources = ties.receive(row[at])
-            if wanted is not None and wanted not in early:
-                for source in dict.fromkeys(sources):
-                    _post_before(wanted, receives[source], actions, early)
-                actions.append(wanted)
-                early.add(wanted)
-        posted = max(posted, min(len(places), begun + prefetch))
+        actions += posts.get(position, ())
         actions.append(compute)
-        send = sends[position]
-        if send is not None:
-            actions.append(send)
+        kind, stage, m, part = compute
+        if ties.takers(kind, stage):
+            send = SEND_FORWARD if kind == FORWARD else SEND_BACKWARD
+            actions.append(Action(send, stage, m, part))
     return actions
-
-
-def _post_before(
-    wanted: Action, queue: deque[Action], actions: list[Action], early: set[Action]
-) -> None:
-    """Posts the receives of one sender whose messages come before that of ``wanted``."""
-    while (receive := queue.popleft()) != wanted:
-        if receive not in early:
-            actions.append(receive)
-            early.add(receive)
 
 
 def _with_step(row: Sequence[Action], parts: Sequence[int]) -> Row:

@@ -46,7 +46,6 @@ def build_schedule(
     num_microbatches: int,
     *,
     num_chunks: int | None = None,
-    prefetch: int | None = None,
     edges: Edges | None = None,
     slices: tuple[int, ...] = (),
 ) -> Schedule:
@@ -58,16 +57,13 @@ def build_schedule(
     rank ``s % (num_stages / num_chunks)``, and in those in the shape of a V, which have two.
     Chimera has one part of the model per rank and direction; ``num_stages`` is that of one
     direction. ``slices``: the lengths of the slices of sequences, for TeraPipe only.
-    ``prefetch`` is how many forwards and backwards ahead of its use a receive is posted: by
-    default 2, which posts the next one of each direction while forwards and backwards
-    alternate, and with several chunks as many as keep unbuffered sends from a deadlock. Raises
-    UsageError for an unknown name, an empty pipeline, or chunks and micro-batches that the
+    Raises UsageError for an unknown name, an empty pipeline, or chunks and micro-batches that the
     schedule cannot have.
 
     >>> from autoparallel.cost_model.actions import format_table
     >>> print(format_table(build_schedule("1f1b", 2, 2).table))
-    0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1 0REDUCE 0STEP
-    1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1STEP
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP
+    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1STEP
     """
     info = find_schedule(name)
     if num_stages < 1 or num_microbatches < 1:
@@ -76,7 +72,7 @@ def build_schedule(
             why="a pipeline has at least one stage and one micro-batch", where="schedule",
         )  # fmt: skip
     if edges is not None and edges != chain(num_stages):
-        return _of_graph(info, num_stages, num_microbatches, edges, _prefetch(prefetch))
+        return _of_graph(info, num_stages, num_microbatches, edges)
     chunks = info.chunks[0] if num_chunks is None else num_chunks
     size = _size(info, num_stages, num_microbatches, chunks)
     if slices and info.name != "terapipe":
@@ -86,7 +82,7 @@ def build_schedule(
     if info.name == "chimera":
         parts, ways = two_ways(size.num_ranks)
     orders = info.orders(size._replace(num_slices=len(slices) or 1))
-    rest = complete(orders, prefetch=_prefetch(prefetch, size), edges=ways, parts=parts)
+    rest = complete(orders, edges=ways, parts=parts)
     return Schedule(
         info.name, num_microbatches, *rest,
         edges=ways, parts=parts, slices=slices, weights=info.weights,
@@ -130,9 +126,7 @@ def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[in
     return tuple(tuple(range(rank, last + 1, num_ranks)) for rank in range(num_ranks))
 
 
-def _of_graph(
-    info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges, prefetch: int
-) -> Schedule:
+def _of_graph(info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges) -> Schedule:
     """The schedule of stages that form any directed acyclic graph."""
     if info.name not in OF_GRAPHS:
         raise UsageError(
@@ -140,7 +134,7 @@ def _of_graph(
             fix=f"one of {', '.join(OF_GRAPHS)}",
         )  # fmt: skip
     orders = OF_GRAPHS[info.name](num_microbatches, depths(Wiring.of(num_stages, edges)))
-    rest = complete(orders, prefetch=prefetch, edges=edges)
+    rest = complete(orders, edges=edges)
     return Schedule(info.name, num_microbatches, *rest, edges=edges)
 
 
@@ -202,19 +196,6 @@ def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks
         )
     updates = per_update_of_2bw(num_ranks, num_microbatches) if info.name == "pipedream-2bw" else 1
     return Size(num_ranks, num_microbatches, num_chunks, per_update=updates)
-
-
-def _prefetch(asked: int | None, size: Size | None = None) -> int:
-    """How far ahead receives are posted.
-
-    In a loop of ranks the last one sends to the first while that still sends to the second;
-    a rank's own round, or its share of all micro-batches, may pass before it takes that.
-    """
-    if asked is not None:
-        return asked
-    if size is None or size.num_chunks == 1:
-        return 2
-    return max(2, size.num_ranks + 1, size.num_microbatches // size.num_ranks)
 
 
 def _bad(what: str, fix: str = "") -> UsageError:

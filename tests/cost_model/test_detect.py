@@ -26,6 +26,7 @@ from autoparallel.cost_model.resolve import resolve_cluster
 from autoparallel.cost_model.shorthand import parse_cluster
 
 MODULES = [
+    "joined",
     "cluster", "cluster_file", "collectives", "compute", "detect", "link_presets", "memory",
     "presets", "quantity", "resolve", "shorthand",
 ]  # fmt: skip
@@ -107,6 +108,10 @@ def test_cpu_n_is_measured_here() -> None:
         ("NVIDIA A100 80GB PCIe", 85, "A100-80GB-PCIe"),
         ("Tesla V100-SXM2-32GB", 34, "V100-32GB"),
         ("NVIDIA H200", 150, "H200"),
+        ("NVIDIA H100 NVL", 100, "H100-NVL"),
+        ("NVIDIA H200 NVL", 150, "H200-NVL"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 21, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10, None),
         ("NVIDIA B200", 192, "B200"),
         ("NVIDIA L40S", 48, "L40S"),
         ("NVIDIA A10G", 24, "A10G"),

@@ -19,6 +19,7 @@ from autoparallel.cost_model.actions import (
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.requests.request import SCHEDULES as RUN_SCHEDULES
 from autoparallel.planner.schedules.check import check_schedule, peak_in_flight
+from autoparallel.planner.schedules.messages import MOST_AHEAD
 from autoparallel.planner.schedules.orders import depths, round_size
 from autoparallel.planner.schedules.schedules import LOOPED, SCHEDULES, build_schedule, in_flight
 
@@ -75,10 +76,10 @@ def test_eager_1f1b_warms_up_twice_as_long():
 
 def test_the_whole_table_of_a_small_1f1b():
     assert format_table(build_schedule("1f1b", 3, 2).table) == (
-        "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1 0REDUCE 0STEP\n"
-        "1RECV_F0 1RECV_F1 1RECV_B0 1F0 1SEND_F0 1RECV_B1 1F1 1SEND_F1 "
-        "1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE 1STEP\n"
-        "2RECV_F0 2RECV_F1 2F0 2B0 2SEND_B0 2F1 2B1 2SEND_B1 2REDUCE 2STEP"
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP\n"
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 "
+        "1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1 1REDUCE 1STEP\n"
+        "2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 2B1 2SEND_B1 2REDUCE 2STEP"
     )
 
 
@@ -101,25 +102,30 @@ def test_interleaved_1f1b_is_the_picture_of_megatron():
 
 
 def test_the_whole_table_of_a_small_interleaved_1f1b():
-    """Rank 1 sends to rank 0 forwards and backwards, all in one order.
-
-    Without prefetch each receive stands before its use; by default two computes earlier.
-    """
-    schedule = build_schedule("interleaved-1f1b", 4, 2, num_chunks=2, prefetch=0)
+    """A receive stands before its use, or before the forward or backward ahead of that by which
+    its message has been sent: 3F1's has, when 3B0 begins."""
+    schedule = build_schedule("interleaved-1f1b", 4, 2, num_chunks=2)
     assert format_table(schedule.table) == (
         "0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1 "
         "2RECV_B0 2B0 2SEND_B0 2RECV_B1 2B1 2SEND_B1 0RECV_B0 0B0 0RECV_B1 0B1 "
         "0REDUCE 2REDUCE 0STEP 2STEP\n"
-        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3B0 3SEND_B0 "
-        "3RECV_F1 3F1 3B1 3SEND_B1 1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1 "
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3RECV_F1 3B0 3SEND_B0 "
+        "3F1 3B1 3SEND_B1 1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1 "
         "1REDUCE 3REDUCE 1STEP 3STEP"
     )
-    ahead = build_schedule("interleaved-1f1b", 4, 2, num_chunks=2, prefetch=2)
-    assert format_table(ahead.table[1:]) == (
-        "1RECV_F0 1RECV_F1 3RECV_F0 1F0 1SEND_F0 1F1 1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 "
-        "1RECV_B0 3F1 1RECV_B1 3B1 3SEND_B1 1B0 1SEND_B0 1B1 1SEND_B1 "
-        "1REDUCE 3REDUCE 1STEP 3STEP"
-    )
+
+
+def test_a_receive_is_posted_two_computes_ahead_at_most():
+    """Stage 0 has sent all of GPipe's forwards long before a slow peer needs them."""
+    row = build_schedule("zb-h2", 3, 8).table[-1]
+    place = {action: at for at, action in enumerate(row)}
+    computes = [at for at, action in enumerate(row) if action.kind in ("F", "I", "B")]
+    ahead = [
+        sum(place[action] < at <= place[Action("F", 2, action.microbatch)] for at in computes) - 1
+        for action in row if action.kind == "RECV_F"
+    ]  # fmt: skip
+    assert max(ahead) == MOST_AHEAD
+    assert min(ahead) == 0
 
 
 def test_looped_bfs_runs_each_chunk_for_all_microbatches():
@@ -189,9 +195,9 @@ def test_a_pipeline_of_one_stage_sends_nothing(name):
 
 
 @settings(max_examples=120, deadline=None)
-@given(sizes, st.integers(0, 4))
-def test_every_schedule_passes_the_checks_at_every_prefetch(size, prefetch):
-    check_schedule(built(size, prefetch=prefetch))
+@given(sizes)
+def test_every_schedule_passes_the_checks(size):
+    check_schedule(built(size))
 
 
 @settings(max_examples=120, deadline=None)
@@ -271,10 +277,10 @@ def edited(old: str, new: str, *, name: str = "1f1b") -> Schedule:
         ("0B1 ", "", "0B1 is missing"),
         ("1RECV_F1 ", "", "1RECV_F1 is missing"),
         ("0SEND_F1 ", "", "1RECV_F1 waits for a message that nobody sends"),
-        ("1F0 1B0", "1B0 1F0", "1B0 comes before 1F0"),
+        ("1F0 1RECV_F1 1B0", "1B0 1RECV_F1 1F0", "1B0 comes before 1F0"),
         ("0F1", "0F1 0F1", "0F1 is there twice"),
         ("0F1", "0F1 0F2", "0F2 names a micro-batch"),
-        ("1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0", "rank 1 posts 1RECV_F1 where"),
+        ("0F1 0SEND_F1 0RECV_B0", "0RECV_B0 0F1 0SEND_F1", "deadlock"),
         ("0F0 0SEND_F0", "0SEND_F0 0F0", "deadlock"),
         ("0REDUCE ", "", "0STEP has no REDUCE after the last backward"),
         ("0B1 0REDUCE", "0REDUCE 0B1", "0STEP has no REDUCE after the last backward"),
@@ -296,7 +302,7 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock():
     )
     with pytest.raises(PlanError, match="deadlock") as caught:
         check_schedule(Schedule("crossed", 1, (0, 1), table))
-    assert caught.value.why == "rank 0 at 0B0; rank 1 at 1F0"
+    assert caught.value.why == "rank 0 at 0RECV_B0; rank 1 at 1RECV_F0"
 
 
 def test_a_split_backward_frees_its_activations_at_the_weight_half():
@@ -315,15 +321,12 @@ def test_a_rank_may_own_several_stages():
 FORK = ((0, 1), (0, 2), (1, 3), (2, 3))
 
 
-@pytest.mark.parametrize("prefetch", [0, 2, 5])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "inference"])
 @pytest.mark.parametrize("edges", [FORK, ((0, 2), (1, 2)), ((0, 1), (1, 2), (2, 4), (3, 4))])
-def test_stages_of_any_graph_have_sound_tables(name, num_microbatches, prefetch, edges):
+def test_stages_of_any_graph_have_sound_tables(name, num_microbatches, edges):
     num_stages = 1 + max(target for _, target in edges)
-    schedule = build_schedule(
-        name, num_stages, num_microbatches, edges=edges, prefetch=prefetch
-    )  # fmt: skip
+    schedule = build_schedule(name, num_stages, num_microbatches, edges=edges)
     check_schedule(schedule)
     held = tuple(
         in_flight(name, depth, num_stages, num_microbatches)
@@ -335,9 +338,9 @@ def test_stages_of_any_graph_have_sound_tables(name, num_microbatches, prefetch,
 def test_a_fork_sends_once_to_all_and_receives_once_from_all():
     table = build_schedule("1f1b", 4, 1, edges=FORK).table
     assert format_table(table) == (
-        "0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE 0STEP\n"
-        "1RECV_F0 1RECV_B0 1F0 1SEND_F0 1B0 1SEND_B0 1REDUCE 1STEP\n"
-        "2RECV_F0 2RECV_B0 2F0 2SEND_F0 2B0 2SEND_B0 2REDUCE 2STEP\n"
+        "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE 0STEP\n"
+        "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0 1REDUCE 1STEP\n"
+        "2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 2REDUCE 2STEP\n"
         "3RECV_F0 3F0 3B0 3SEND_B0 3REDUCE 3STEP"
     )
 

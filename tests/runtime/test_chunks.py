@@ -95,7 +95,9 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
     parameters = {index: stage.by_name for index, stage in stages.items()}
     tied, device = find_tied(parameters), torch.device("cpu")
     runner = PipelineRunner(
-        schedule, executors, Exchange([sent], stages=plan.stages, rank=rank, device=device),
+        schedule,
+        executors,
+        Exchange([sent], schedule=schedule, stages=plan.stages, rank=rank, device=device),
         handover=Handover(handed, stages=plan.stages, rank=rank, device=device),
         hooks=Hooks(lambda: tied.sum(parameters)),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from processes import run_processes
 from autoparallel.passes.stage_cut import Boundary
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
+from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.exchange import Exchange
 
 BIG = TensorSpec((4 << 20,), "float32", requires_grad=True)
@@ -28,7 +29,10 @@ def sends_to_a_slow_and_a_fast_one() -> tuple[bool, bool]:
     rank, whole = dist.get_rank(), (INVARIANT,)
     crossing = [Boundary(f"to{t}", 0, t, BIG, whole, whole) for t in (1, 2)]
     places = tuple(map(Place, range(3)))
-    exchange = Exchange([crossing], stages=places, rank=rank, device=torch.device("cpu"))
+    exchange = Exchange(
+        [crossing], schedule=build_schedule("gpipe", 3, 1, edges=((0, 1), (0, 2))),
+        stages=places, rank=rank, device=torch.device("cpu"),
+    )  # fmt: skip
     held = (True, True)
     if rank == 2:
         exchange.post("forward", 2, 0)

@@ -19,6 +19,7 @@ from autoparallel.planner.layout import INVARIANT, Layout, Mesh, local_region, s
 from autoparallel.planner.pricing.transfer import relative
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.exchange import Exchange
+from autoparallel.runtime.lanes import Lanes
 from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 
 CPU = torch.device("cpu")
@@ -134,12 +135,13 @@ def run_chain(name: str, places: tuple[Place, ...], num_microbatches: int, pair_
     """Two steps on one rank: (losses, gradients by layer, record of lasts, timings)."""
     rank = dist.get_rank()
     stage = next((s for s, p in enumerate(places) if rank in p.devices), None)
+    schedule = build_schedule(name, len(places), num_microbatches)
     exchange = Exchange(
-        [boundaries_of(places)], stages=places, rank=rank, device=CPU, pair_groups=pair_groups
-    )
+        [boundaries_of(places)], schedule=schedule, stages=places, rank=rank, device=CPU,
+        lanes=Lanes(CPU, pair_groups),
+    )  # fmt: skip
     executor = None if stage is None else ToyExecutor(stage, places, rank, num_microbatches)
     executors = {} if stage is None else {stage: executor}
-    schedule = build_schedule(name, len(places), num_microbatches)
     updates: list[int] = []
     runner = PipelineRunner(
         schedule, executors, exchange,
@@ -251,7 +253,8 @@ CROSSING = {
 
 
 def cross(case: str, pair_groups: bool) -> None:
-    """Three micro-batches of three values each way; every received box is checked here."""
+    """Three micro-batches of three values each way, not in the order in which they are needed;
+    every received box is checked here."""
     source, target, source_layout, target_layout = CROSSING[case]
     rank = dist.get_rank()
     mask = TensorSpec((4, 6), "bool")
@@ -260,25 +263,30 @@ def cross(case: str, pair_groups: bool) -> None:
         Boundary("mask", 0, 1, mask, source_layout, target_layout),
         Boundary("scale", 0, 1, TensorSpec((), "int64"), (INVARIANT,) * 2, (INVARIANT,) * 2),
     ]
-    exchange = Exchange(
-        [crossing], stages=(source, target), rank=rank, device=CPU, pair_groups=pair_groups
+    table = parse_table(
+        "0SEND_F2 0SEND_F0 0SEND_F1 0RECV_B0 0RECV_B1 0RECV_B2\n"
+        "1RECV_F0 1RECV_F1 1RECV_F2 1SEND_B2 1SEND_B0 1SEND_B1"
     )
+    exchange = Exchange(
+        [crossing], schedule=Schedule("crossing", 3, (0, 1), table), stages=(source, target),
+        rank=rank, device=CPU, lanes=Lanes(CPU, pair_groups),
+    )  # fmt: skip
     order = [2, 0, 1]
     if rank in source.devices:
-        for m in order:
-            exchange.post("backward", 0, m)
         for m in order:
             exchange.send("forward", 0, m, {
                 b.key: part(whole(b.key, m, b.spec), b.source_layout, source, rank)
                 for b in crossing
             })  # fmt: skip
+        for m in range(3):
+            exchange.post("backward", 0, m)
         for m in order:
             gradients = exchange.receive("backward", 0, m)
             expected = part(whole("gradient", m, F64), source_layout, source, rank)
             assert list(gradients) == ["h"]
             assert torch.equal(gradients["h"], expected)
     else:
-        for m in order:
+        for m in range(3):
             exchange.post("forward", 1, m)
         for m in order:
             received = exchange.receive("forward", 1, m)
@@ -306,7 +314,10 @@ def sum_of_consumers() -> None:
     places = tuple(place(s, 1, 1) for s in range(3))
     layout = (INVARIANT, INVARIANT)
     crossing = [Boundary(k, 0, t, F64, layout, layout) for k in ("a", "b") for t in (1, 2)]
-    exchange = Exchange([crossing], stages=places, rank=rank, device=CPU)
+    exchange = Exchange(
+        [crossing], schedule=build_schedule("gpipe", 3, 1, edges=((0, 1), (0, 2))),
+        stages=places, rank=rank, device=CPU,
+    )  # fmt: skip
     if rank:
         exchange.send("backward", rank, 0, {"a": torch.full((4, 6), float(rank)).double()})
     else:
@@ -326,6 +337,7 @@ def send_wrong_shape() -> None:
     places = (place(0, 1, 1), place(1, 1, 1))
     exchange = Exchange(
         [[Boundary("h", 0, 1, F64, layout, layout)]],
+        schedule=build_schedule("gpipe", 2, 1),
         stages=places,
         rank=dist.get_rank(),
         device=CPU,
@@ -339,13 +351,16 @@ def test_a_value_of_another_shape_is_refused_before_it_is_sent():
         run_processes(2, send_wrong_shape)
 
 
+ONE = Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP"))
+
+
 def test_progress_names_stage_microbatch_and_what_is_waited_for():
     told: list[str] = []
     places = (place(0, 1, 1),)
     runner = PipelineRunner(
-        Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP")),
+        ONE,
         {0: ToyExecutor(0, places, 0, 1)},
-        Exchange([[]], stages=places, rank=0, device=CPU),
+        Exchange([[]], schedule=ONE, stages=places, rank=0, device=CPU),
         hooks=Hooks(progress=told.append),
     )
     runner.step(full_batch(1))
@@ -366,7 +381,7 @@ def test_an_inference_schedule_keeps_no_graph():
     runner = PipelineRunner(
         build_schedule("inference", 1, 2),
         {0: Watching(0, places, 0, 2)},
-        Exchange([[]], stages=places, rank=0, device=CPU),
+        Exchange([[]], schedule=ONE, stages=places, rank=0, device=CPU),
     )
     assert runner.step(full_batch(2)).item() == pytest.approx(reference(2)[0])
     assert seen == [False, False]

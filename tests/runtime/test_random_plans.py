@@ -169,13 +169,14 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         num_microbatches=NUM_MICROBATCHES,
         constants=evaluate(program, stage_program.constants),
     )
+    schedule = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
     exchange = Exchange(
         [(*stage_program.receives, *stage_program.sends)],
+        schedule=schedule,
         stages=plan.stages,
         rank=rank,
         device=stage.device,
     )
-    schedule = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
     parameters = {index: stage.by_name}
     tied = find_tied(parameters)
     runner = PipelineRunner(

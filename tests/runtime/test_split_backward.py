@@ -208,7 +208,7 @@ def split(schedule: Schedule, delay: int) -> Schedule:
                 actions.append(waiting.pop(0))
         rows.append((*actions, *waiting))
     orders: Table = tuple(rows)
-    found = replace(schedule, table=complete(orders, prefetch=2)[1])
+    found = replace(schedule, table=complete(orders)[1])
     check_schedule(found)
     return found
 
@@ -233,15 +233,16 @@ def train_step(delayed: Delayed, program: Program, expected: Truth) -> None:
         stage, num_microbatches=NUM_MICROBATCHES,
         constants=evaluate(program, stage_program.constants),
     )  # fmt: skip
-    exchange = Exchange(
-        [(*stage_program.receives, *stage_program.sends)], stages=plan.stages, rank=rank,
-        device=stage.device,
-    )  # fmt: skip
     whole = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
+    schedule = split(whole, delayed.delay)
+    exchange = Exchange(
+        [(*stage_program.receives, *stage_program.sends)], schedule=schedule, stages=plan.stages,
+        rank=rank, device=stage.device,
+    )  # fmt: skip
     parameters = {index: stage.by_name}
     tied = find_tied(parameters)
     runner = PipelineRunner(
-        split(whole, delayed.delay), {index: executor}, exchange,
+        schedule, {index: executor}, exchange,
         hooks=Hooks(lambda: tied.sum(parameters)),
     )  # fmt: skip
     for _ in range(2):
