@@ -146,6 +146,14 @@ class StrictGroup(dist.ProcessGroup):
             ),
         )
 
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> StrictWork:
+        given = [[each.clone() for each in parts] for parts in inputs]
+        return self._collective(
+            outputs, lambda made: self._inner.scatter(list(made), given, *_options(opts))
+        )
+
     def barrier(self, opts: Any = None) -> StrictWork:
         return self.allreduce([torch.ones(1)], dist.AllreduceOptions())
 

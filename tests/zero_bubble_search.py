@@ -60,7 +60,7 @@ def search(num_ranks: int, num_microbatches: int, times: Times, memory: Memory) 
         except MemoryError:
             continue
     table = min(found, key=lambda each: each[0])[1]
-    return Schedule("searched", num_microbatches, *complete(table))
+    return Schedule("searched", num_microbatches, *complete(table, ahead=2))
 
 
 @dataclass

@@ -46,6 +46,7 @@ def build_schedule(
     num_microbatches: int,
     *,
     num_chunks: int | None = None,
+    ahead: int = 0,
     edges: Edges | None = None,
     slices: tuple[int, ...] = (),
 ) -> Schedule:
@@ -57,13 +58,14 @@ def build_schedule(
     rank ``s % (num_stages / num_chunks)``, and in those in the shape of a V, which have two.
     Chimera has one part of the model per rank and direction; ``num_stages`` is that of one
     direction. ``slices``: the lengths of the slices of sequences, for TeraPipe only.
-    Raises UsageError for an unknown name, an empty pipeline, or chunks and micro-batches that the
-    schedule cannot have.
+    A receive is posted ``ahead`` forwards and backwards before the one that needs its message: see
+    ``messages``. Raises UsageError for an unknown name, an empty pipeline, or chunks and
+    micro-batches that the schedule cannot have.
 
     >>> from autoparallel.cost_model.actions import format_table
     >>> print(format_table(build_schedule("1f1b", 2, 2).table))
     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP
-    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1STEP
+    1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE 1STEP
     """
     info = find_schedule(name)
     if num_stages < 1 or num_microbatches < 1:
@@ -72,7 +74,7 @@ def build_schedule(
             why="a pipeline has at least one stage and one micro-batch", where="schedule",
         )  # fmt: skip
     if edges is not None and edges != chain(num_stages):
-        return _of_graph(info, num_stages, num_microbatches, edges)
+        return _of_graph(info, num_stages, num_microbatches, edges, ahead)
     chunks = info.chunks[0] if num_chunks is None else num_chunks
     size = _size(info, num_stages, num_microbatches, chunks)
     if slices and info.name != "terapipe":
@@ -82,7 +84,7 @@ def build_schedule(
     if info.name == "chimera":
         parts, ways = two_ways(size.num_ranks)
     orders = info.orders(size._replace(num_slices=len(slices) or 1))
-    rest = complete(orders, edges=ways, parts=parts)
+    rest = complete(orders, ahead=ahead, edges=ways, parts=parts)
     return Schedule(
         info.name, num_microbatches, *rest,
         edges=ways, parts=parts, slices=slices, weights=info.weights,
@@ -126,7 +128,9 @@ def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[in
     return tuple(tuple(range(rank, last + 1, num_ranks)) for rank in range(num_ranks))
 
 
-def _of_graph(info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges) -> Schedule:
+def _of_graph(
+    info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges, ahead: int
+) -> Schedule:
     """The schedule of stages that form any directed acyclic graph."""
     if info.name not in OF_GRAPHS:
         raise UsageError(
@@ -134,7 +138,7 @@ def _of_graph(info: ScheduleInfo, num_stages: int, num_microbatches: int, edges:
             fix=f"one of {', '.join(OF_GRAPHS)}",
         )  # fmt: skip
     orders = OF_GRAPHS[info.name](num_microbatches, depths(Wiring.of(num_stages, edges)))
-    rest = complete(orders, edges=edges)
+    rest = complete(orders, ahead=ahead, edges=edges)
     return Schedule(info.name, num_microbatches, *rest, edges=edges)
 
 

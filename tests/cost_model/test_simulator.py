@@ -109,14 +109,23 @@ def test_static_bytes_are_in_the_peak_and_in_the_memory_over_time():
 
 def test_gpipe_pays_every_hop_once_per_direction():
     """(N+D-1)(f+b) + 2(D-1)c while a message is shorter than the compute that hides it."""
-    timeline = simulate(build_schedule("gpipe", 4, 8), uniform(4, send=0.25))
+    timeline = simulate(build_schedule("gpipe", 4, 8, ahead=2), uniform(4, send=0.25))
     assert timeline.step_seconds == 11 * 3 + 2 * 3 * 0.25
+
+
+def test_a_receive_at_its_use_shows_each_message():
+    """Without receives ahead each of GPipe's 8 micro-batches pays its hop on the next stage."""
+    ahead, plain = (
+        simulate(build_schedule("gpipe", 2, 8, ahead=ahead), uniform(2, send=0.25)).step_seconds
+        for ahead in (2, 0)
+    )
+    assert (ahead, plain) == (9 * 3 + 2 * 0.25, 9 * 3 + 2 * 8 * 0.25)
 
 
 def test_1f1b_pays_the_round_trip_again_and_eager_1f1b_hides_it():
     """1F1B holds D-s micro-batches at stage s: a round trip is paid in every turn."""
-    lazy = simulate(build_schedule("1f1b", 4, 16), uniform(4, send=0.25))
-    eager = simulate(build_schedule("eager-1f1b", 4, 16), uniform(4, send=0.25))
+    lazy = simulate(build_schedule("1f1b", 4, 16, ahead=2), uniform(4, send=0.25))
+    eager = simulate(build_schedule("eager-1f1b", 4, 16, ahead=2), uniform(4, send=0.25))
     assert eager.step_seconds == 19 * 3 + 2 * 3 * 0.25
     assert lazy.step_seconds > 1.05 * eager.step_seconds
 
@@ -137,7 +146,7 @@ def test_a_step_waits_for_its_own_stage_only():
 def test_a_channel_carries_one_message_at_a_time():
     """Messages of 10 s follow each other although the sender computes one per second."""
     costs = StageCosts([1.0, 1.0], [1.0, 1.0], send_seconds=[10.0])
-    timeline = simulate(build_schedule("inference", 2, 3), costs)
+    timeline = simulate(build_schedule("inference", 2, 3, ahead=3), costs)
     assert timeline.step_seconds == 1 + 3 * 10 + 1
     assert timeline.exposed_seconds == (0.0, 28.0)
 
@@ -155,7 +164,7 @@ def test_a_ranks_messages_to_all_others_share_its_port():
 def test_latency_keeps_no_message_from_leaving():
     """Of 10 s 8 are latency: messages leave at 1, 3, 5 and the last is there at 15, not at 31."""
     costs = StageCosts([1.0] * 2, [1.0] * 2, send_seconds=[10.0], send_latency_seconds=[8.0])
-    timeline = simulate(build_schedule("inference", 2, 3), costs)
+    timeline = simulate(build_schedule("inference", 2, 3, ahead=3), costs)
     assert timeline.step_seconds == 1 + 2 + 2 + 10 + 1
     one = simulate(build_schedule("inference", 2, 1), costs)
     assert one.step_seconds == 1 + 10 + 1

@@ -29,10 +29,13 @@ ZOO = (
 )  # fmt: skip
 
 NEAR = 0.005
-TWICE = {"bart": 0.02, "clip": 0.015, "cohere": 0.03, "exaone4": 0.03, "t5": 0.02, "whisper": 0.02}
+TWICE = {
+    "bart": 0.02, "clip": 0.015, "cohere": 0.03, "exaone4": 0.03, "swin": 0.05, "t5": 0.02,
+    "whisper": 0.02,
+}  # fmt: skip
 """Where more is left: without recomputation each block that reads a value is priced to keep it;
-so is each that reads one part of the batch. Cohere: no op keeps what its second stage receives,
-which the stage holds all the same."""
+so is each that reads one part of the batch. Cohere, Swin: no op keeps what the second stage
+receives, which the stage holds all the same."""
 
 
 def options(parallel: str) -> PlanOptions:

@@ -33,9 +33,10 @@ GPIPE = Pipeline("gpipe", 4)
 
 
 def test_without_overlap_gradients_are_summed_after_the_last_backward():
-    """(N+D-1)(f+b) = 5 × 4.5, a message up and down, then sum and step of stage 0."""
+    """(N+D-1)(f+b) = 5 × 4.5, a message up and down for each of 4 micro-batches, as receives
+    stand at their use, then sum and step of stage 0."""
     timeline = simulate_stages(GPIPE, PAIR)
-    assert timeline.step_seconds == 5 * 4.5 + 0.125 + 0.25 + 4 + 0.25
+    assert timeline.step_seconds == 5 * 4.5 + 4 * (0.125 + 0.25) + 4 + 0.25
     assert [each.gradient_sync for each in timeline.exposed] == [4.0, 4.0]
     assert [each.inside for each in timeline.exposed] == [4 * 1.5] * 2
     assert timeline.peak_activation_bytes == (256, 256)

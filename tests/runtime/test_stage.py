@@ -35,6 +35,7 @@ from autoparallel.runtime.optimizer import (
     published,
     scale_gradients,
 )
+from autoparallel.runtime.shared import gather_values
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
 from autoparallel.runtime.training_call import TrainingCall
@@ -134,9 +135,8 @@ def _pipeline(recompute: str, zero: int, num_microbatches: int) -> None:
         for name, parameter in stage.by_name.items():
             found = whole(parameter.master.detach())
             assert relative_error(found, expected.weights[step][name]) < TOLERANCE, name
-        gradients: list[Any] = [None] * 4
         gradient = stage.by_name["scale"].master.grad
-        dist.all_gather_object(gradients, whole(gradient))
+        gradients = gather_values(whole(gradient))
         assert all(torch.equal(other, gradients[0]) for other in gradients)
 
 
