@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoparallel.adopted import Job
@@ -77,7 +76,7 @@ def join_training(
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
     if plan is None:
-        plan = _planned(program, target, _cluster(job.cluster, device), options, device)
+        plan = _planned(program, target, _cluster(job.cluster, device, rank), options, device)
     if not job.allow_idle:
         check_none_idle(plan)
     _check_length(plan, captured_seq(program))
@@ -97,11 +96,11 @@ def join_training(
     return trainer
 
 
-def _cluster(name: str, device: torch.device) -> Cluster | None:
+def _cluster(name: str, device: torch.device, rank: int) -> Cluster | None:
     """On rank 0 the cluster to plan for: ``local`` is what the launcher joined. Collective."""
     is_joined = name == "local"
     devices = gather_values(own_process_device(device.index)) if is_joined else []
-    if dist.get_rank() != 0:
+    if rank != 0:
         return None
     if not is_joined:
         return find_cluster(name)

@@ -100,7 +100,7 @@ def test_a_box_of_a_tensor_is_what_slicing_the_tensor_gives(
 def test_a_checkpoint_in_pieces_is_read_across_them(tmp_path: Path) -> None:
     from processes import run_processes
 
-    run_processes(2, _save_sharded, str(tmp_path))
+    run_processes(2, _save_sharded, str(tmp_path), backend="gloo")
     files = open_weights(tmp_path)
     expected = torch.arange(48.0).view(8, 6)
     assert torch.equal(files.read("w", ((2, 7), (1, 5))), expected[2:7, 1:5])
