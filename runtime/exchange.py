@@ -33,6 +33,7 @@ from ..cost_model.actions import (
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.pricing.transfer import relative, transfers
+from ..planner.schedules.check import sends_under_way
 from .arriving import shared_sum
 from .lanes import Lane, Lanes
 from .outbox import Outbox
@@ -124,7 +125,7 @@ class Exchange:
         self._ports = [_make_ports(each, stages, rank) for each in boundaries]
         self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
         self._lanes = Lanes(device) if lanes is None else lanes
-        self._outbox = Outbox(polls=bool(self._lanes.has_groups))
+        self._outbox = Outbox(sends_under_way(schedule) if self._lanes.has_groups else None)
         self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, _Piece]]] = {}
         lanes_of_rank: set[Lane] = set()
         for part, (sends, receives) in enumerate(self._ports):
@@ -194,8 +195,8 @@ class Exchange:
                 packed = (value[piece.slices] if piece.slices else value).contiguous()
                 messages.setdefault(piece.peer, []).append(_wire(packed))
         for peer, tensors in messages.items():
-            for work in self._lanes.send(tensors, self._rank, peer):
-                self._outbox.add(peer, work, tuple(tensors), what)
+            works = self._lanes.send(tensors, self._rank, peer)
+            self._outbox.add(peer, works, tuple(tensors), what)
 
     def finish(self) -> None:
         """Wait until everything sent has gone."""

@@ -223,10 +223,37 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Runs the table; what cannot go on is a deadlock."""
+    stuck = _stuck(schedule)
+    if stuck:
+        raise _fault(schedule, "deadlock", "; ".join(stuck))
+
+
+def sends_under_way(schedule: Schedule) -> int:
+    """How many sends from one rank to another, 1 or more, may be under way when the next one waits
+    for the first of them, so that the table still runs to its end: the least power of two.
+
+    What a rank must keep of them is bounded so, however far its host runs ahead.
+
+    >>> from .schedules import build_schedule
+    >>> sends_under_way(build_schedule("1f1b", 4, 16))
+    1
+    >>> sends_under_way(build_schedule("bfs", 8, 16, num_chunks=2))
+    4
+    """
+    most = 1
+    while _stuck(schedule, most):
+        most *= 2
+    return most
+
+
+def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
+    """Runs the table; where ranks cannot go on, in words. With ``under_way`` a send waits until
+    fewer than so many of its rank's to the same one are not received."""
+    ranks = schedule.stage_rank
     split = {a for row in schedule.table for a in row if a.kind == INPUT_BACKWARD}
     done: set[Action] = set()
     sent: Counter[Action] = Counter()
+    waiting: Counter[tuple[int, int]] = Counter()
     cursor = [0] * schedule.num_ranks
     progress = True
     while progress:
@@ -234,22 +261,26 @@ def _check_progress(schedule: Schedule) -> None:
         for rank, row in enumerate(schedule.table):
             while cursor[rank] < len(row):
                 action = row[cursor[rank]]
-                if action.kind in RECEIVES and sent[action] < len(_senders_of(action, schedule)):
-                    break
-                if not done.issuperset(requirements(action, schedule, split)):
+                senders = _senders_of(action, schedule) if action.kind in RECEIVES else []
+                takers = _receives_of(action, schedule) if action.kind in SENDS else []
+                lanes = [(rank, ranks[taker.stage]) for taker in takers]
+                if (
+                    sent[action] < len(senders)
+                    or (under_way and any(waiting[lane] >= under_way for lane in lanes))
+                    or not done.issuperset(requirements(action, schedule, split))
+                ):
                     break
                 done.add(action)
-                if action.kind in SENDS:
-                    sent.update(_receives_of(action, schedule))
+                sent.update(takers)
+                waiting.update(lanes)
+                waiting.subtract((ranks[sender], rank) for sender in senders)
                 cursor[rank] += 1
                 progress = True
-    stuck = [
+    return [
         f"rank {rank} at {row[cursor[rank]]}"
         for rank, row in enumerate(schedule.table)
         if cursor[rank] < len(row)
     ]
-    if stuck:
-        raise _fault(schedule, "deadlock", "; ".join(stuck))
 
 
 def _senders_of(receive: Action, schedule: Schedule) -> list[int]:

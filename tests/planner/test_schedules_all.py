@@ -16,6 +16,7 @@ from autoparallel.planner.schedules.check import (
     check_schedule,
     peak_in_flight,
     peak_of_ranks,
+    sends_under_way,
 )
 from autoparallel.planner.schedules.orders import depths, round_size
 from autoparallel.planner.schedules.schedules import (
@@ -59,6 +60,19 @@ def test_a_schedule_is_complete_and_ends_though_receives_hold_up_what_is_behind(
     schedule = built(name, *size)
     check_schedule(schedule)
     assert parse_table(format_table(schedule.table)) == schedule.table
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "most"),
+    [("gpipe", 1, 1), ("1f1b", 1, 1), ("eager-1f1b", 1, 1), ("zb-h1", 1, 1), ("zb-h2", 1, 1),
+     ("interleaved", 2, 2), ("zbv", 2, 2), ("dualpipev", 2, 2), ("chimera", 1, 1), ("bfs", 2, 4)],
+)  # fmt: skip
+def test_how_many_sends_are_under_way_does_not_grow_with_the_micro_batches(name, chunks, most):
+    """Of two ranks and 8 or 64 micro-batches; breadth-first rounds send all before they receive."""
+    for count in (8, 64):
+        factor = count // 8 if name == "bfs" else 1
+        schedule = build_schedule(name, 2 * chunks, count, num_chunks=chunks)
+        assert sends_under_way(schedule) == most * factor
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 8), (4, 8), (4, 20), (6, 18)])

@@ -14,6 +14,7 @@ from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.exchange import Exchange
+from autoparallel.runtime.outbox import Outbox
 
 BIG = TensorSpec((4 << 20,), "float32", requires_grad=True)
 """Too much for the socket buffers: it only goes when it is received."""
@@ -59,3 +60,33 @@ def test_a_message_is_freed_when_it_has_gone_though_an_earlier_one_has_not():
     first, second = run_processes(3, sends_to_a_slow_and_a_fast_one, backend="gloo")[0]
     assert first
     assert not second
+
+
+class Sent:
+    """A send that its device has not got to, however often it is asked."""
+
+    def __init__(self) -> None:
+        self.is_waited_for = False
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> bool:
+        self.is_waited_for = True
+        return True
+
+
+def test_a_host_that_runs_ahead_keeps_no_more_than_the_schedule_needs():
+    """64 sends of a micro-batch each to two ranks: two to each are kept at any time."""
+    outbox, kept = Outbox(most=2), []
+    works = {peer: [Sent() for _ in range(64)] for peer in (1, 2)}
+    for m in range(64):
+        for peer, own in works.items():
+            tensor = torch.empty(8)
+            kept.append(tensor.untyped_storage()._weak_ref())
+            outbox.add(peer, [own[m]], (tensor,), f"0SEND_F{m}")
+            del tensor
+            assert sum(not torch.UntypedStorage._expired(each) for each in kept) <= 4
+    assert [work.is_waited_for for work in works[1]] == [True] * 62 + [False] * 2
+    outbox.finish()
+    assert all(work.is_waited_for for own in works.values() for work in own)
