@@ -240,8 +240,8 @@ def sends_under_way(schedule: Schedule) -> int:
     >>> sends_under_way(build_schedule("bfs", 8, 16, num_chunks=2))
     4
     """
-    most = 1
-    while _stuck(schedule, most):
+    most, longest = 1, max(map(len, schedule.table))
+    while most < longest and _stuck(schedule, most):
         most *= 2
     return most
 
