@@ -88,6 +88,8 @@ class Handover:
             group = dist.new_group(list(devices))
             if rank in devices:
                 self._group = group
+                # The first operation of a communicator takes all of its ranks; a swap may not.
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _add(
         self, boundary: Boundary, places: tuple[StagePlace, StagePlace], is_alike: bool

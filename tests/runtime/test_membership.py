@@ -29,6 +29,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **how: found.update(how, backend=backend)
     )
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: found.update(began=True))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return found
 
@@ -37,6 +40,7 @@ def test_the_group_of_gpus_is_made_at_once_and_outlasts_the_watchdog(made: dict[
     device = join("cuda", 3, 100.0)
     assert device == made["device"] == made["device_id"] == torch.device("cuda", 3)
     assert made["backend"] == "nccl"
+    assert made["began"]
     assert made["timeout"] == timedelta(seconds=160)
     made["backend"] = "the script's"
     assert join("cuda", 4) == torch.device("cuda", 4)
