@@ -100,7 +100,7 @@ def sends_an_object() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (receives_first, "Timed out waiting"),
+        pytest.param(receives_first, "Timed out waiting", marks=pytest.mark.slow),  # for long
         (writes_under_way, "a message was written to under way"),
         (sends_an_object, "objects do not travel"),
     ],

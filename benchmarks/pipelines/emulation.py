@@ -165,10 +165,11 @@ def alone(job: Job, schedule: Schedule) -> dict[str, float]:
     share = dist.get_world_size() / schedule.num_stages
     seconds: dict[str, float] = {}
     for name in ("1f1b", "zb-h1"):
+        own = build_schedule(name, 1, job.num_microbatches)
         runner = PipelineRunner(
-            build_schedule(name, 1, job.num_microbatches),
+            own,
             {0: SleepingStage(job, share, "", "")},
-            _Silent([[]], stages=places, rank=dist.get_rank(), device=CPU),
+            _Silent([[]], schedule=own, stages=places, rank=dist.get_rank(), device=CPU),
             hooks=Hooks(clock=time.monotonic),
         )
         runner.step({})

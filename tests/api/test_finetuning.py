@@ -105,7 +105,7 @@ def check_weights(found: nn.Module, expected: dict[str, Tensor], start: nn.Modul
     ("model", "parallel"),
     [
         pytest.param("llama", "tp=2", marks=pytest.mark.slow),
-        ("llama", "dp=2,zero=3"),
+        pytest.param("llama", "dp=2,zero=3", marks=pytest.mark.slow),
         ("gpt2", "pp=2,microbatches=2"),
     ],
 )

@@ -100,9 +100,11 @@ def test_the_step_is_what_its_stages_add_up_to(
 def test_chunks_make_a_smaller_bubble_and_hold_more(
     deep_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = figures(capsys, deep_file, "pp=4,dp=2,microbatches=8")
-    looped = figures(
-        capsys, deep_file, "pp=4,dp=2,microbatches=8,schedule=interleaved-1f1b,chunks=2"
+    """Of layers so wide that messages are short beside passes: a chunk waits for one more."""
+    wide = ("--global-batch", "16384", "--set", "width=1024")
+    plain, looped = (
+        figures(capsys, deep_file, f"pp=4,dp=2,microbatches=8{more}", *wide)
+        for more in ("", ",schedule=interleaved-1f1b,chunks=2")
     )
     assert looped["bubble_fraction"] < plain["bubble_fraction"]
     assert len(looped["stage_seconds"]) == 2 * len(plain["stage_seconds"])
