@@ -134,6 +134,8 @@ class Exchange:
                 lanes_of_rank.add((piece.peer, rank))
                 key = (piece.peer, port.direction, port.sender, part)
                 self._messages.setdefault(key, []).append((port, piece))
+        for messages in self._messages.values():  # as the sender has them
+            messages.sort(key=lambda message: (message[0].taker, message[0].key))
         self._order = {
             peer: [sent for sent in sends_of(schedule, stages, peer) if self._from(peer, sent)]
             for peer, target in sorted(lanes_of_rank) if target == rank

@@ -54,6 +54,30 @@ def compare(schedule: Schedule, wrong: str, on: tuple[int, ...]) -> tuple[list[s
     return (*sent.values(), *taken.values())
 
 
+JUMPS = ((0, 5), (2, 3), (2, 5))
+"""Stage 2 sends to both stages of rank 1 that follow, to the later of which stage 0 sends too."""
+
+
+def compare_jumps() -> None:
+    rank = dist.get_rank()
+    spec = TensorSpec((4, 6), "float32", requires_grad=True)
+    crossing = [
+        Boundary(f"v{s}{t}", s, t, spec, WHOLE, WHOLE)
+        for s, t in {*JUMPS, *((s, s + 1) for s in range(5))}
+    ]
+    schedule = build_schedule("interleaved", 6, 2, num_chunks=3)
+    stages = tuple(Place(owner) for owner in schedule.stage_rank)
+    exchange = Exchange([crossing], schedule=schedule, stages=stages, rank=rank, device=CPU)
+    sent, taken = exchange.sequences()
+    assert sent
+    assert taken
+    check_lanes(sent, taken)
+
+
+def test_what_is_sent_at_once_to_several_stages_of_a_rank_is_taken_in_that_order() -> None:
+    run_processes(2, compare_jumps)
+
+
 @pytest.fixture(scope="module")
 def schedule() -> Schedule:
     return build_schedule("interleaved", 4, 2, num_chunks=2)
