@@ -114,6 +114,21 @@ class Wiring(NamedTuple):
             consumers[source].append(target)
         return Wiring(tuple(map(tuple, producers)), tuple(map(tuple, consumers)))
 
+    def between_ranks(self, stage_rank: Sequence[int]) -> Wiring:
+        """The same without what stages of one rank need of each other, which takes no message.
+
+        >>> Wiring.of(3, ((0, 1), (0, 2))).between_ranks((0, 1, 0))
+        Wiring(producers=((), (0,), ()), consumers=((1,), (), ()))
+        """
+        producers, consumers = (
+            tuple(
+                tuple(each for each in others if stage_rank[each] != stage_rank[stage])
+                for stage, others in enumerate(side)
+            )
+            for side in self
+        )
+        return Wiring(producers, consumers)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -162,6 +177,11 @@ class Schedule:
     def wiring(self) -> Wiring:
         edges = chain(self.num_stages) if self.edges is None else self.edges
         return Wiring.of(self.num_stages, edges)
+
+    @cached_property
+    def messages(self) -> Wiring:
+        """The wiring between stages of different ranks."""
+        return self.wiring.between_ranks(self.stage_rank)
 
     @property
     def is_asynchronous(self) -> bool:

@@ -1,8 +1,8 @@
 """The cluster that a launcher's processes are: one device each, on all their hosts.
 
-In: what each process says of its device and host, by rank. Out: a ``Cluster`` whose devices are
-the ranks in their order. Processes of a host are consecutive ranks, as torchrun and Slurm start
-them. Torch is imported on use.
+In: for each rank, the device and the host of its process. Out: a ``Cluster`` that has one device
+for each rank, in the order of ranks. The processes of a host must be consecutive ranks, as torchrun
+and Slurm number them. Torch is imported on use.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from .checkpoint_folder import (
     publish,
     temporary_path,
 )
+from .shared import control_group, share_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +130,12 @@ class CheckpointWriter:
             self._pending.wait()
 
     def _gloo_group(self, *, asynchronous: bool) -> dist.ProcessGroup | None:
-        """The group to write with: the default one, unless others use it meanwhile, or it has
-        no communication between CPUs."""
-        if not dist.is_initialized():
-            return None
-        if asynchronous or "gloo" not in str(dist.get_backend_config()):
-            if self._group is None:
-                self._group = dist.new_group(backend="gloo")
-            return self._group
-        return None
+        """The group to write with: the one for objects, unless others use it meanwhile."""
+        if not asynchronous or not dist.is_initialized():
+            return control_group()
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
 
     def _end(self) -> None:
         """At the end of the process, where an exception would not change the exit code."""
@@ -167,7 +165,7 @@ def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
     folder before is then still there.
     """
     path = checkpoint_path(snapshot.folder, snapshot.step)
-    temporary = temporary_path(path, _shared(uuid.uuid4().hex[:12], group))
+    temporary = temporary_path(path, share_value(uuid.uuid4().hex[:12], group))
 
     def prepare() -> None:
         snapshot.folder.mkdir(parents=True, exist_ok=True)
@@ -223,18 +221,9 @@ def _on_rank_0(act: Callable[[], None], group: dist.ProcessGroup | None) -> None
             act()
         except OSError as error:
             failure = error
-    failure = _shared(failure, group)
+    failure = share_value(failure, group)
     if failure is not None:
         raise failure
-
-
-def _shared(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's value."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
 
 
 def _not_written(path: Path, error: BaseException) -> MachineError:

@@ -45,7 +45,8 @@ Direction = Literal["forward", "backward"]
 
 
 Sent = tuple[Direction, int, int]
-"""What a stage sends at once: the direction, the stage, the micro-batch (or slice of one)."""
+"""Names all that a stage sends after one action: the direction, the stage, and the micro-batch (or
+the slice of one)."""
 
 Progress = Callable[[str, tuple[int, ...]], None]
 """Is told what the rank waits for, and from which ranks, before each wait."""
@@ -89,7 +90,11 @@ class _Port:
 
 @dataclass(slots=True)
 class _Arriving:
-    """A receive: the whole part, the works of its messages, the pieces to copy into it."""
+    """A value that is being received: ``whole`` is the memory for this rank's part of it.
+
+    ``works`` are those of its messages, each with the rank that sends it. ``copies`` are pieces
+    that arrive in memory of their own and are then copied to these slices of ``whole``.
+    """
 
     port: _Port
     whole: Tensor

@@ -58,7 +58,7 @@ def _only(found: Messages, lane: Lane) -> Messages:
 
 
 def _gathered(own: tuple[T, T]) -> list[tuple[T, ...]]:
-    """What all ranks send, and what all take."""
+    """Of every rank, in the order of ranks: the first of the two, and the second."""
     return list(zip(*gather_values(own), strict=True))
 
 

@@ -27,7 +27,7 @@ Lane = tuple[int, int]
 
 @dataclass(slots=True)
 class Lanes:
-    """The lanes of one process, shared by all who exchange messages there.
+    """The lanes that one process sends or receives on. All exchanges of a trainer share them.
 
     ``has_groups``: each has a communicator of its own; by default where the backend is not gloo.
     """

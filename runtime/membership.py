@@ -51,7 +51,8 @@ def join(device_type: str, local_rank: int, timeout_seconds: float | None = None
     if not dist.is_initialized():
         # With a device the communicator is made at once, by all; objects have ``control_group``.
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    # A script's own group may not have one yet, and its first operation takes all ranks.
+    # The group of a script may make its communicator at the first operation only. All ranks have
+    # to take part in that one, which later ones between two ranks would not see to.
     dist.all_reduce(torch.zeros(1, device=device))
     return device
 

@@ -34,16 +34,20 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def group_for(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The group of all ranks that carries ``tensor``; None for the default one."""
+    """The group of all ranks for a collective on ``tensor``: ``control_group()`` for one in CPU
+    memory, else None, which stands for the default group."""
     return control_group() if tensor.device.type == "cpu" else None
 
 
-def share_value(value: T) -> T:
-    """Rank 0's value on every rank, pickled: between processes of one program. Collective."""
+def share_value(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's value on every rank, pickled: between processes of one program. Collective.
+
+    ``group`` is one of all ranks that carries objects, by default ``control_group()``.
+    """
     if not dist.is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=control_group())
+    dist.broadcast_object_list(box, src=0, group=control_group() if group is None else group)
     return box[0]
 
 
@@ -79,7 +83,8 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_on_first(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks, on rank 0; nothing on the others. Collective."""
+    """On rank 0 every rank's value, in the order of ranks; on other ranks an empty list.
+    Collective."""
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, found, dst=0, group=control_group())
     return found or []

@@ -46,13 +46,12 @@ def verify(
             gradients = collect(trainer.all_parameters(), graph, _gradient)
     weights = collect(trainer.all_parameters(), graph, lambda parameter: parameter.local)
     buffers = collect_buffers(trainer)
-    result: list[Verification | None] = [None]
+    found: Verification | None = None
     if dist.get_rank() == 0:
-        truth = reference()
-        result = [_compared(trainer, truth, losses, gradients, weights, buffers)]
-    shared = share_value(result[0])
-    assert shared is not None
-    return shared
+        found = _compared(trainer, reference(), losses, gradients, weights, buffers)
+    found = share_value(found)
+    assert found is not None
+    return found
 
 
 def _compared(

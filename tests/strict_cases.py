@@ -1,7 +1,7 @@
 """Plans with pipelines, run under the rules of NCCL and CUDA and held to one device.
 
-In: a model, a schedule, a number of micro-batches. Out: losses, gradients and weights of two
-steps on ranks of a ``strict`` group, compared in float64.
+In: a model, a schedule and a number of micro-batches. Out: the comparison, in float64, of two steps
+on the ranks of a ``strict`` group with two steps on one device: losses, gradients and weights.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _spoil(tensor: Tensor) -> None:
-    """Nonsense that shows: not a number, or large."""
+    """Overwrites a tensor with values that a test notices: NaN, True, or the integer 113."""
     with torch.no_grad():
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))

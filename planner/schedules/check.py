@@ -3,7 +3,7 @@
 In: a Schedule. Out: nothing if it is sound, else a PlanError that names the first action
 at fault. The rules are stricter than the interpreter's: a compute action needs its own rank's
 earlier results, a receive holds up all that is behind it on its rank until its message has been
-sent (a GPU promises no more), and a send never waits.
+sent (on a GPU it may), and a send never waits.
 """
 
 from __future__ import annotations
@@ -261,8 +261,10 @@ def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
         for rank, row in enumerate(schedule.table):
             while cursor[rank] < len(row):
                 action = row[cursor[rank]]
-                senders = _senders_of(action, schedule) if action.kind in RECEIVES else []
-                takers = _receives_of(action, schedule) if action.kind in SENDS else []
+                senders = _senders_of(action, schedule) if action.kind in RECEIVES else ()
+                takers = (
+                    matching_receives(action, schedule.messages) if action.kind in SENDS else ()
+                )
                 lanes = [(rank, ranks[taker.stage]) for taker in takers]
                 if (
                     sent[action] < len(senders)
@@ -283,17 +285,14 @@ def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
     ]
 
 
-def _senders_of(receive: Action, schedule: Schedule) -> list[int]:
+def _senders_of(receive: Action, schedule: Schedule) -> tuple[int, ...]:
     """The stages of other ranks whose messages a receive takes."""
-    ranks, stages = schedule.stage_rank, schedule.wiring[receive.kind == RECV_BACKWARD]
-    return [each for each in stages[receive.stage] if ranks[each] != ranks[receive.stage]]
+    return schedule.messages[receive.kind == RECV_BACKWARD][receive.stage]
 
 
-def _receives_of(send: Action, schedule: Schedule) -> list[Action]:
+def _receives_of(send: Action, schedule: Schedule) -> tuple[Action, ...]:
     """The receives of other ranks that take a message."""
-    ranks = schedule.stage_rank
-    takers = matching_receives(send, schedule.wiring)
-    return [each for each in takers if ranks[each.stage] != ranks[send.stage]]
+    return matching_receives(send, schedule.messages)
 
 
 def _check_step(schedule: Schedule) -> None:

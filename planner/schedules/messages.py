@@ -46,15 +46,7 @@ def complete(
     owner = {action.stage: rank for rank, row in enumerate(orders) for action in row}
     stage_rank = tuple(owner[stage] for stage in range(len(owner)))
     wiring = Wiring.of(len(owner), chain(len(owner)) if edges is None else edges)
-    remote = Wiring(
-        *(
-            tuple(
-                tuple(each for each in others if stage_rank[each] != stage_rank[stage])
-                for stage, others in enumerate(side)
-            )
-            for side in wiring
-        )
-    )
+    remote = wiring.between_ranks(stage_rank)
     table = tuple(_with_step(_with_messages(row, remote, ahead), parts) for row in orders)
     return stage_rank, table
 
