@@ -21,6 +21,8 @@ from ..planner.graph import Graph
 from . import random_ops  # registers the ops
 
 _MULTIHEAD = functional.multi_head_attention_forward
+_DROPOUT = functional.dropout
+_ATTENTION = functional.scaled_dot_product_attention
 
 
 class counter_random(TorchFunctionMode):  # noqa: N801
@@ -94,7 +96,7 @@ def _dropout(
     inplace: bool = False, train: bool = True,
 ) -> Tensor:  # fmt: skip
     if not (training and train and p):
-        return functional.dropout(input, p, False)
+        return _DROPOUT(input, p, False)
     return mode.dropped(input, p)
 
 
@@ -106,7 +108,7 @@ def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
         inplace: bool = False, train: bool = True,
     ) -> Tensor:  # fmt: skip
         if not (training and train and p):
-            return functional.dropout(input, p, False)
+            return _DROPOUT(input, p, False)
         kept = 1 if batched_dims is not None and input.dim() < batched_dims else 2
         shape = (*input.shape[:kept], *(1,) * (input.dim() - kept))
         ones = torch.ones(shape, dtype=input.dtype, device=input.device)
@@ -122,9 +124,7 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     """Attention; with dropout written out, for its weights to be dropped one by one."""
     if not dropout_p:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, **options
-        )
+        return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
     if options.get("enable_gqa"):
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

@@ -2,8 +2,9 @@
 
 Names become the user's (parameters by FQN, inputs by batch key), ``set_grad_enabled``
 regions are inlined, assertions and no-ops are dropped, tuple items become ``Ref`` indices,
-tied parameters become one node, and what a literal means no longer depends on the device
-or on defaults: sizes are written out and every factory says its dtype.
+tied parameters become one node, and what a graph means no longer depends on the device or on
+torch's default dtype: sizes are written out, every factory says its dtype, and an op that takes
+integers and makes floats (``arange(n) / n``) takes them as floats of the dtype that it makes.
 """
 
 from __future__ import annotations
@@ -206,15 +207,15 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     path, args, kwargs = _canonical(path, args, kwargs, outputs[0])
     if path in BATCH_NORMS:
         path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
-    written = mutated_argument(path) and functional_path(path)
-    state.values[node] = _add(
-        state,
-        Node(
-            _op_name(state, node.name), "op", written or path, args, kwargs, outputs,
-            module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
-            rule=state.rules.get(path),
-        ),
+    made = Node(
+        "", "op", path, args, kwargs, outputs, module=_module(node, state.prefix),
+        source=user_source(node.meta.get("stack_trace")), rule=state.rules.get(path),
     )  # fmt: skip
+    if _makes_default_dtype(state, made):
+        made = _in_floats(state, made)
+    written = mutated_argument(path) and functional_path(path)
+    name = _op_name(state, node.name)
+    state.values[node] = _add(state, replace(made, name=name, op=written or made.op))
     if written:
         _write(state, args[0], state.values[node])
     elif path == BATCH_NORM_WITH_BUFFERS:
@@ -270,6 +271,43 @@ def _canonical(
     if is_factory:
         kept |= _factory(dtype) if has_argument(path, "dtype") else {"device": _META}
     return path, args, kept
+
+
+def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
+    """Whether torch's default dtype decides the floats that an op makes of integers."""
+    if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
+        return False
+    made = getattr(torch, node.outputs[0].dtype)
+    read = [getattr(torch, _spec_of(state, ref).dtype) for ref in node.inputs]
+    return _is_inexact(made) and not any(_is_inexact(dtype) for dtype in read)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _in_floats(state: _Lowering, node: Node) -> Node:
+    """The op on floats of the dtype that it makes; a condition stays as it is."""
+    dtype = getattr(torch, node.outputs[0].dtype).to_real()
+    is_where = node.op.startswith("aten.where.")
+
+    def step(base: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
+        spec = TensorSpec(shape, str(dtype).removeprefix("torch."), False)
+        is_factory = not _has_refs(args)
+        return _add(state, replace(
+            node, name=_op_name(state, base), op=op, args=args,
+            kwargs=_factory(dtype) if is_factory else {}, outputs=(spec,),
+        ))  # fmt: skip
+
+    def cast(ref: Ref) -> Ref:
+        return step("to", "aten.to.dtype", (ref, dtype), _spec_of(state, ref).shape)
+
+    kept, rest = node.args[: int(is_where)], node.args[int(is_where) :]
+    if node.op == "aten.where.Scalar":
+        filled = (step("full", "aten.full.default", ([], value), ()) for value in rest)
+        return replace(node, op="aten.where.self", args=(*kept, *filled))
+    args, kwargs = map_refs((rest, dict(node.kwargs)), cast)
+    return replace(node, args=(*kept, *args), kwargs=kwargs)
 
 
 _META = torch.device("meta")

@@ -266,3 +266,36 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 400_000
+
+
+class Positions(nn.Module):
+    """Sin-cos positions of integers, whose floats have torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places, channels = torch.arange(x.shape[1]), torch.arange(4)
+        angles = places[:, None] * (1e4 ** (-channels / 4))
+        angles = angles + torch.where(places > 1, 0.1, 0.3)[:, None]
+        turned = torch.where(channels > 1, channels, 0.7) + torch.exp(channels * 0.3j).real
+        scale = (x.detach() > 0).sum(-1, keepdim=True) / 3
+        return (self.linear(x * scale) + torch.cat([angles.sin(), turned * angles.cos()], -1)).sum()
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_floats_made_of_integers_have_the_dtype_of_the_capture_not_the_default(rows: int) -> None:
+    x = torch.randn(rows, 3, 8, dtype=torch.float64)
+    program = capture(meta(Positions), (x[:2],), dtype="float64").with_batch_size(rows)
+    model = plain_build(Positions, 0).double()
+    with promote_to_float64():
+        expected = model(x)
+    loss = run(program.graph, {**dict(model.named_parameters()), "input_0": x})
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+
+
+def test_a_graph_of_integers_made_floats_is_the_same_in_every_dtype() -> None:
+    x = torch.randn(2, 3, 8)
+    graphs = [capture(meta(Positions), (x,), dtype=dtype).graph for dtype in ("float32", "float64")]
+    assert len({graph.fingerprint for graph in graphs}) == 1

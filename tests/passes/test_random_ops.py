@@ -135,9 +135,9 @@ class Noisy(nn.Module):
 class MultiheadAttention(nn.Module):
     """torch's own attention, by both of its ways."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention(x, x, x)[0]
@@ -183,3 +183,12 @@ def test_attention_with_no_dropped_weight_is_the_fused_one() -> None:
     with counter_random():
         found = functional.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **options)
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_attention_of_torch_without_dropout_draws_nothing() -> None:
+    x = torch.randn(2, 6, 8)
+    model = MultiheadAttention(dropout=0.0)
+    with counter_random() as draws:
+        found = model(x)
+    assert draws.count == 0
+    assert torch.allclose(found, model(x))
