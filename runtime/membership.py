@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,9 @@ from ..planner.plan import Plan
 from .process import Worker
 
 MARGIN_SECONDS = 60.0
+"""How much longer than the watchdog a collective waits."""
+GLOO_ENDS_SECONDS = 0.1
+"""How long the end of a process waits for gloo's threads."""
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
@@ -36,6 +42,7 @@ def join(device_type: str, local_rank: int, timeout_seconds: float | None = None
     if device_type != "cuda":
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
+        _end_after_gloo()
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -55,6 +62,17 @@ def join(device_type: str, local_rank: int, timeout_seconds: float | None = None
     # to take part in that one, which later ones between two ranks would not see to.
     dist.all_reduce(torch.zeros(1, device=device))
     return device
+
+
+@cache
+def _end_after_gloo() -> None:
+    """Delays the end of the process until gloo's threads are idle.
+
+    After a collective a thread of gloo still frees its tensors, for which it takes the lock of the
+    interpreter. While the interpreter ends, that aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    atexit.register(time.sleep, GLOO_ENDS_SECONDS)
 
 
 def check_none_idle(plan: Plan) -> None:
