@@ -60,7 +60,20 @@ class Part:
 def parts(device: str, num_devices: int, *, small: bool) -> Iterator[Part]:
     """All parts, the most valuable first."""
     python, cluster = sys.executable, "local" if device == "cuda" else f"cpu:{num_devices}"
-    tests = (python, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider")
+    tests = (
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "tests/cost_model/test_detect.py",
+        "tests/runtime",
+    )
     yield Part("tests", (*tests, *(("--collect-only",) if small else ())), 150.0)
     one = "local" if device == "cuda" else "cpu:1"
     for name in ("gpt2",) if small else ("gpt2", "llama", "t5"):
