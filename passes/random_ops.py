@@ -14,6 +14,7 @@ counters is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,10 +149,14 @@ counter_dropout.register_autograd(_backward, setup_context=_setup)
 def counter_uniform(
     like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Numbers in [0, 1) of the shape and dtype of a box of a global tensor."""
+    """Numbers in [0, 1) of the shape and dtype of a box of a global tensor.
+
+    They have as many bits as the dtype's mantissa, 24 at most: with more, half precision would
+    round some up to 1.
+    """
     bits = random_bits(like.shape, start, number=number, key=key, device=like.device)
-    short = _shifted(bits, 32 - _UNIFORM_BITS, 32)
-    return short.to(like.dtype).mul_(1 / (1 << _UNIFORM_BITS))
+    width = min(_UNIFORM_BITS, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
+    return _shifted(bits, 32 - width, 32).to(like.dtype).mul_(1 / (1 << width))
 
 
 @counter_uniform.register_fake
