@@ -8,7 +8,7 @@ forward comes before its backward works, with any number in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ from ..cost_model.actions import BACKWARD, FORWARD
 from ..passes.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
-from .data import batch_rows, local_inputs, local_part
+from .data import batch_rows, local_part, step_inputs
+from .device_queue import queue_of
 from .gradients import GradientReducer
 from .share_batch import ShareBatch
 from .stage import StageModule
@@ -97,6 +98,8 @@ class StageExecutor:
         self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh)
         self._reducer.attach(self.parameters.values())
         self._batch: Mapping[str, Tensor] = {}
+        self._queue = queue_of(stage.device)
+        self._inputs: dict[int, dict[str, Tensor]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: dict[int, Tensor] = {}
 
@@ -146,6 +149,8 @@ class StageExecutor:
         """Start a step on the global ``batch``; forget the gradients of the one before, unless
         they are kept."""
         self._batch = batch
+        self._inputs.clear()  # before its memory is taken anew
+        self._inputs = step_inputs(batch, self._unit_programs(), self.num_microbatches, self._queue)
         self.program.draws.key = step_key(self.seed, self.steps_begun)
         self.steps_begun += torch.is_grad_enabled()
         self._in_flight.clear()
@@ -162,6 +167,10 @@ class StageExecutor:
                 parameter.refresh()
         if self.versions is not None:
             self.versions.begin()
+
+    def _unit_programs(self) -> Sequence[StageProgram]:
+        """What runs a micro-batch: the programs of its slices, in order."""
+        return (self.program,)
 
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
         """For each update, what its micro-batches must know of each other.
@@ -187,7 +196,7 @@ class StageExecutor:
             return self._whole[node.name].to(self.stage.device)
         rows = batch_rows(self._batch, node.name, node.spec, microbatch, self.num_microbatches)
         whole = tuple((0, size) for size in node.spec.shape)
-        return local_part(rows, whole, node.spec.dtype, self.stage.device)
+        return self._queue.to_device((local_part(rows, whole, node.spec.dtype),))[0]
 
     def forward(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a micro-batch forward; returns the values that other stages get, by key.
@@ -209,10 +218,7 @@ class StageExecutor:
         if self.versions is not None:
             self.versions.use(FORWARD, microbatch)
         counts = self._counts[microbatch // self.per_update]
-        inputs = local_inputs(
-            self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
-        )
-        values = {**self._constants, **counts, **inputs, **received}
+        values = {**self._constants, **counts, **self._inputs.pop(microbatch), **received}
         outputs: dict[str, Tensor] = self.stage(values, self._part)
         return outputs
 
