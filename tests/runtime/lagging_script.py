@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+import autoparallel
+from autoparallel.runtime.watched_script import watch_script
+from autoparallel.targets import load_target
+
+sys.path.append(str(Path(__file__).parents[1]))
 from lagging_group import DEVICE, NAME, emulate
-
-emulate()
-
-import autoparallel  # noqa: E402
-from autoparallel.runtime.watched_script import watch_script  # noqa: E402
-from autoparallel.targets import load_target  # noqa: E402
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 START_SECONDS, TIMEOUT_SECONDS = 240.0, 10.0
@@ -28,6 +28,7 @@ START_SECONDS, TIMEOUT_SECONDS = 240.0, 10.0
 def main(pids: str, culprit: str, parallel: str) -> None:
     rank = os.environ["RANK"]
     (Path(pids) / rank).write_text(str(os.getpid()))
+    emulate()
     dist.init_process_group(NAME)
     target = load_target(str(GPT), {"n_layer": 4, "d_model": 32, "n_head": 2, "seq": 16})
     torch.manual_seed(0)
