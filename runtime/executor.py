@@ -8,7 +8,7 @@ forward comes before its backward works, with any number in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -183,20 +183,27 @@ class StageExecutor:
             if not batch.held.is_whole and read - batch.whole.keys():
                 yield dict.fromkeys(loss.key for loss in counting.losses)
                 return
+        values = {} if counting is None else self._counted_inputs(counting.inputs)
         for first in range(0, self.num_microbatches, self.per_update):
 
             def value_of(node: Node, microbatch: int, first: int = first) -> Tensor:
-                return self._counted_input(node, first + microbatch)
+                if node.kind != "input":
+                    return self._whole[node.name].to(self.stage.device)
+                return values[node.name, first + microbatch]
 
             yield {} if counting is None else counting.evaluate(value_of)
 
-    def _counted_input(self, node: Node, microbatch: int) -> Tensor:
-        """One micro-batch's whole value of what the stage's counting reads."""
-        if node.kind != "input":
-            return self._whole[node.name].to(self.stage.device)
-        rows = batch_rows(self._batch, node.name, node.spec, microbatch, self.num_microbatches)
-        whole = tuple((0, size) for size in node.spec.shape)
-        return self._queue.to_device((local_part(rows, whole, node.spec.dtype),))[0]
+    def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
+        """Every micro-batch's whole value of the inputs that the stage's counting reads."""
+        count = self.num_microbatches
+        units = [(node, m) for node in nodes if node.kind == "input" for m in range(count)]
+        parts = []
+        for node, microbatch in units:
+            rows = batch_rows(self._batch, node.name, node.spec, microbatch, count)
+            whole = tuple((0, size) for size in node.spec.shape)
+            parts.append(local_part(rows, whole, node.spec.dtype))
+        copies = self._queue.to_device(parts)
+        return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
 
     def forward(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a micro-batch forward; returns the values that other stages get, by key.
