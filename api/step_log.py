@@ -100,15 +100,13 @@ class StepLog:
         return self._began - before
 
     def _read(self, step: int, result: StepResult, seconds: float) -> None:
-        loss, norm = float(result.loss), float(result.gradient_norm)
+        found = result.read()
         if self._memory.is_accelerator:
             seconds = self._lap()
         unit, count = self._done
-        rates = [float(rate) for rate in result.learning_rates]
         record = StepRecord(
-            step, loss, norm, self._memory.peak_bytes(), seconds,
-            learning_rate=rates[0] if rates else None,
-            skipped_steps=0 if result.skipped is None else int(result.skipped),
+            step, found.loss, found.gradient_norm, self._memory.peak_bytes(), seconds,
+            learning_rate=found.learning_rate, skipped_steps=found.skipped,
             unit=unit, throughput=count / seconds,
         )  # fmt: skip
         self.records.append(record)

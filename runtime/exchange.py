@@ -14,7 +14,7 @@ later included. So messages cannot be taken for one another whatever the schedul
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -34,7 +34,7 @@ from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.pricing.transfer import relative, transfers
 from ..planner.schedules.check import sends_under_way
-from .arriving import shared_sum
+from .arriving import Progress, shared_sum
 from .lanes import Lane, Lanes
 from .outbox import Outbox
 
@@ -47,9 +47,6 @@ Direction = Literal["forward", "backward"]
 Sent = tuple[Direction, int, int]
 """Names all that a stage sends after one action: the direction, the stage, and the micro-batch (or
 the slice of one)."""
-
-Progress = Callable[[str, tuple[int, ...]], None]
-"""Is told what the rank waits for, and from which ranks, before each wait."""
 
 
 class StagePlace(Protocol):
@@ -127,10 +124,12 @@ class Exchange:
         self._device = device
         self._schedule = schedule
         self._stages = stages
+        self._peers = [tuple(r for r in stage.devices if r != rank) for stage in stages]
         self._ports = [_make_ports(each, stages, rank) for each in boundaries]
         self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
         self._lanes = Lanes(device) if lanes is None else lanes
-        self._outbox = Outbox(sends_under_way(schedule) if self._lanes.has_groups else None)
+        most = sends_under_way(schedule) if self._lanes.has_groups else None
+        self._outbox = Outbox(most, self._tell_full)
         self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, _Piece]]] = {}
         lanes_of_rank: set[Lane] = set()
         for part, (sends, receives) in enumerate(self._ports):
@@ -152,6 +151,10 @@ class Exchange:
         """Every lane begins anew, with the first message of the schedule."""
         self._expected = {peer: deque(order) for peer, order in self._order.items()}
         self._taken: set[tuple[int, Sent]] = set()
+
+    def peers(self, stage: int) -> tuple[int, ...]:
+        """The other ranks that work for a stage of this one."""
+        return self._peers[stage]
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Post the receives of what ``stage`` needs from other stages."""
@@ -204,6 +207,10 @@ class Exchange:
         for peer, tensors in messages.items():
             works = self._lanes.send(tensors, self._rank, peer)
             self._outbox.add(peer, works, tuple(tensors), what)
+
+    def _tell_full(self, what: str, peer: int) -> None:
+        if self._progress is not None:
+            self._progress(f"waiting for rank {peer} to receive {what}", (peer,))
 
     def finish(self) -> None:
         """Wait until everything sent has gone."""

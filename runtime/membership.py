@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from datetime import timedelta
 from functools import cache
 
 import torch
@@ -15,30 +14,34 @@ from ..cost_model.cluster import Cluster
 from ..passes.program import Program
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan
+from .device_queue import queue_of
+from .groups import allow_seconds, time_limit
 from .process import Worker
 
-MARGIN_SECONDS = 60.0
-"""How much longer than the watchdog a collective waits."""
 GLOO_ENDS_SECONDS = 0.1
 """How long the end of a process waits for gloo's threads."""
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
-    """Joins the process group as a launched worker of ``cluster``. Raises as ``join`` does."""
+    """Joins the process group as a launched worker of ``cluster``, whose watchdog then follows its
+    device. Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
-    return join(kind, worker.local_rank, worker.watchdog.timeout_seconds)
+    device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds)
+    worker.watchdog.follow(queue_of(device))
+    return device
 
 
 def join(device_type: str, local_rank: int, timeout_seconds: float | None = None) -> torch.device:
     """Joins the process group of the environment, unless the caller has; this rank's device.
 
-    Collectives have a minute longer than ``timeout_seconds``: a watchdog, which can say what was
-    waited for, ends the process first. Without it they have torch's own limit.
+    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least:
+    a watchdog, which can say what was waited for, ends the process first. Without it they have
+    torch's own limit.
     Raises MachineError (AP411) where the machine lacks that device.
     """
-    timeout = None
+    timeout = time_limit(timeout_seconds)
     if timeout_seconds is not None:
-        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
+        allow_seconds(timeout_seconds)
     if device_type != "cuda":
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -42,10 +42,12 @@ def _end(sent: _Sent) -> None:
 class Outbox:
     """The messages of one rank that are on their way.
 
-    ``most``: how many to one rank are kept; None where a thread waits for them.
+    ``most``: how many to one rank are kept; None where a thread waits for them. ``tell`` is told
+    the message and the rank before another one is kept instead, once it has gone.
     """
 
     most: int | None
+    tell: Callable[[str, int], None] | None = None
     _held: dict[int, deque[_Sent]] = field(default_factory=dict)
     _lanes: dict[int, _Lane] = field(default_factory=dict)
 
@@ -57,6 +59,8 @@ class Outbox:
         if self.most is not None:
             held = self._held.setdefault(peer, deque())
             while len(held) >= self.most:
+                if self.tell is not None:
+                    self.tell(held[0].what, peer)
                 _end(held.popleft())
             held.append(sent)
             return
@@ -70,6 +74,9 @@ class Outbox:
 
         An empty name and no ranks where all has gone.
         """
+        if self.most is not None:
+            kept = {peer: held[0].what for peer, held in self._held.items() if held}
+            return next(iter(kept.values()), ""), tuple(kept)
         late = [lane for lane in self._lanes.values() if lane.first]
         return (late[0].first if late else ""), tuple(lane.peer for lane in late)
 
