@@ -90,8 +90,9 @@ class StrictGroup(dist.ProcessGroup):
                 _spoil(each)
 
         def finish() -> None:
-            for each, value in zip(outputs, made, strict=True):
-                each.copy_(value)
+            with _disable_current_modes():
+                for each, value in zip(outputs, made, strict=True):
+                    each.copy_(value)
 
         return StrictWork(finish)
 
