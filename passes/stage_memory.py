@@ -43,17 +43,20 @@ LASTING = (
 """Memory that does not come and go in a step: none of it is lost to fragmentation."""
 
 
-def with_exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> Plan:
+def with_exact_memory(
+    plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None
+) -> Plan:
     """The plan with ``memory_bytes`` of each stage, and the peak, as its stages really run.
 
     A stage that cannot be run on fake tensors, because its shapes depend on values, keeps
     its figures.
     """
+    found = exact_memory(plan, graph, blocks, is_gpu=is_gpu)
     bytes_of = [
         stage.prediction.memory_bytes
         if exact is None
         else {name: round(size) for name, size in exact.items()}
-        for stage, exact in zip(plan.stages, exact_memory(plan, graph, blocks), strict=True)
+        for stage, exact in zip(plan.stages, found, strict=True)
     ]
     return with_memory(plan, bytes_of)
 
@@ -81,11 +84,14 @@ def num_ops(plan: Plan, blocks: Blocks) -> int:
     return sum(sizes)
 
 
-def exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[Bytes | None, ...]:
+def exact_memory(
+    plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None
+) -> tuple[Bytes | None, ...]:
     """Per stage the bytes by category when its rank holds the most; None where it cannot be run.
 
     Of Chimera's two ranks that hold the same stages it is the one that holds more. Stages that are
-    alike are run once. ``graph`` may be at any batch size.
+    alike are run once. ``graph`` may be at any batch size. ``is_gpu``: sends are kept as on GPUs,
+    by default where the plan's devices are.
     """
     graph = with_precision(graph, plan.model.precision)
     if graph.batch_size != plan.microbatch_size:
@@ -97,7 +103,7 @@ def exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[Bytes | None
         _Stage(plan, graph, blocks, index, crossing, known, splits_backward(schedule, index))
         for index in range(len(plan.stages))
     ]
-    is_gpu = stages[0].kind != "cpu"
+    is_gpu = stages[0].kind != "cpu" if is_gpu is None else is_gpu
     most = sends_kept(schedule, is_gpu=is_gpu)
     messages = _message_bytes(plan, schedule, crossing)
     groups = num_communicators(plan, crossing)

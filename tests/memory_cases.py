@@ -85,7 +85,7 @@ def captured(model: str) -> tuple[Deferred, Program]:
     return deferred, capture_model(deferred.model, batch, found.loss_fn, "fp32")
 
 
-def planned(case: Case) -> Plan | None:
+def planned(case: Case, *, is_gpu: bool = False) -> Plan | None:
     """With the bytes of its stages; None where the model or the schedule cannot have this."""
     _, program = captured(case.model)
     rows, seq = ROWS_OF[case.model]
@@ -97,7 +97,7 @@ def planned(case: Case) -> Plan | None:
         plan = plan_program(program, target(case.model), cluster, options)
     except AutoparallelError:
         return None
-    return with_exact_memory(plan, program.graph, program.blocks)
+    return with_exact_memory(plan, program.graph, program.blocks, is_gpu=is_gpu)
 
 
 def predicted(plan: Plan) -> list[Mapping[str, int]]:

@@ -166,7 +166,8 @@ class StrictGroup(dist.ProcessGroup):
         self._begin()
         (given,) = tensors
         copy = _copy(given)
-        work = self._inner.send([copy], target, 0)
+        with _disable_current_modes():
+            work = self._inner.send([copy], target, 0)
         self._sends.append((work, copy))
 
         def finish() -> None:
