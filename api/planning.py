@@ -113,7 +113,6 @@ def make_plan(
     """
     from autoparallel.cached_capture import with_kept_memory
     from autoparallel.passes.stage_memory import num_ops
-    from autoparallel.planner.requests.request import ARRANGED_SCHEDULES
 
     observe("cluster", 0, 1)
     cluster = find_cluster(cluster_text)
@@ -123,8 +122,7 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
-    is_arranged = found.schedule in ARRANGED_SCHEDULES
-    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not is_arranged:
+    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS:
         found = with_kept_memory(found, program, cache)
     spent = {
         "capture": capture_seconds,

@@ -36,7 +36,7 @@ class MemoryMeter:
         self._peak_bytes = 0
 
     def peak_bytes(self) -> int:
-        """The most so far; on the CPU as seen when this is called."""
+        """The most so far; on the CPU as seen when this is called, with what malloc keeps."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         held = self._process.memory_info().rss - self._base_bytes

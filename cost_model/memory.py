@@ -184,4 +184,13 @@ def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
     """
     if kind == "cpu":
         return 0
-    return _CUDA_CONTEXT_BYTES + _CUDA_WORKSPACE_BYTES + num_groups * _NCCL_COMMUNICATOR_BYTES
+    return _CUDA_CONTEXT_BYTES + _CUDA_WORKSPACE_BYTES + communicator_bytes(kind, num_groups)
+
+
+def communicator_bytes(kind: Literal["cuda", "cpu"], count: int) -> int:
+    """Bytes of a device that ``count`` communicators take: see ``reserve_bytes``.
+
+    >>> communicator_bytes("cuda", 4), communicator_bytes("cpu", 4)
+    (1000000000, 0)
+    """
+    return 0 if kind == "cpu" else count * _NCCL_COMMUNICATOR_BYTES

@@ -24,6 +24,7 @@ from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_slices import SequenceSlice
 from ..planner.errors import AutoparallelError
 from ..planner.plan import Plan
+from ..planner.plan_schedule import schedule_of, splits_backward, updating_plan
 from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
 from .batches import RankInputs, StepBatches
@@ -53,7 +54,6 @@ from .optimizer import (
 from .padded import SequencePadding
 from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
-from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .share_batch import ShareBatch, gather_whole
 from .shared import group_for
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
