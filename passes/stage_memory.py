@@ -37,8 +37,8 @@ Bytes = dict[str, float]
 def with_exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> Plan:
     """The plan with ``memory_bytes`` of each stage, and the peak, as its stages really run.
 
-    A stage that cannot be run on fake tensors, because its shapes depend on values, keeps
-    its figures.
+    A stage that cannot be run on fake tensors, because its shapes depend on values or an op has
+    none for its dtype, keeps its figures.
     """
     bytes_of = [
         stage.prediction.memory_bytes
