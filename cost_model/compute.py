@@ -126,6 +126,13 @@ class OpWork(Protocol):
     def kernels_forward(self) -> int: ...
     @property
     def kernels_backward(self) -> int: ...
+    @property
+    def drawn(self) -> int: ...
+
+
+_DRAWN_BYTES = 64
+"""What counting one 32-bit random number moves on a CPU: some passes over int32. A GPU computes
+it where it is used, in the one kernel that reads and writes the tensor."""
 
 
 def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
@@ -136,9 +143,11 @@ def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float
             return _matmul_seconds(device, own, work, dtype)
         if work.family == "attention":
             return _attention_seconds(device, own, work)
+    drawn = work.drawn * _DRAWN_BYTES if device.kind == "cpu" else 0
+    backward = work.bytes_backward + drawn if work.bytes_backward else 0
     return (
-        own.seconds(work.flops_forward, work.bytes_forward),
-        own.seconds(work.flops_backward, work.bytes_backward),
+        own.seconds(work.flops_forward, work.bytes_forward + drawn),
+        own.seconds(work.flops_backward, backward),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from . import experts as experts
+from . import lower_right as lower_right
 from . import random_ops as random_ops  # these register the ops of the namespace autoparallel
 
 

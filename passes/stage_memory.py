@@ -48,8 +48,8 @@ def with_exact_memory(
 ) -> Plan:
     """The plan with ``memory_bytes`` of each stage, and the peak, as its stages really run.
 
-    A stage that cannot be run on fake tensors, because its shapes depend on values, keeps
-    its figures.
+    A stage that cannot be run on fake tensors, because its shapes depend on values or an op has
+    none for its dtype, keeps its figures.
     """
     found = exact_memory(plan, graph, blocks, is_gpu=is_gpu)
     bytes_of = [

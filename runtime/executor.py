@@ -107,8 +107,9 @@ class StageExecutor:
         self, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None
     ) -> None:
         """Compute with these values of the stage's constants from the next step on."""
-        held = self._local_constants(constants, self.stage.programs[0])
-        self._planned = (self._planned_count, held, counted or constants)
+        program = self.stage.programs[0]
+        held = self._local_constants(constants, program)
+        self._planned = (self._planned_count, held, _read_by(program, counted or constants))
         self._of_smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
         self.use(self._part)
 
@@ -132,7 +133,8 @@ class StageExecutor:
         if part in self._smaller and part not in self._of_smaller:
             count, read = self._smaller[part]
             whole, counted = read()
-            self._of_smaller[part] = count, self._local_constants(whole, self.program), counted
+            held = self._local_constants(whole, self.program)
+            self._of_smaller[part] = count, held, _read_by(self.program, counted)
         count, constants, counted = self._of_smaller.get(part, self._planned)
         self.num_microbatches = count
         self.per_update = count if part in self._smaller else self._planned_per_update
@@ -362,3 +364,9 @@ class StageExecutor:
         self._is_updated = False
         for parameter in self.parameters.values():
             parameter.zero_grad()
+
+
+def _read_by(program: StageProgram, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the counting of a stage reads of constants' whole values: no other stays whole."""
+    leaves = program.counting.leaves if program.counting is not None else ()
+    return {name: whole[name] for name in leaves}

@@ -247,7 +247,8 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     assert first["activations"] > 1.5 * last["activations"]
 
 
-def test_a_program_whose_shapes_depend_on_values_keeps_its_figures() -> None:
+def test_a_program_with_an_op_that_takes_no_fake_tensors_keeps_its_figures() -> None:
+    """PyTorch's grouped products of float32."""
     target = load_target("hf:tests/zoo/mixtral", {})
     options = PlanOptions(global_batch=4, seq=16, forced=parse_parallel("dp=1"))
     program = capture_target(target, options)
