@@ -13,7 +13,7 @@ def with_precision(graph: Graph, precision: Precision) -> Graph:
 
     A model captured in that format stays as it is, with what it keeps in float32.
     """
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}[precision]
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}[precision]
     if dtype == "float32" or any(node.spec.dtype == dtype for node in graph.parameters):
         return graph
     nodes = tuple(
