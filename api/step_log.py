@@ -109,6 +109,7 @@ class StepLog:
             step, loss, norm, self._memory.peak_bytes(), seconds,
             learning_rate=rates[0] if rates else None,
             skipped_steps=0 if result.skipped is None else int(result.skipped),
+            loss_scale=None if result.loss_scale is None else float(result.loss_scale),
             unit=unit, throughput=count / seconds,
         )  # fmt: skip
         self.records.append(record)
@@ -125,13 +126,14 @@ def rows_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
 
 def step_line(record: StepRecord, predicted_seconds: float) -> str:
     """One step in one line."""
+    scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     return (
         f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
         f"  memory {bytes_text(record.memory_bytes)}"
         f"  {record.unit}/s {count_text(record.throughput)}"
         f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted_seconds)})"
-        f"{skipped}"
+        f"{scale}{skipped}"
     )
 
 

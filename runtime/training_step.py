@@ -64,13 +64,15 @@ class StepResult:
     Both are on their way when the step returns: who reads the loss waits for the last stage,
     who reads the norm for the gradients of all ranks; the step itself waits for neither, unless
     its update needs the norm. The norm is that before clipping. ``learning_rates`` are those of
-    the update, by group; ``skipped`` counts the updates skipped so far.
+    the update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale``
+    is what the loss was multiplied by, None where it is not scaled.
     """
 
     losses: tuple[Tensor, ...]
     norm: Callable[[], Tensor]
     learning_rates: tuple[float | Tensor, ...] = ()
     skipped: Tensor | None = None
+    loss_scale: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -102,11 +104,11 @@ class TrainingStep:
 
         Raises RunError AP910 where the options ask to stop: for this step, or the one before.
         """
-        rates = self.update.learning_rates()
+        rates, scale = self.update.learning_rates(), self.update.scale()
         self._backward(batch, is_last=True)
         losses, used = tuple(self._losses), self._used
         self._losses, self._used = [], []
-        result = StepResult(losses, self._updated(losses), rates, self._skipped())
+        result = StepResult(losses, self._updated(losses), rates, self._skipped(), scale)
         self.last_norm = result.norm
         if self.update.options.on_nan == "stop":
             self._check((result, used))

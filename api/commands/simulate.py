@@ -90,9 +90,11 @@ def simulate(
         database=database,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
+    from autoparallel.planner.precision import check_precision
     from autoparallel.planning import find_cluster
 
     found = find_cluster(cluster)
+    check_precision(found, options.precision)
     configuration = configured(options, own, found, layers)
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.cost_model.stage_costs import MEASURED_SLOWDOWN, Overlap

@@ -15,8 +15,8 @@ PROMOTED = {
     "scatter_add", "tensordot", "vdot",
 }  # fmt: skip
 """What torch computes in the widest of its inputs."""
-PARTS = {"cross_entropy_loss", "nll_loss_nd"}
-"""Losses that torch casts where their parts are called."""
+PARTS = {"cross_entropy_loss", "nll_loss_nd", "square", "linalg_norm"}
+"""What torch casts where its parts are called."""
 OTHERS = {
     "ctc_loss", "_safe_softmax", "_softmax", "native_group_norm", "gru", "lstm", "rnn_relu",
     "rnn_tanh",
