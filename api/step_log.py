@@ -107,6 +107,7 @@ class StepLog:
         record = StepRecord(
             step, found.loss, found.gradient_norm, self._memory.peak_bytes(), seconds,
             learning_rate=found.learning_rate, skipped_steps=found.skipped,
+            loss_scale=found.loss_scale,
             unit=unit, throughput=count / seconds,
         )  # fmt: skip
         self.records.append(record)
@@ -123,13 +124,14 @@ def rows_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
 
 def step_line(record: StepRecord, predicted_seconds: float) -> str:
     """One step in one line."""
+    scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     return (
         f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
         f"  memory {bytes_text(record.memory_bytes)}"
         f"  {record.unit}/s {count_text(record.throughput)}"
         f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted_seconds)})"
-        f"{skipped}"
+        f"{scale}{skipped}"
     )
 
 

@@ -38,7 +38,7 @@ MEMORY_FAMILIES = frozenset({"norm", "elementwise", "copy"})
 
 _RAMP_SECONDS = {"cuda": 6e-6, "cpu": 0.0}
 _FALLBACK_DTYPES = {
-    "bfloat16": (("float16", 1.0), ("float32", 1.0)),
+    "bfloat16": (("float32", 1.0),),
     "float16": (("bfloat16", 1.0), ("float32", 1.0)),
     "float64": (("float32", 1 / 64),),
     "float8_e4m3fn": (("bfloat16", 1.0), ("float16", 1.0), ("float32", 1.0)),
@@ -212,7 +212,8 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 def peak_flops(device: Device, dtype: str) -> float:
     """The dense peak in ``dtype``, or that of the dtype it is emulated in.
 
-    A half precision without its own figure runs as the other or as float32; float64 without
+    float16 without its own figure runs as bfloat16 or float32, bfloat16 as float32: a GPU
+    without units for it computes in float32. float64 without
     one at 1/64 of float32, the ratio of GPUs made for graphics; integers as float32.
     """
     peaks = device.peak_flops

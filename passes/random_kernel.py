@@ -84,7 +84,8 @@ def draw(
 ) -> Tensor:  # fmt: skip
     """Dropout of ``like`` (``drops``) or numbers of its shape in [0, 1), for a box at ``start``.
 
-    Numbers have ``width`` bits. ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and at most 32 bits per element.
+    Numbers have ``width`` bits. ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and at
+    most 32 bits per element.
     ``seeds`` are those of rows and of columns; elements whose bits are below ``threshold`` stay.
     """
     result, sizes = torch.empty_like(like), list(like.shape) or [1]

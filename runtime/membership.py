@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ..cost_model.cluster import Cluster
+from ..cost_model.detect import BFLOAT16_CAPABILITY
 from ..passes.program import Program
 from ..planner.errors import MachineError, PlanError
-from ..planner.plan import Plan
+from ..planner.plan import Plan, Precision
 from .device_queue import queue_of
 from .groups import allow_seconds, time_limit
 from .process import Worker
@@ -96,8 +97,25 @@ def num_processes(plan: Plan) -> int:
     return 1 + max(rank for stage in plan.stages for rank in stage.devices)
 
 
-def check_plan(program: Program, plan: Plan) -> None:
-    """Raises where ``plan`` is not of this model, or there are too few processes."""
+def check_device(device: torch.device, precision: Precision) -> None:
+    """Raises MachineError AP413 where ``device`` is a GPU that only emulates bf16."""
+    if device.type != "cuda" or precision != "bf16":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < BFLOAT16_CAPABILITY:
+        major, minor = capability
+        raise MachineError(
+            "AP413",
+            f"{torch.cuda.get_device_name(device)} does not compute in bf16",
+            why=f"its compute capability is {major}.{minor}, and bf16 needs 8.0",
+            fix="plan with --precision fp16 or fp32",
+        )
+
+
+def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
+    """Raises where ``plan`` is not of this model, there are too few processes, or ``device``
+    only emulates the plan's precision."""
+    check_device(device, plan.model.precision)
     found = program.graph.fingerprint
     if plan.model.fingerprint != found:
         raise PlanError(

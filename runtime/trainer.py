@@ -92,9 +92,9 @@ class Trainer:
         shorter lengths than the planned one: a step runs at the shortest that its batch fits.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
-        where there are fewer processes than the plan has devices.
+        where there are fewer processes than the plan has devices, AP413 for bf16 without units.
         """
-        check_plan(program, plan)
+        check_plan(program, plan, device)
         check_asynchronous(plan, program.graph, program.blocks)
         self.plan = plan
         self.program = program.with_batch_size(plan.microbatch_size)
@@ -430,6 +430,7 @@ class Trainer:
         Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage
         by stage, before there is a norm.
         """
+        options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)
         self.steps = TrainingStep(

@@ -64,6 +64,7 @@ class Figures(NamedTuple):
     gradient_norm: float
     learning_rate: float | None
     skipped: int
+    loss_scale: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,15 @@ class StepResult:
     Both are on their way when the step returns: who reads the loss waits for the last stage,
     who reads the norm for the gradients of all ranks; the step itself waits for neither, unless
     its update needs the norm. The norm is that before clipping. ``learning_rates`` are those of
-    the update, by group; ``skipped`` counts the updates skipped so far.
+    the update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale``
+    is what the loss was multiplied by, None where it is not scaled.
     """
 
     losses: tuple[Tensor, ...]
     norm: Pending
     learning_rates: tuple[float | Pending, ...] = ()
     skipped: Pending | None = None
+    loss_scale: Pending | None = None
     _losses: tuple[Pending, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,7 @@ class StepResult:
             learning_rate=rate if rate is None or isinstance(rate, float)
             else float(rate.host_value()),
             skipped=0 if self.skipped is None else int(self.skipped.host_value()),
+            loss_scale=None if self.loss_scale is None else float(self.loss_scale.host_value()),
         )  # fmt: skip
 
 
@@ -130,10 +134,14 @@ class TrainingStep:
             figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
             for rate in self.update.learning_rates()
         )
+        scale = self.update.scale()
         self._backward(batch, is_last=True)
         losses, used = tuple(self._losses), self._used
         self._losses, self._used = [], []
-        result = StepResult(losses, self._updated(losses), rates, self._skipped())
+        result = StepResult(
+            losses, self._updated(losses), rates, self._skipped(),
+            None if scale is None else figure(scale),
+        )  # fmt: skip
         self.last_norm = result.norm.value
         if self.update.options.on_nan == "stop":
             self._check((result, used))
