@@ -34,7 +34,9 @@ from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
-from autoparallel.runtime.replay import run_replay, update_rule
+from autoparallel.runtime.replay import UpdateRule, run_replay, update_rule
+from autoparallel.runtime.shared import Pulse
+from autoparallel.runtime.streamed import streamed
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, rows_or_tokens, summary
@@ -42,6 +44,8 @@ from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 
 VERIFIED_STEPS = 2
+MIXED_DEVICES = "Expected all tensors to be on the same device"
+"""What torch says of an op whose tensors are on several devices."""
 QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
 
 
@@ -155,10 +159,12 @@ def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str
     graph = trainer.program.graph.with_batch_size(plan.model.global_batch)
     batches = [random_batch(graph, seed=seed + step) for step in range(VERIFIED_STEPS)]
 
-    def reference() -> Reference:
-        return one_device(trainer, target, batches, seed)
+    pulse = Pulse(worker.watchdog.progress)
 
-    found = run_verification(trainer, batches, reference)
+    def reference() -> Reference:
+        return one_device(trainer, target, batches, seed, tell=pulse.tell)
+
+    found = run_verification(trainer, batches, reference, pulse)
     return {
         "passed": found.passed,
         "dtype": found.dtype,
@@ -170,32 +176,71 @@ def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str
 
 
 def one_device(
-    trainer: Trainer, target: Target, batches: Sequence[Mapping[str, Tensor]], seed: int
+    trainer: Trainer,
+    target: Target,
+    batches: Sequence[Mapping[str, Tensor]],
+    seed: int,
+    *,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Reference:
-    """The same steps by the plain model in this process, in the same dtype.
+    """The same steps by the plain model on this rank's device, in the same dtype.
 
-    For an asynchronous schedule with the updates that it makes.
+    On a GPU the weights of one op at a time are there (``streamed``), the rest on the CPU; where
+    that cannot be the whole model is, which is printed. For an asynchronous schedule with the
+    updates that it makes.
     """
-    keys = trainer.program.inputs
+    rule, device = update_rule(trainer), trainer.device
+    run = partial(_run_plain, trainer, target, batches, seed, rule=rule, tell=tell)
+    if device.type == "cpu":
+        return run(streams=False)
+    why = "an asynchronous schedule changes weights between a forward and its backward"
+    if rule is None:
+        try:
+            return run(streams=True)
+        except RuntimeError as error:
+            if MIXED_DEVICES not in str(error):
+                raise
+            why = str(error).split("\n")[0]
+    print(f"reference: the whole model on {device}: {why}", flush=True)
+    return run(streams=False)
+
+
+def _run_plain(
+    trainer: Trainer,
+    target: Target,
+    batches: Sequence[Mapping[str, Tensor]],
+    seed: int,
+    *,
+    rule: UpdateRule | None,
+    tell: Callable[[str], None],
+    streams: bool,
+) -> Reference:
+    """``one_device``: with weights streamed to the device, or all of them there."""
+    keys, device = trainer.program.inputs, trainer.device
     is_double = trainer.program.dtype == "float64"
+    tell("the reference: building the model")
     model = plain_build(target.build_model, seed).to(getattr(torch, trainer.program.dtype))
+    if not streams:
+        model = model.to(device)
 
     def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-        parts = {key: inputs[name] for name, key in keys.items()}
+        tell("the reference: forward")
+        parts = {key: inputs[name].to(device) for name, key in keys.items()}
         is_dict = any(isinstance(key, str) for key in parts)
         batch: Batch = parts if is_dict else tuple(parts[key] for key in sorted(parts, key=str))
-        return find_loss(call_model(model, batch), batch, target.loss_fn)
+        with streamed(model, device, tell) if streams else torch.device(device):
+            return find_loss(call_model(model, batch), batch, target.loss_fn)
 
     named = partial(default_optimizer, name=trainer.plan.model.optimizer)
     build = target.build_optimizer or named
-    rule = update_rule(trainer)
     train = run_reference if rule is None else partial(run_replay, rule=rule)
     with promote_to_float64() if is_double else nullcontext():
-        return train(
+        found = train(
             model, batches, loss=loss, build_optimizer=build, seed=seed,
             split=trainer.reference_split,
             random_dims=batch_dims(trainer.program.graph),
         )  # fmt: skip
+    return found.on_cpu()
 
 
 def load_job(plan_path: str) -> tuple[Plan, Target]:
