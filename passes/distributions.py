@@ -35,7 +35,9 @@ def normal(source: Source, like: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Ten
     """Normal numbers of the shape of ``like`` (Box and Muller 1958), from two uniform ones."""
     floats = _floats(like)
     radius = (-2 * torch.log1p(-source.uniform(floats))).sqrt()
-    return mean + std * (radius * torch.cos(2 * math.pi * source.uniform(floats)))
+    standard = radius * torch.cos(2 * math.pi * source.uniform(floats))
+    scaled: Tensor = mean + std * standard
+    return scaled
 
 
 def _exponential(source: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
@@ -63,7 +65,8 @@ def _integers(source: Source, like: Tensor, low: Any, high: Any = None) -> Tenso
     drawn = source.uniform(doubles)
     if isinstance(high, Tensor) or high - low > _FINE_ABOVE:
         drawn = drawn + _STEP * source.uniform(doubles)
-    return (drawn * (high - low)).floor() + low
+    integers: Tensor = (drawn * (high - low)).floor() + low
+    return integers
 
 
 def _floats(like: Tensor) -> Tensor:
