@@ -69,7 +69,10 @@ def join_training(
     target, options = job.target, job.options
     if plan is not None:
         options = replace(
-            options, precision=plan.model.precision, global_batch=plan.model.global_batch
+            options,
+            precision=plan.model.precision,
+            float32_ops=plan.model.float32_ops,
+            global_batch=plan.model.global_batch,
         )
     program = _captured(model, target, options)
     if program.returned:
@@ -145,7 +148,7 @@ def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program
 def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
     return capture_rows(
         target, model, global_batch=options.global_batch, seq=options.seq,
-        precision=options.precision,
+        precision=options.precision, autocast=options.autocasts,
     )  # fmt: skip
 
 

@@ -285,6 +285,7 @@ def make_trainer(
         global_batch=plan.model.global_batch,
         seq=batch_seq(plan, target),
         precision=plan.model.precision,
+        autocast=plan.model.float32_ops == "autocast",
     )
     weights = deferred if start is None else start(program.model, deferred)
     if isinstance(weights, Pretrained) and worker.rank == 0:

@@ -25,9 +25,9 @@ from ..planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
 from .batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
 from .functionalize import functional_path
 from .interpret import LITERAL
-from .locate import user_source
+from .locate import uncounted, user_source
 from .names import Names, base_name
-from .ops import has_argument, mutated_argument, path_of
+from .ops import draws_by_itself, has_argument, is_pointwise, mutated_argument, path_of
 
 LITERAL_ELEMENTS = 4096
 """Up to this size a tensor that the model's code makes of numbers is written in the graph."""
@@ -187,6 +187,9 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
         state.values[node] = args[0]
         return
     kwargs = {key: _arguments(state, arg) for key, arg in node.kwargs.items()}
+    source = user_source(node.meta.get("stack_trace"))
+    if draws_by_itself(path, args, kwargs):
+        raise uncounted(path.split(".")[1], source)
     if path in _DETACHES:
         if not _spec_of(state, args[0]).requires_grad:
             state.values[node] = args[0]
@@ -204,6 +207,8 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     if not outputs:
         return
     path, args, kwargs = _canonical(path, args, kwargs, outputs[0])
+    if is_pointwise(path) and getattr(torch, outputs[0].dtype).is_floating_point:
+        args = _as_floats(state, path, args, outputs[0].dtype)
     if path in BATCH_NORMS:
         path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
     written = mutated_argument(path) and functional_path(path)
@@ -211,7 +216,7 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
         state,
         Node(
             _op_name(state, node.name), "op", written or path, args, kwargs, outputs,
-            module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
+            module=_module(node, state.prefix), source=source,
             rule=state.rules.get(path),
         ),
     )  # fmt: skip
@@ -270,6 +275,26 @@ def _canonical(
     if is_factory:
         kept |= _factory(dtype) if has_argument(path, "dtype") else {"device": _META}
     return path, args, kept
+
+
+def _as_floats(state: _Lowering, path: str, args: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
+    """Integer arguments of an op that makes floats of them, cast to what it makes.
+
+    Otherwise the op would compute in torch's default dtype, whatever that is where it runs.
+    """
+    tensors = [arg for arg in args if isinstance(arg, Ref)]
+    if any(getattr(torch, _spec_of(state, ref).dtype).is_floating_point for ref in tensors):
+        return args
+    first = int(path.startswith("aten.where."))  # the condition stays one
+    return (*args[:first], *(_cast(state, arg, dtype) for arg in args[first:]))
+
+
+def _cast(state: _Lowering, value: Any, dtype: str) -> Any:
+    if not isinstance(value, Ref):
+        return value
+    spec = replace(_spec_of(state, value), dtype=dtype)
+    args = (value, getattr(torch, dtype))
+    return _add(state, Node(_op_name(state, "to"), "op", "aten.to.dtype", args, {}, (spec,)))
 
 
 _META = torch.device("meta")

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .groups import new_group
+
 T = TypeVar("T")
 
 PULSE_SECONDS = 5.0
@@ -34,7 +36,7 @@ def control_group() -> dist.ProcessGroup | None:
     assert world is not None
     if world not in _CONTROL:
         _CONTROL.clear()
-        _CONTROL[world] = dist.new_group(backend="gloo")
+        _CONTROL[world] = new_group(backend="gloo")
     return _CONTROL[world]
 
 

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..passes.collectives import local_tensor
 from ..passes.recomputing import Recomputing
+from ..passes.weight_gradients import WeightGradients, defer
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
 from .shards import placements
-from .weight_gradients import WeightGradients, defer
 from .zero import apply_zero
 
 if TYPE_CHECKING:

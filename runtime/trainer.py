@@ -24,6 +24,7 @@ from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_slices import SequenceSlice
 from ..planner.errors import AutoparallelError
 from ..planner.plan import Plan
+from ..planner.plan_schedule import schedule_of, splits_backward, updating_plan
 from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
 from .batches import RankInputs, StepBatches
@@ -53,7 +54,6 @@ from .optimizer import (
 from .padded import SequencePadding
 from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
-from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .share_batch import ShareBatch, gather_whole
 from .shared import group_for
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
@@ -92,9 +92,9 @@ class Trainer:
         shorter lengths than the planned one: a step runs at the shortest that its batch fits.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
-        where there are fewer processes than the plan has devices.
+        where there are fewer processes than the plan has devices, AP413 for bf16 without units.
         """
-        check_plan(program, plan)
+        check_plan(program, plan, device)
         check_asynchronous(plan, program.graph, program.blocks)
         self.plan = plan
         self.program = program.with_batch_size(plan.microbatch_size)
@@ -105,8 +105,9 @@ class Trainer:
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
         self.batches = StepBatches(
-            self.program, plan, rank=self.rank, device=device, crossing=frozenset(pairs)
-        )
+            self.program, plan, rank=self.rank, device=device, crossing=frozenset(pairs),
+            progress=progress,
+        )  # fmt: skip
         self.slices = slices_of(self.program, plan)
         self._bucket = 0
         self._pad = SequencePadding(self.program.graph)
@@ -134,7 +135,7 @@ class Trainer:
         self.parts: dict[str, Stateful] = {}
         self.checkpoints = CheckpointWriter()
         self.executors = {index: self._make_executor(index, seed) for index in self.stages}
-        self._progress = progress
+        self.progress = progress
         self.use_optimizer(build)
         sent = (self.crossing, *map(self._boundaries_of, self.of_buckets))
         self.runners = [self.make_runner(self.schedule, each) for each in sent]
@@ -210,7 +211,7 @@ class Trainer:
         sent, handed = split_boundaries(crossing, stages)
         exchange = Exchange(
             boundaries_of(self.slices) or [sent], schedule=schedule, stages=stages,
-            rank=self.rank, device=self.device, lanes=self._lanes, progress=self._progress,
+            rank=self.rank, device=self.device, lanes=self._lanes, progress=self.progress,
         )  # fmt: skip
         check_lanes(*exchange.sequences())
         return PipelineRunner(
@@ -221,7 +222,7 @@ class Trainer:
             hooks=Hooks(
                 self._sum_tied,
                 self._update_early if self.schedule.is_asynchronous else None,
-                self._progress,
+                self.progress,
             ),
         )
 
@@ -302,18 +303,13 @@ class Trainer:
 
     def norm(self) -> GradientNorm:
         """The norm of the complete gradient. Collective over all ranks."""
-        norm = gradient_norm(self.own_parameters(), device=self.device)
+        norm = gradient_norm(self.own_parameters(), device=self.device, progress=self.progress)
         end_before_exit("norm", norm.arrival)
         return norm
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of the gradients that the optimizer reads."""
         return published(self.all_parameters())
-
-    def tell(self, what: str) -> None:
-        """Tell the watchdog what this rank is about to do."""
-        if self._progress is not None:
-            self._progress(what)
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
         """The error that says where the first value came from that is not finite. Collective."""
@@ -434,6 +430,7 @@ class Trainer:
         Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage
         by stage, before there is a norm.
         """
+        options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)
         self.steps = TrainingStep(

@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ONE_AT_A_TIME = ("api", "benchmarks")
 """Folders whose tests start processes, and wait for them with a limit to their patience."""
 
-IMPATIENT = ("failures", "launch", "outbox", "profile")
+IMPATIENT = ("failures", "launch", "profile")
 """What names of files in ``runtime`` have whose tests do so too."""
 
 

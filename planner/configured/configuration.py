@@ -38,13 +38,14 @@ from ..pricing.seconds import Priced
 from ..pricing.slice_costs import SliceShares, carried_by_layers, even_lengths, shares_by_work
 from ..pricing.stage_cost import StageCost, together
 from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, latency_seconds, simulate_stages
+from ..pricing.step import Pipeline, latency_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
 from ..replicas import with_replica_sums
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
 from ..rules.case import argument
 from ..schedules.schedules import parts_of_ranks
+from .beside_stages import beside_stages, sent_bytes
 from .configured_stage import beside_compute, selective
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
 
@@ -267,22 +268,22 @@ def price(
     )  # fmt: skip
     slices = work.slices()
     buckets = [max(1, run.num_blocks) for run in runs]
+    pipeline = Pipeline(
+        configuration.schedule, configuration.num_microbatches,
+        num_chunks=configuration.num_chunks, slices=slices,
+    )  # fmt: skip
     timeline = simulate_stages(
-        Pipeline(
-            configuration.schedule, configuration.num_microbatches,
-            num_chunks=configuration.num_chunks, slices=slices,
-        ),
+        pipeline,
         costs,
         overlap=replace(OVERLAP, gradient_buckets=buckets) if configuration.overlap else None,
         latency_seconds=latency_seconds(cluster),
     )  # fmt: skip
+    table = pipeline_table(pipeline, len(costs))
+    beside = beside_stages(table, work.sent(runs), work.mesh, cluster.hosts[0].device.kind)
     ranks = _ranks_bytes(configuration, costs, timeline)
+    ranks = [{**own, **more} for own, more in zip(ranks, beside, strict=True)]
     if slices is not None:
-        carried = carried_by_layers(
-            work.structure.graph, slices, layers,
-            parts=work.mesh.size, again=configuration.recompute == "full",
-        )  # fmt: skip
-        for rank, more in zip(ranks, carried, strict=True):
+        for rank, more in zip(ranks, work.carried(slices, layers), strict=True):
             rank["activations"] += configuration.num_microbatches * more
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
     step = timeline.step_seconds
@@ -379,6 +380,19 @@ class _Work:
         if own.recompute == "selective":
             cost = selective(cost, run, answer, self.dims)
         return beside_compute(cost, run.num_blocks, OVERLAP) if own.overlap else cost
+
+    def carried(self, slices: SliceShares, layers: Sequence[int]) -> Sequence[float]:
+        """The bytes of keys and values that the slices of a micro-batch hand on, by rank."""
+        return carried_by_layers(
+            self.structure.graph, slices, layers,
+            parts=self.mesh.size, again=self.configuration.recompute == "full",
+        )  # fmt: skip
+
+    def sent(self, runs: Sequence[LayersFirst]) -> list[float]:
+        """The bytes that a device of each stage sends on of a micro-batch."""
+        own = self.configuration
+        parts = self.mesh.size // (1 if own.sequence_parallel else own.tp)
+        return [sent_bytes(self.structure.graph, run, parts) for run in runs]
 
     def slices(self) -> SliceShares | None:
         """The slices of sequences, as equal as can be; None where sequences are whole.

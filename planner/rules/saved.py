@@ -144,7 +144,7 @@ def saved_extra_bytes(
         gathered = 2 * inputs[0].shape[-1] + _EXPERT_WIDTHS * inputs[3].numel // (
             inputs[3].shape[0] * inputs[0].shape[-1]
         )
-        return expert_pairs(node, inputs) * gathered * out.itemsize
+        return inputs[1].numel * gathered * out.itemsize
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + _num_scores(inputs)) * statistic

@@ -40,6 +40,7 @@ class Work:
 
     ``products_*`` are its matrix products where they are plain ones; of fused attention
     (batch · heads, queries, keys, head size). ``kernels_*`` are how many a host issues for it.
+    ``drawn`` are the random numbers that it counts, forward and again backward.
     """
 
     family: Family
@@ -51,6 +52,7 @@ class Work:
     products_backward: tuple[Product, ...] = ()
     kernels_forward: int = 1
     kernels_backward: int = 1
+    drawn: int = 0
 
 
 _FREE: Work = Work("view", 0, 0, 0, 0, kernels_forward=0, kernels_backward=0)
@@ -97,8 +99,6 @@ _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
     "norm": (8, 14), "elementwise": (1, 2), "reduction": (1, 1)
 }  # fmt: skip
 _ATTENTION_BACKWARD = 2.5
-_DRAWN_BYTES = 64
-"""What drawing one 32-bit number moves: a few passes over int32, forward and backward alike."""
 
 
 def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
@@ -125,6 +125,7 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
         products_forward=products_forward,
         products_backward=products_backward,
         kernels_backward=_kernels_backward(family, len(_wanted(inputs, outputs))),
+        drawn=outputs[0].numel if packet(node.op).startswith("counter_") else 0,
     )
 
 
@@ -210,8 +211,6 @@ def _bytes(
         read = made + sum(spec.num_bytes for spec in inputs[1:])
     if name == "cross_entropy_loss":
         read += inputs[0].num_bytes
-    drawn = outputs[0].numel * _DRAWN_BYTES if name.startswith("counter_") else 0
-    read += drawn
     if not wanted:
         return read + made, 0
     gradients = sum(inputs[position].num_bytes for position in wanted)
@@ -223,7 +222,7 @@ def _bytes(
     kept += sum(outputs[index].num_bytes for index in saved_outputs(node))
     if name == "cross_entropy_loss":
         kept += inputs[0].num_bytes
-    return read + made, made + gradients + kept + drawn
+    return read + made, made + gradients + kept
 
 
 def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: list[int]) -> int:
@@ -288,10 +287,21 @@ def _product_flops(
     return 2 * out.numel * (1 if name == "outer" else first.shape[-1])
 
 
+def is_lower_right(node: Node, query: TensorSpec) -> bool:
+    """Whether an attention is causal and this rank has a part of its queries' positions."""
+    return (
+        packet(node.op) == "scaled_dot_product_attention"
+        and bool(argument(node, 5, "is_causal", False))
+        and query.shape[-2] != node.spec.shape[-2]
+    )
+
+
 def _attention_flops(node: Node, inputs: Sequence[TensorSpec]) -> int:
     query, key, value = inputs[:3]
     pairs = prod(query.shape[:-1]) * key.shape[-2]
     is_causal = bool(argument(node, 5, "is_causal", False))
     if is_causal and query.shape[-2] == key.shape[-2]:
         pairs //= 2
+    elif is_lower_right(node, query):  # Of the rank with the last positions: all others wait.
+        pairs -= prod(query.shape[:-1]) * query.shape[-2] // 2
     return 2 * pairs * (query.shape[-1] + value.shape[-1])

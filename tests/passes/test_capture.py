@@ -266,3 +266,49 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 400_000
+
+
+class SineEmbedded(nn.Module):
+    """Positions of sines from integers: torch computes them in its default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        steps = torch.arange(x.shape[1], device=x.device)[:, None]
+        angles = steps / 10_000 ** (torch.arange(8, device=x.device) / 8)
+        masked = torch.where(steps > 2, steps * 0.1, steps)
+        return (self.layer(x + angles.sin() + masked) ** 2).sum()
+
+
+def test_floats_made_of_integers_have_the_precision_of_the_graph():
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    program = capture(record_build(SineEmbedded).model, {"x": x}, dtype="float64")
+    model = plain_build(SineEmbedded, seed=0).double()
+    with promote_to_float64():
+        expected = model(x)
+    loss, _ = loss_and_gradients(program, model, {"x": x})
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+
+
+class NamesDevices(nn.Module):
+    """A forward of a script for one GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.arange(4.0, device="cuda").cuda(0)
+        y = self.linear(x.cuda()) * weights + torch.zeros(4, device=torch.device("cuda", 0))
+        return (y * x.new_ones(4, device="cuda")).to("cuda").mean()
+
+
+def test_devices_that_a_forward_names_are_ignored() -> None:
+    with torch.device("meta"):
+        model = NamesDevices()
+    graph = capture(model, {"x": torch.randn(2, 4)}).graph
+    assert not any("device" in str(value) and "cuda" in str(value) for node in graph
+                   for value in (node.args, node.kwargs))  # fmt: skip
+    assert graph.spec(graph.loss).shape == ()
