@@ -1,11 +1,12 @@
-"""What only a machine with GPUs can show: tests, verified plans, profiles, training steps.
+"""What only a machine with GPUs can show: tests, verified plans, training steps, profiles.
 
 ``python benchmarks/gpu/run.py [--parts NAME,...] [-o FILE]``, or ``make gpu``. Each part is a
 command in a process of its own with a time limit, in the order of its value, so one that fails
 or hangs loses nothing else. Writes one JSON file (``build/gpu.json``): the versions, and of each
-part whether it passed, its seconds, its last lines and its figures. Exits with 0 if all passed, 1
-if one failed and 5 without a GPU. ``--device cpu --small`` is for who works on this script: the
-same commands on tiny models and processes of the CPU.
+part whether it passed, its seconds, its last lines and its figures (seconds and bytes of steps,
+predicted and measured; every case of ``schedules.py``; measured ops and collectives). Exits with 0
+if all passed, 1 if one failed and 5 without a GPU; make turns any failure into its own exit code 2.
+``--device cpu --small`` runs the same commands on tiny models and processes of the CPU.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+
+from autoparallel.planner.errors import AutoparallelError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "build" / "gpu-models"
@@ -31,7 +36,8 @@ NO_GPU_EXIT_CODE = 5
 DATA = ROOT / "build" / "gpu-data"
 """What is measured and planned here, apart from the user's own."""
 NUM_LINES = 25
-NUM_STEPS = 10
+NUM_RANKS = 2
+"""Of the pipelines of ``schedules.py``."""
 
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
@@ -49,52 +55,81 @@ LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command, the seconds that it may take, and whether it sees the first GPU alone."""
+    """A command, the seconds that it may take, and whether it sees the first GPU alone.
+
+    ``{folder}`` in the command is an empty folder, from which ``read`` takes the figures.
+    """
 
     name: str
     command: tuple[str, ...]
     limit_seconds: float
     is_alone: bool = True
+    read: Callable[[Path], dict[str, Any]] = lambda folder: {}
 
 
 def parts(device: str, num_devices: int, *, small: bool) -> Iterator[Part]:
     """All parts, the most valuable first."""
-    python, cluster = sys.executable, "local" if device == "cuda" else f"cpu:{num_devices}"
-    tests = (
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "tests/cost_model/test_detect.py",
-        "tests/runtime",
-    )
-    yield Part("tests", (*tests, *(("--collect-only",) if small else ())), 150.0)
-    one = "local" if device == "cuda" else "cpu:1"
-    for name in ("gpt2",) if small else ("gpt2", "llama", "t5"):
-        yield _verified(name, one, "dp=1")
+    one, every = ("local", "local") if device == "cuda" else ("cpu:1", f"cpu:{num_devices}")
+    yield Part("tests", _tests(device), 150.0)
+    yield from (_verified(name, one) for name in (("gpt2",) if small else ("gpt2", "llama", "t5")))
     yield from _steps(one, small=small)
-    budget = "5" if small else "30"
-    target = f"hf:{ROOT / 'tests/zoo/gpt2' if small else MODELS / 'gpt2'}"
-    shape = ("--global-batch", "4", "--seq", "16" if small else "512")
-    profile = (python, "-m", "autoparallel", "profile", target, "--cluster", cluster)
-    yield Part("profile", (*profile, *shape, "--budget", budget), 120.0, False)
-    if num_devices >= 2:
-        for schedule in ("gpipe", "1f1b"):
-            yield _verified("gpt2", cluster, f"pp=2,schedule={schedule}", is_alone=False)
+    yield _profile(every, small=small)
+    if num_devices >= NUM_RANKS:
+        models = ("tests/models/gpt2", "tests/zoo/t5", "tests/zoo/llama")
+        yield _schedules("schedules", models[:1] if small else models, every, small=small)
+        if not small:
+            known = ROOT.glob("tests/zoo/*/config.json")
+            zoo = sorted(str(path.parent.relative_to(ROOT)) for path in known)
+            yield _schedules("zoo", zoo, every, small=True)
 
 
-def _verified(model: str, cluster: str, parallel: str, *, is_alone: bool = True) -> Part:
+def _tests(device: str) -> tuple[str, ...]:
+    """On a CPU the tests that run on both devices; on a GPU all that need one, and no other."""
+    folder = "tests/runtime"
+    chosen = (
+        ("-m", "gpu", "tests/cost_model/test_detect.py", folder)
+        if device == "cuda"
+        else ("-k", "cpu", f"{folder}/test_devices.py")
+    )
+    return (sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *chosen)
+
+
+def _verified(model: str, cluster: str) -> Part:
     command = (
         sys.executable, "-m", "autoparallel", "verify", f"hf:{ROOT / 'tests/zoo' / model}",
-        "--cluster", cluster, "--parallel", parallel, "--seq", "16", "--json",
+        "--cluster", cluster, "--parallel", "dp=1", "--seq", "16", "--json",
     )  # fmt: skip
-    return Part(f"verify {model} {parallel}", command, 90.0, is_alone)
+    return Part(f"verify {model}", command, 90.0)
+
+
+def _profile(cluster: str, *, small: bool) -> Part:
+    target = f"hf:{ROOT / 'tests/zoo/gpt2' if small else MODELS / 'gpt2'}"
+    command = (
+        sys.executable, "-m", "autoparallel", "profile", target, "--cluster", cluster,
+        "--global-batch", "4", "--seq", "16" if small else "512",
+        "--budget", "2" if small else "30", "--export", "{folder}/measured.jsonl",
+        "--database", "{folder}/measured.sqlite",
+    )  # fmt: skip
+    return Part("profile", command, 120.0, is_alone=False, read=_read_measured)
+
+
+def _read_measured(folder: Path) -> dict[str, Any]:
+    lines = (folder / "measured.jsonl").read_text().splitlines()
+    return {"measurements": [json.loads(line) for line in lines]}
+
+
+def _schedules(name: str, models: Sequence[str], cluster: str, *, small: bool) -> Part:
+    command = (
+        sys.executable, str(Path(__file__).with_name("schedules.py")), "{folder}/cases.jsonl",
+        *(f"hf:{ROOT / model}" for model in models), "--cluster", cluster,
+        *(("--schedules", "1f1b") if small else ()),
+    )  # fmt: skip
+    return Part(name, command, 300.0, is_alone=False, read=_read_cases)
+
+
+def _read_cases(folder: Path) -> dict[str, Any]:
+    lines = (folder / "cases.jsonl").read_text().splitlines()
+    return {"cases": [json.loads(line) for line in lines]}
 
 
 def _steps(cluster: str, *, small: bool) -> Iterator[Part]:
@@ -104,11 +139,30 @@ def _steps(cluster: str, *, small: bool) -> Iterator[Part]:
         command = (
             sys.executable, "-m", "autoparallel", "run", f"hf:{folder}", "--cluster", cluster,
             "--precision", "fp32" if small else "bf16", "--seq", "16" if small else "1024",
-            "--global-batch", str(rows), "--steps", str(NUM_STEPS),
+            "--global-batch", str(rows), "--steps", "4" if small else "10",
+            "--measure-seconds", "0" if small else "10",
+            "--metrics", "{folder}/steps.jsonl", "--output", "{folder}/plan.json",
         )  # fmt: skip
-        yield Part(f"step {model}", command, 120.0)
+        yield Part(f"step {model}", command, 120.0, read=_read_steps)
         if has_compile():
-            yield Part(f"step {model} compiled", (*command, "--compile"), 180.0)
+            compiled = (*command, "--compile")
+            yield Part(f"step {model} compiled", compiled, 180.0, read=_read_steps)
+
+
+def _read_steps(folder: Path) -> dict[str, Any]:
+    """Seconds of the median step after the warm-up and the most bytes, and what was predicted."""
+    from autoparallel.plan_io import load_plan
+    from autoparallel.step_log import WARMUP_STEPS
+
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    steps, predicted = [json.loads(line) for line in lines], load_plan(folder / "plan.json")
+    return {
+        "step_seconds": median(step["seconds"] for step in steps[WARMUP_STEPS:]),
+        "predicted_step_seconds": predicted.prediction.step_seconds,
+        "memory_bytes": max(step["memory_bytes"] for step in steps),
+        "predicted_memory_bytes": predicted.prediction.peak_memory_bytes,
+        "losses": [step["loss"] for step in steps],
+    }
 
 
 def has_compile() -> bool:
@@ -122,16 +176,35 @@ def has_compile() -> bool:
 
 def run(part: Part, limit_seconds: float) -> dict[str, Any]:
     """What became of a part; its whole process group ends with it."""
-    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = tuple(word.replace("{folder}", folder) for word in part.command)
+        began = time.monotonic()
+        error, lines = _ended(command, limit_seconds, is_alone=part.is_alone)
+        found = {
+            "name": part.name, "passed": not error, "error": error,
+            "seconds": round(time.monotonic() - began, 1), "command": list(command),
+            "last_lines": lines[-NUM_LINES:], "figures": {},
+        }  # fmt: skip
+        try:
+            found["figures"] = part.read(Path(folder))
+        except (OSError, ValueError, AutoparallelError) as lacking:
+            if not error:
+                found |= {"passed": False, "error": f"no figures: {lacking}"}
+        return found
+
+
+def _ended(
+    command: Sequence[str], limit_seconds: float, *, is_alone: bool
+) -> tuple[str, list[str]]:
+    """How a command failed ("" if it did not), and what it printed."""
     own = {"XDG_DATA_HOME": str(DATA), "AUTOPARALLEL_CACHE": str(DATA / "cache")}
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **own}
-    if part.is_alone:
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(
-            ","
-        )[0]
+    if is_alone:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     process = subprocess.Popen(
-        part.command, cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     error = ""
     try:
@@ -140,15 +213,12 @@ def run(part: Part, limit_seconds: float) -> dict[str, Any]:
         os.killpg(process.pid, signal.SIGKILL)
         text, _ = process.communicate()
         error = f"no answer within {limit_seconds:.0f} s"
-    lines = text.splitlines()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     if process.returncode != 0 and not error:
         error = f"exit code {process.returncode}"
-    return {
-        "name": part.name, "passed": not error, "error": error,
-        "seconds": round(time.monotonic() - began, 1), "command": list(part.command),
-        "figures": [line for line in lines if line.startswith(("step time", "memory  "))],
-        "last_lines": lines[-NUM_LINES:],
-    }  # fmt: skip
+    return error, text.splitlines()
 
 
 def versions(device: str) -> dict[str, Any]:
@@ -184,12 +254,25 @@ def write_models() -> None:
         (folder / "config.json").write_text(json.dumps(config))
 
 
+def told_lines(found: Mapping[str, Any]) -> list[str]:
+    """What is printed of a part: where it failed its last lines, else its main figures."""
+    figures = found["figures"]
+    if not found["passed"]:
+        return list(found["last_lines"][-5:])
+    if "step_seconds" in figures:
+        return [
+            f"{name}: measured {figures[name]:.4g}, predicted {figures[f'predicted_{name}']:.4g}"
+            for name in ("step_seconds", "memory_bytes")
+        ]
+    return [f"{name}: {len(values)}" for name, values in figures.items()]
+
+
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--parts", help="names of parts, or their first words, by commas: step")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for all parts together")
+    parser.add_argument("--seconds", type=float, default=530.0, help="for all parts together")
     parser.add_argument("--small", action="store_true", help="tiny models")
     return parser.parse_args(arguments)
 
@@ -219,7 +302,9 @@ def main(arguments: Sequence[str]) -> int:
         found = run(part, min(part.limit_seconds, left_seconds))
         results.append(found)
         told = "passed" if found["passed"] else f"FAILED: {found['error']}"
-        print(f"{part.name:32} {found['seconds']:6.1f} s  {told}", *found["figures"], sep="\n    ")
+        print(f"{part.name:24} {found['seconds']:6.1f} s  {told}", flush=True)
+        for line in told_lines(found):
+            print(f"    {line}", flush=True)
         document = {"versions": versions(given.device), "parts": results}
         given.output.write_text(json.dumps(document, indent=1))
     return 0 if all(found["passed"] for found in results) else 1
