@@ -75,11 +75,11 @@ def parts(device: str, num_devices: int, *, small: bool) -> Iterator[Part]:
     yield from _steps(one, small=small)
     yield _profile(every, small=small)
     if num_devices >= NUM_RANKS:
-        models = ("tests/models/gpt2", "tests/zoo/t5", "tests/zoo/llama")
+        models = ("examples/gpt.py", "hf:tests/zoo/t5", "hf:tests/zoo/llama")
         yield _schedules("schedules", models[:1] if small else models, every, small=small)
         if not small:
             known = ROOT.glob("tests/zoo/*/config.json")
-            zoo = sorted(str(path.parent.relative_to(ROOT)) for path in known)
+            zoo = sorted(f"hf:{path.parent.relative_to(ROOT)}" for path in known)
             yield _schedules("zoo", zoo, every, small=True)
 
 
@@ -121,7 +121,7 @@ def _read_measured(folder: Path) -> dict[str, Any]:
 def _schedules(name: str, models: Sequence[str], cluster: str, *, small: bool) -> Part:
     command = (
         sys.executable, str(Path(__file__).with_name("schedules.py")), "{folder}/cases.jsonl",
-        *(f"hf:{ROOT / model}" for model in models), "--cluster", cluster,
+        *models, "--cluster", cluster,
         *(("--schedules", "1f1b") if small else ()),
     )  # fmt: skip
     return Part(name, command, 300.0, is_alone=False, read=_read_cases)
@@ -134,7 +134,7 @@ def _read_cases(folder: Path) -> dict[str, Any]:
 
 def _steps(cluster: str, *, small: bool) -> Iterator[Part]:
     cases = (("gpt2", 8), ("llama", 4))
-    for model, rows in cases:
+    for model, rows in cases[:1] if small else cases:
         folder = ROOT / "tests/zoo" / model if small else MODELS / model
         command = (
             sys.executable, "-m", "autoparallel", "run", f"hf:{folder}", "--cluster", cluster,
@@ -228,22 +228,14 @@ def versions(device: str) -> dict[str, Any]:
         "python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda,
     }  # fmt: skip
     if device == "cuda":
-        nvidia = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, check=False,
-        ) if _has_nvidia_smi() else None  # fmt: skip
-        found["driver"] = nvidia.stdout.split()[0] if nvidia and nvidia.stdout else None
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["devices"] = [
-            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
-        ]
+        # Asked of the driver: a context in this process could keep others from the GPU.
+        query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        lines = [line.split(", ", 1) for line in told.splitlines() if ", " in line]
+        found["driver"] = lines[0][0] if lines else None
+        found["devices"] = [name for _, name in lines]
     return found
-
-
-def _has_nvidia_smi() -> bool:
-    import shutil
-
-    return shutil.which("nvidia-smi") is not None
 
 
 def write_models() -> None:
