@@ -33,6 +33,7 @@ from .checkpoint_parts import Stateful
 from .checkpoint_state import persistent_shapes, trainer_state, untrained_names
 from .checkpoint_writer import CheckpointWriter, PendingSave
 from .communicator import ProcessCommunicator
+from .compiling import BlockCompiler
 from .data import microbatch_rows
 from .diagnosis import diagnosis
 from .exchange import Exchange
@@ -117,6 +118,7 @@ class Trainer:
         if self.schedule.parts:
             self.crossing = with_replicas(self.crossing, len(plan.stages))
             check_replicas(self.program.graph)
+        self.compiler = BlockCompiler() if plan.compiled else None
         self.stages: dict[int, StageModule] = {}
         self.of_slices: dict[int, tuple[StageProgram, ...]] = {}
         for index in stages_of_rank(plan, self.rank):
@@ -160,7 +162,7 @@ class Trainer:
         stage = StageModule(
             programs[0], communicator.device_mesh, zero=own.zero, device=self.device,
             precision=self.plan.model.precision,
-            splits_backward=splits_backward(self.schedule, index),
+            splits_backward=splits_backward(self.schedule, index), compiler=self.compiler,
         )  # fmt: skip
         shorter = bucket_programs(
             self.of_buckets, whole.graph, programs[0].draws,

@@ -42,6 +42,13 @@ MicroBatchOption = Annotated[
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="fp32, bf16 (fp32 master weights) or fp64")
 ]
+CompileOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="run, and price, blocks compiled by torch.compile's inductor; a plan file says itself",
+    ),
+]
 OptimizerOption = Annotated[
     str, typer.Option("--optimizer", help="adamw, adam, sgd or sgd-momentum")
 ]
@@ -163,6 +170,7 @@ def plan_options(
     seq: SeqOption = None,
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
+    compile: CompileOption = None,
     optimizer: OptimizerOption = "adamw",
     memory_limit: MemoryLimitOption = None,
     parallel: ParallelOption = None,
