@@ -59,8 +59,8 @@ class _CompiledRun:
         import torch._inductor as inductor
 
         try:
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
-                found = inductor.compile(copy.deepcopy(self.run.module), list(inputs))
+            with _disable_current_modes():
+                found: Any = inductor.compile(copy.deepcopy(self.run.module), list(inputs))
         except (AutoparallelError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -72,7 +72,8 @@ class _CompiledRun:
                 where=f"its run of {self.run.text.count(chr(10))} ops",
                 fix="run without compilation: --no-compile, or compile=False",
             ) from error
-        return found  # type: ignore[return-value]
+        compiled: Compiled = found
+        return compiled
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
