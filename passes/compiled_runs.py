@@ -1,11 +1,11 @@
 """Cutting a block's graph into what a compiler gets: its runs of plain tensor ops.
 
 In: a block's graph as one rank runs it, and a function that compiles. Out: the same graph, in
-which each run of consecutive ``aten`` ops is one call of what that function returns. Everything
-else stays where it is and runs as before: collectives and what else a rank calls of its own,
-parameters, random numbers, ops that put off their weights' gradients, ops that are marked for
-recomputation, and, where the block is recomputed in parts, products that may be kept. A compiled
-run is therefore one node of autograd's graph, with the tensors between the others.
+which each run of ``aten`` ops is one call of what that function returns; a run ends at the first
+other op that reads one of its values. Everything else runs as before: collectives and what else a
+rank calls of its own, parameters, random numbers, ops that put off their weights' gradients, ops
+that are marked for recomputation, and, where the block is recomputed in parts, products that may
+be kept. A compiled run is therefore one node of autograd's graph, with tensors between them.
 
 Runs are named canonically: those of equal blocks have equal texts.
 """
@@ -59,13 +59,15 @@ def compile_runs(
 
 def _runs(graph: fx.Graph, *, in_parts: bool) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
+    own: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_plain(node, in_parts=in_parts) or _is_part_of(node, run):
             run.append(node)
-        elif node.op in ("call_function", "call_module", "output") and not _is_part(node):
+            own.add(node)
+        elif node.op == "output" or not own.isdisjoint(node.all_input_nodes):
             if sum(_is_kernel(each) for each in run) >= FEWEST_OPS:
                 yield run
-            run = []
+            run, own = [], set()
 
 
 def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:

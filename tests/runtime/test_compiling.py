@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -129,14 +129,23 @@ def test_equal_blocks_share_one_compilation() -> None:
 
 
 def _num_runs(module: fx.GraphModule) -> int:
+    return len(_runs_of(module, in_parts=False))
+
+
+def _runs_of(module: fx.GraphModule, *, in_parts: bool) -> list[Run]:
+    """What is to be compiled of a block, whose graph then calls it."""
     found: list[Run] = []
 
-    def count(run: Run) -> object:
+    def keep(run: Run) -> Callable[..., object]:
         found.append(run)
-        return run.module
 
-    compile_runs(module, count, in_parts=False)  # type: ignore[arg-type]
-    return len(found)
+        def call(*inputs: Tensor) -> object:
+            return run.module(*inputs)
+
+        return call
+
+    compile_runs(module, keep, in_parts=in_parts)
+    return found
 
 
 @pytest.mark.slow
@@ -151,13 +160,7 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(mode: Recompute, split
 
 def test_where_products_are_kept_they_run_between_what_is_compiled() -> None:
     module = stage_program("selective").blocks[1].module
-    runs: list[Run] = []
-
-    def keep(run: Run) -> object:
-        runs.append(run)
-        return run.module
-
-    compile_runs(module, keep, in_parts=True)  # type: ignore[arg-type]
+    runs = _runs_of(module, in_parts=True)
     assert runs
     assert not any("linear" in run.text for run in runs)
     assert sum("linear" in str(node.target) for node in module.graph.nodes) == 2
@@ -169,7 +172,7 @@ def test_a_run_that_cannot_be_compiled_names_its_block_and_the_way_out() -> None
     graph = own.module.graph
     product = next(node for node in graph.nodes if "linear" in str(node.target))
     product.args = (product.args[0], product.args[0], product.args[2])
-    block = StageBlock(replace(own, module=own.module), Draws(), compiler=BlockCompiler())
+    block = StageBlock(own, Draws(), compiler=BlockCompiler())
     with pytest.raises(RunError, match=f"block {own.name} cannot be compiled") as found:
         block(torch.randn((ROWS, WIDTH), dtype=torch.float64))
     assert found.value.code == "AP823"
