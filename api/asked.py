@@ -42,6 +42,7 @@ class SearchOptions(TypedDict, total=False):
     micro_batch: int | None
     precision: Precision
     float32_ops: Float32Ops
+    compile: bool | None
     optimizer: str
     memory_limit: str | int | None
     parallel: str | None
@@ -79,6 +80,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         micro_batch=asked.get("micro_batch"),
         precision=asked.get("precision", "fp32"),
         float32_ops=asked.get("float32_ops", "autocast"),
+        compiled=asked.get("compile"),
         optimizer=asked.get("optimizer", "adamw"),
         memory_limit_bytes=parse_size(limit) if isinstance(limit, str) else limit,
         forced=parse_parallel(asked.get("parallel")),

@@ -34,6 +34,7 @@ from autoparallel.planning import (
     plan_program,
 )
 from autoparallel.profile_progress import shown_progress
+from autoparallel.run_options import as_asked
 from autoparallel.runtime.initial_values import Weights, whole_tensors
 from autoparallel.runtime.membership import check_none_idle, join
 from autoparallel.runtime.pretrained import Pretrained, pretrained
@@ -90,6 +91,7 @@ def join_training(
             why="the script computes the loss from the outputs of the whole batch",
             fix="give loss_fn to parallelize, or plan with microbatches=1",
         )
+    plan = as_asked(plan, options.compiled, rank=rank)
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
     trainer = Trainer(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.passes.deferred_init import Deferred, Init
     from autoparallel.passes.program import Program
+    from autoparallel.planner.graph import Graph
     from autoparallel.planner.pricing.basis import Basis, Mode
 
 CAPTURE_BATCH = 2
@@ -54,6 +55,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 class PlanOptions:
     """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
 
+    ``compiled``: blocks run compiled; None is no, and of a plan that is there what it says.
     ``database`` is the file of measured times, None the user's own. So many ``measure_seconds``
     are spent at most on measuring what a plan for this machine asks for.
     """
@@ -63,6 +65,7 @@ class PlanOptions:
     micro_batch: int | None = None
     precision: Precision = "fp32"
     float32_ops: Float32Ops = "autocast"
+    compiled: bool | None = None
     optimizer: str = "adamw"
     memory_limit_bytes: int | None = None
     forced: Forced = field(default_factory=Forced)
@@ -123,7 +126,8 @@ def make_plan(
 ) -> Plan:
     """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
-    Its memory is that of running its stages on fake tensors, unless they are too many.
+    Its memory is that of running its stages on fake tensors, unless they are too many, or
+    compiled: what the compiler keeps follows from the groups of ops that it fuses.
     """
     from autoparallel.cached_capture import with_kept_memory
     from autoparallel.passes.stage_memory import num_ops
@@ -136,7 +140,7 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
-    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS:
+    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not found.compiled:
         found = with_kept_memory(found, program, cache)
     spent = {
         "capture": capture_seconds,
@@ -191,21 +195,28 @@ def plan_program(
     from autoparallel.planner.pricing.whole_block import whole_blocks
     from autoparallel.planner.requests.objective import plan_for
 
-    basis = whole_blocks(
-        program.graph, program.blocks, cluster, basis_for(cluster, options, target),
-        precision=options.precision,
-    )  # fmt: skip
+    graph = priced_graph(program, compiled=options.compiled)
+    basis = basis_for(cluster, options, target)
+    if not options.compiled:  # whole blocks are measured as they run eagerly
+        basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
     basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
     found = plan_for(
-        program.graph,
+        graph,
         program.blocks,
         cluster,
         request,
         observe=lambda what, done, total: observe("search", done, total),
         basis=basis,
     )
-    return stamped(found)
+    return replace(stamped(found), compiled=bool(options.compiled))
+
+
+def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
+    """A program's graph as it is priced: where blocks are compiled, with what that fuses."""
+    from autoparallel.planner.fusion import with_fusion
+
+    return with_fusion(program.graph, program.blocks) if compiled else program.graph
 
 
 def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:

@@ -26,7 +26,7 @@ from autoparallel.plan_io import PLAN, load_plan, save_plan
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
-from autoparallel.run_options import RunOptions, told
+from autoparallel.run_options import RunOptions, as_asked, told
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.membership import join_as
@@ -68,7 +68,9 @@ def train(
     they are drawn, and data of text; ``options`` those of ``RunOptions``. Returns the measured
     and predicted seconds and bytes, and the losses.
     """
+    asked = RunOptions(**(options or {}))
     plan, target = load_job(plan_path)
+    plan = as_asked(plan, asked.compiled, rank=worker.rank)
     given = {} if sources is None else sources
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
@@ -80,7 +82,6 @@ def train(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
         is_given=resume is not None, start=start,
     )  # fmt: skip
-    asked = RunOptions(**(options or {}))
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
@@ -149,11 +150,14 @@ class Saving:
         return step == last or (self.every is not None and step % self.every == 0)
 
 
-def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str, Any]:
+def verify(
+    worker: Worker, *, plan_path: str, dtype: str, seed: int, compiled: bool | None = None
+) -> dict[str, Any]:
     """Compares the plan's run with one device; the result as plain data."""
     # By default a GPU's float32 convolutions round to TF32, further than verification tolerates.
     torch.backends.cudnn.allow_tf32 = False
     plan, target = load_job(plan_path)
+    plan = as_asked(plan, compiled, rank=worker.rank)
     precision: Precision = "fp64" if dtype == "fp64" else "fp32"
     plan = replace(plan, model=replace(plan.model, precision=precision))
     device = join_as(worker, plan.cluster)

@@ -24,7 +24,7 @@ Azure/AI-benchmarking-guide) and on H100 in FP8 (4 to 6 µs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -145,9 +145,12 @@ def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float
             return _attention_seconds(device, own, work)
     drawn = work.drawn * _DRAWN_BYTES if device.kind == "cpu" else 0
     backward = work.bytes_backward + drawn if work.bytes_backward else 0
+    without = replace(own, launch_seconds=0.0)  # of what another op's kernel computes
     return (
-        own.seconds(work.flops_forward, work.bytes_forward + drawn),
-        own.seconds(work.flops_backward, backward),
+        (own if work.kernels_forward else without).seconds(
+            work.flops_forward, work.bytes_forward + drawn
+        ),
+        (own if work.kernels_backward else without).seconds(work.flops_backward, backward),
     )
 
 

@@ -205,6 +205,7 @@ class Plan:
     rank spends on the whole of each. ``undivided`` says which ops run whole because an axis
     does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
     ``slices`` are the lengths of the slices that sequences are cut into, where they are.
+    ``compiled``: blocks are priced, and run, compiled.
     """
 
     model: ModelInfo
@@ -222,6 +223,7 @@ class Plan:
     torch_version: str = ""
     goal: GoalReport | None = None
     slices: tuple[int, ...] = ()
+    compiled: bool = False
     schema: int = SCHEMA
 
     @property

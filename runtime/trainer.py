@@ -1,8 +1,8 @@
 """One rank's trainer: a captured program and a plan in, training steps out.
 
-Everything that a process needs to train by a plan is put together here: the stage's
-program, its module with this rank's shards, optimizer, messages and schedule. Every rank of
-the world makes a ``Trainer``, and calls ``step`` with the same global batch or its share of it.
+Everything that a process needs to train by a plan is put together here: the stage's program, its
+module with this rank's shards, optimizer, messages and schedule. Every rank of the world makes a
+``Trainer``, and calls ``step`` with the same global batch or its share of it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .checkpoint_parts import Stateful
 from .checkpoint_state import persistent_shapes, trainer_state, untrained_names
 from .checkpoint_writer import CheckpointWriter, PendingSave
 from .communicator import ProcessCommunicator
+from .compiling import BlockCompiler
 from .data import microbatch_rows
 from .diagnosis import diagnosis
 from .exchange import Exchange
@@ -118,6 +119,7 @@ class Trainer:
         if self.schedule.parts:
             self.crossing = with_replicas(self.crossing, len(plan.stages))
             check_replicas(self.program.graph)
+        self._compiler = BlockCompiler() if plan.compiled else None
         self.stages: dict[int, StageModule] = {}
         self.of_slices: dict[int, tuple[StageProgram, ...]] = {}
         for index in stages_of_rank(plan, self.rank):
@@ -153,15 +155,14 @@ class Trainer:
             self.slices, self.program.graph, index,
             lambda each, of: build(each.graph, each.blocks, each.plan, of_slice=of),
         )  # fmt: skip
-        whole = self.program
-        plan = updating_plan(self.plan, self.schedule)
+        whole, plan = self.program, updating_plan(self.plan, self.schedule)
         programs = self.of_slices[index] or (
             build(whole.graph, whole.blocks, plan, outputs=whole.returned),
         )
         stage = StageModule(
             programs[0], communicator.device_mesh, zero=own.zero, device=self.device,
             precision=self.plan.model.precision,
-            splits_backward=splits_backward(self.schedule, index),
+            splits_backward=splits_backward(self.schedule, index), compiler=self._compiler,
         )  # fmt: skip
         shorter = bucket_programs(
             self.of_buckets, whole.graph, programs[0].draws,

@@ -50,6 +50,13 @@ Float32OpsOption = Annotated[
         "list) or none",
     ),
 ]
+CompileOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="run, and price, blocks compiled by torch.compile's inductor; a plan file says itself",
+    ),
+]
 OptimizerOption = Annotated[
     str, typer.Option("--optimizer", help="adamw, adam, sgd or sgd-momentum")
 ]
@@ -172,6 +179,7 @@ def plan_options(
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
     float32_ops: Float32OpsOption = "autocast",
+    compile: CompileOption = None,
     optimizer: OptimizerOption = "adamw",
     memory_limit: MemoryLimitOption = None,
     parallel: ParallelOption = None,

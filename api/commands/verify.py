@@ -40,4 +40,4 @@ def verify(
     with plan_path(source, cluster, options, settings=settings, quiet=True) as path:
         from autoparallel.training import start_verification
 
-        start_verification(path, dtype=dtype, json_output=json)
+        start_verification(path, dtype=dtype, json_output=json, compiled=options.compiled)

@@ -24,6 +24,7 @@ from .. import rules as default_rules
 from ..arranged.asynchronous import with_versions
 from ..arranged.sequence_places import find_places
 from ..errors import UsageError
+from ..fusion import with_fusion
 from ..graph import Blocks, Graph, Node, TensorSpec
 from ..inter_op.submesh import mesh_of, restriction
 from ..intra_op.intra_op import Effort, IntraOp, Limits
@@ -33,6 +34,7 @@ from ..positions import Dims, position_dims
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.choices import input_specs
+from ..pricing.ladder import Rung
 from ..pricing.prices import Prices, Seconds, StateBytes
 from ..pricing.seconds import Priced
 from ..pricing.slice_costs import SliceShares, carried_by_layers, even_lengths, shares_by_work
@@ -108,6 +110,9 @@ class Configuration:
     ``overlap``: gradients are reduced while the last micro-batch runs backward, and ZeRO 2 and 3
     gather and scatter beside compute. ``policy`` overrides the bytes per parameter that
     ``precision`` and ``optimizer`` give. ``program``: what else the training program takes.
+    ``recompute="selective"`` runs the core of attention again; with ``products_kept`` everything
+    but attention and that share of matrix products instead, here of so many layers all products
+    and of the others none. ``compiled``: blocks run compiled.
     """
 
     dp: int = 1
@@ -130,6 +135,8 @@ class Configuration:
     optimizer: str = "adamw"
     policy: PrecisionPolicy | None = None
     program: Program = field(default_factory=Program)
+    products_kept: float | None = None
+    compiled: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -351,9 +358,11 @@ class _Work:
     def structure(self) -> Structure:
         """The graph at the micro-batch's rows, shared by every use of it."""
         own, found = self.configuration, self.cache.structures
-        base = (id(self.graph), own.precision, self.pins)
+        base = (id(self.graph), own.precision, own.compiled, self.pins)
         if base not in found:
             graph = with_precision(self.graph, own.precision)
+            if own.compiled:
+                graph = with_fusion(graph, self.blocks)
             found[base] = (self.graph, Structure(graph, self.blocks))
         structure = found[base][1]
         key = (*base, own.microbatch_size)
@@ -375,9 +384,14 @@ class _Work:
         solver = self._solver(stage % own.pp * self.mesh.size, self._link(stage))
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
-        level = run.num_layers if own.recompute == "full" else 0
-        cost = answer.figures.price(run, replace(answer.setting, rung=run.prefix(level)))
-        if own.recompute == "selective":
+        kept = own.products_kept if own.recompute == "selective" else None
+        level = run.num_layers if own.recompute == "full" or kept is not None else 0
+        rung = run.prefix(level)
+        if kept is not None:
+            full = run.prefix(level - round(kept * level)).full
+            rung = Rung(full, tuple(a - b for a, b in zip(rung.full, full, strict=True)))
+        cost = answer.figures.price(run, replace(answer.setting, rung=rung))
+        if own.recompute == "selective" and kept is None:
             cost = selective(cost, run, answer, self.dims)
         return beside_compute(cost, run.num_blocks, OVERLAP) if own.overlap else cost
 
@@ -435,7 +449,8 @@ class _Work:
             dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, sequence_parallel=own.sequence_parallel
         )  # fmt: skip
         key = (
-            id(self.graph), id(self.cluster), own.precision, own.microbatch_size, prices.mesh,
+            id(self.graph), id(self.cluster), own.precision, own.compiled, own.microbatch_size,
+            prices.mesh,
             prices.groups, prices.speed, link, own.sequence_parallel, own.policy,
             own.optimizer, own.zero, self.pins, prices.profile,
         )  # fmt: skip
@@ -451,7 +466,7 @@ class _Work:
 
     def _prices(self, first: int) -> Prices:
         own = self.configuration
-        key = (id(self.graph), id(self.cluster), own.precision)
+        key = (id(self.graph), id(self.cluster), own.precision, own.compiled)
         shared = self.cache.prices.setdefault(key, (self.cluster, {}))[1]
         return _Given(
             self.mesh,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from ..graph import Node, OpRule, TensorSpec
+from ..graph import Fused, Node, OpRule, TensorSpec
 from .annotation import bind
 from .case import argument
 from .equation import parse_equation
@@ -54,6 +54,9 @@ class Work:
     kernels_backward: int = 1
     drawn: int = 0
 
+
+FAMILIES_FUSED: frozenset[Family] = frozenset(("norm", "elementwise", "copy", "reduction", "view"))
+"""Whose kernels a compiler writes itself."""
 
 _FREE: Work = Work("view", 0, 0, 0, 0, kernels_forward=0, kernels_backward=0)
 
@@ -101,16 +104,23 @@ _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
 _ATTENTION_BACKWARD = 2.5
 
 
+def family_of(node: Node) -> Family:
+    """The family of an op; one that is not known is taken as elementwise."""
+    return _FAMILY.get(packet(node.op), "elementwise")
+
+
 def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
     """The work of a node whose tensors have these local shapes, in the order of its inputs.
 
     Whether gradients are computed is read from ``requires_grad`` of the specs.
     """
-    family = _FAMILY.get(packet(node.op), "elementwise")
+    family = family_of(node)
     if node.kind != "op" or not outputs or is_identity(node, inputs, outputs):
         return _FREE
     if node.rule is not None:
         return _registered(node.rule, inputs, outputs)
+    if node.fused is not None:
+        return _fused(node, node.fused, inputs, outputs)
     if family == "view":
         return _view(node, inputs, outputs)
     forward, backward = _bytes(node, inputs, outputs, family)
@@ -127,6 +137,26 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
         kernels_backward=_kernels_backward(family, len(_wanted(inputs, outputs))),
         drawn=outputs[0].numel if packet(node.op).startswith("counter_") else 0,
     )
+
+
+def _fused(
+    node: Node, fused: Fused, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> Work:
+    """An op's part of a fused kernel: what goes through memory at this op, and its FLOPs."""
+
+    def moved(specs: Sequence[TensorSpec], positions: Sequence[int]) -> int:
+        return sum(specs[position].num_bytes for position in positions)
+
+    family = family_of(node)
+    forward = moved(inputs, fused.reads) + moved(outputs, fused.writes)
+    backward = moved(outputs, (*fused.reads_gradients, *fused.keeps_outputs)) + moved(
+        inputs, (*fused.gradients, *fused.keeps_inputs)
+    )
+    flops_forward, flops_backward = _flops(node, inputs, outputs, family)
+    return Work(
+        family, flops_forward, flops_backward, forward, backward,
+        kernels_forward=fused.kernels_forward, kernels_backward=fused.kernels_backward,
+    )  # fmt: skip
 
 
 def _kernels_backward(family: Family, num_wanted: int) -> int:
