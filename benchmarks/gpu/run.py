@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +38,8 @@ NO_GPU_EXIT_CODE = 5
 DATA = ROOT / "build" / "gpu-data"
 """What is measured and planned here, apart from the user's own."""
 NUM_LINES = 25
+ENDS_SECONDS = 5.0
+"""How long a part that is late has for ending its own processes."""
 NUM_RANKS = 2
 """Of the pipelines of ``schedules.py``."""
 
@@ -55,7 +59,7 @@ LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command, the seconds that it may take, and whether it sees the first GPU alone.
+    """A command, the seconds that it may take, and how many GPUs it sees.
 
     ``{folder}`` in the command is an empty folder, from which ``read`` takes the figures.
     """
@@ -63,7 +67,7 @@ class Part:
     name: str
     command: tuple[str, ...]
     limit_seconds: float
-    is_alone: bool = True
+    num_devices: int = 1
     read: Callable[[Path], dict[str, Any]] = lambda folder: {}
 
 
@@ -73,7 +77,7 @@ def parts(device: str, num_devices: int, *, small: bool) -> Iterator[Part]:
     yield Part("tests", _tests(device), 150.0)
     yield from (_verified(name, one) for name in (("gpt2",) if small else ("gpt2", "llama", "t5")))
     yield from _steps(one, small=small)
-    yield _profile(every, small=small)
+    yield _profile(every, num_devices, small=small)
     if num_devices >= NUM_RANKS:
         models = ("examples/gpt.py", "hf:tests/zoo/t5", "hf:tests/zoo/llama")
         yield _schedules("schedules", models[:1] if small else models, every, small=small)
@@ -102,7 +106,7 @@ def _verified(model: str, cluster: str) -> Part:
     return Part(f"verify {model}", command, 90.0)
 
 
-def _profile(cluster: str, *, small: bool) -> Part:
+def _profile(cluster: str, num_devices: int, *, small: bool) -> Part:
     target = f"hf:{ROOT / 'tests/zoo/gpt2' if small else MODELS / 'gpt2'}"
     command = (
         sys.executable, "-m", "autoparallel", "profile", target, "--cluster", cluster,
@@ -110,7 +114,7 @@ def _profile(cluster: str, *, small: bool) -> Part:
         "--budget", "2" if small else "30", "--export", "{folder}/measured.jsonl",
         "--database", "{folder}/measured.sqlite",
     )  # fmt: skip
-    return Part("profile", command, 120.0, is_alone=False, read=_read_measured)
+    return Part("profile", command, 120.0, num_devices, _read_measured)
 
 
 def _read_measured(folder: Path) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def _schedules(name: str, models: Sequence[str], cluster: str, *, small: bool) -
         *models, "--cluster", cluster,
         *(("--schedules", "1f1b") if small else ()),
     )  # fmt: skip
-    return Part(name, command, 300.0, is_alone=False, read=_read_cases)
+    return Part(name, command, 300.0, NUM_RANKS, _read_cases)
 
 
 def _read_cases(folder: Path) -> dict[str, Any]:
@@ -144,7 +148,7 @@ def _steps(cluster: str, *, small: bool) -> Iterator[Part]:
             "--metrics", "{folder}/steps.jsonl", "--output", "{folder}/plan.json",
         )  # fmt: skip
         yield Part(f"step {model}", command, 120.0, read=_read_steps)
-        if has_compile():
+        if has_compile() and not small:  # inductor takes long on a CPU
             compiled = (*command, "--compile")
             yield Part(f"step {model} compiled", compiled, 180.0, read=_read_steps)
 
@@ -179,7 +183,7 @@ def run(part: Part, limit_seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = tuple(word.replace("{folder}", folder) for word in part.command)
         began = time.monotonic()
-        error, lines = _ended(command, limit_seconds, is_alone=part.is_alone)
+        error, lines = _ended(command, limit_seconds, num_devices=part.num_devices)
         found = {
             "name": part.name, "passed": not error, "error": error,
             "seconds": round(time.monotonic() - began, 1), "command": list(command),
@@ -187,38 +191,40 @@ def run(part: Part, limit_seconds: float) -> dict[str, Any]:
         }  # fmt: skip
         try:
             found["figures"] = part.read(Path(folder))
-        except (OSError, ValueError, AutoparallelError) as lacking:
+        except (OSError, ValueError, LookupError, TypeError, AutoparallelError) as lacking:
             if not error:
                 found |= {"passed": False, "error": f"no figures: {lacking}"}
         return found
 
 
 def _ended(
-    command: Sequence[str], limit_seconds: float, *, is_alone: bool
+    command: Sequence[str], limit_seconds: float, *, num_devices: int
 ) -> tuple[str, list[str]]:
     """How a command failed ("" if it did not), and what it printed."""
     own = {"XDG_DATA_HOME": str(DATA), "AUTOPARALLEL_CACHE": str(DATA / "cache")}
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **own}
-    if is_alone:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    error = ""
-    try:
-        text, _ = process.communicate(timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        text, _ = process.communicate()
-        error = f"no answer within {limit_seconds:.0f} s"
-    except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    if process.returncode != 0 and not error:
-        error = f"exit code {process.returncode}"
-    return error, text.splitlines()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_devices)))
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_devices])
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        # A file, not a pipe: what outlives a process that is killed could keep a pipe open.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit_seconds)
+            error = f"exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            error = f"no answer within {limit_seconds:.0f} s"
+            os.killpg(process.pid, signal.SIGINT)  # it ends its workers, which have own sessions
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return error, output.read().splitlines()
 
 
 def versions(device: str) -> dict[str, Any]:
@@ -231,7 +237,12 @@ def versions(device: str) -> dict[str, Any]:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         # Asked of the driver: a context in this process could keep others from the GPU.
         query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        found_tool = shutil.which(query[0]) is not None
+        told = (
+            subprocess.run(query, capture_output=True, text=True, check=False).stdout
+            if found_tool
+            else ""
+        )
         lines = [line.split(", ", 1) for line in told.splitlines() if ", " in line]
         found["driver"] = lines[0][0] if lines else None
         found["devices"] = [name for _, name in lines]
@@ -264,7 +275,9 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", help="names of parts, or their first words, by commas: step")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=530.0, help="for all parts together")
+    parser.add_argument(
+        "--seconds", type=float, help="for all parts together: 530, or 1200 with several GPUs"
+    )
     parser.add_argument("--small", action="store_true", help="tiny models")
     return parser.parse_args(arguments)
 
@@ -288,10 +301,14 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     results: list[Mapping[str, Any]] = []
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + given.seconds
+    ends = time.monotonic() + (given.seconds or (1200.0 if num_devices > 1 else 530.0))
     for part in chosen:
-        left_seconds = max(1.0, ends - time.monotonic())
-        found = run(part, min(part.limit_seconds, left_seconds))
+        left_seconds = ends - time.monotonic()
+        if left_seconds > 0:
+            found = run(part, min(part.limit_seconds, left_seconds))
+        else:
+            found = {"name": part.name, "passed": False, "error": "not begun: time is up",
+                     "seconds": 0.0, "last_lines": [], "figures": {}}  # fmt: skip
         results.append(found)
         told = "passed" if found["passed"] else f"FAILED: {found['error']}"
         print(f"{part.name:24} {found['seconds']:6.1f} s  {told}", flush=True)
