@@ -195,9 +195,11 @@ class _Given(Prices):
         is_attention = node.op.startswith("aten.scaled_dot_product_attention")
         if not is_attention or not argument(node, 5, "is_causal", False):
             return found
-        if inputs[0].shape[-2] >= inputs[1].shape[-2]:
+        queries, keys = inputs[0].shape[-2], inputs[1].shape[-2]
+        if queries >= keys:
             return found
-        return found._replace(forward=found.forward / 2, backward=found.backward / 2)
+        last = 2 - queries / keys  # the pairs of the rank with the last positions, of half of all
+        return found._replace(forward=found.forward / last, backward=found.backward / last)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
         """As ``Prices`` has it, but for what is said above and sharding over "cp" too."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -222,7 +223,8 @@ def main(plans: list[str]) -> None:
         sys.stdout.write(f"equal {parallel}\n")
         check_guarded(net, parallelized)
         check_stopped(net, parallelized)
-        check_half(net, parallel)
+        if "RANK" in os.environ:  # alone, a model keeps its own precision
+            check_half(net, parallel)
         sys.stdout.write(f"guarded {parallel}\n")
 
 

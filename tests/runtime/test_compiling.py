@@ -17,6 +17,7 @@ from autoparallel.passes.compiled_runs import Run, compile_runs
 from autoparallel.passes.program import Program
 from autoparallel.passes.random_ops import Draws
 from autoparallel.passes.stage_program import StageProgram, build_stage
+from autoparallel.passes.weight_gradients import WeightGradients
 from autoparallel.planner.errors import RunError
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.plan import Recompute
@@ -24,7 +25,6 @@ from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.search import plan
 from autoparallel.runtime.compiling import BlockCompiler
 from autoparallel.runtime.stage import StageBlock
-from autoparallel.runtime.weight_gradients import WeightGradients
 
 ROWS, WIDTH, LAYERS = 4, 8, 3
 
