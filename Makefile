@@ -18,7 +18,7 @@ types:
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
 test:
-	$(PYTHON) -m pytest -n 2
+	$(PYTHON) -m pytest -n 3
 
 slow:
 	$(PYTHON) -m pytest -m slow

@@ -29,6 +29,8 @@ def test_without_a_gpu_it_says_so() -> None:
     assert found.stdout == "no GPU: `make gpu` needs a machine with at least one\n"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_all_parts_run_on_a_cpu_and_are_recorded(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     command = [sys.executable, SCRIPT, "--device", "cpu", "--small", "-o", str(output)]
