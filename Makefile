@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test slow strict zoo
+.PHONY: check lint types test slow strict zoo gpu
 
 check: lint types test
 
@@ -18,7 +18,7 @@ types:
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
 test:
-	$(PYTHON) -m pytest -n 2
+	$(PYTHON) -m pytest -n 3
 
 slow:
 	$(PYTHON) -m pytest -m slow
@@ -35,3 +35,8 @@ strict:
 # Every architecture of tests/zoo, verified; writes docs/zoo.md.
 zoo:
 	$(PYTHON) benchmarks/zoo/run.py
+
+# On a machine with GPUs: the tests that need one, verified plans, profiles and training steps,
+# into build/gpu.json. PARTS=step,verify runs some of them.
+gpu:
+	$(PYTHON) benchmarks/gpu/run.py $(if $(PARTS),--parts $(PARTS))

@@ -17,7 +17,7 @@ from autoparallel.options import (
     parse_size,
 )
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Precision
+from autoparallel.planner.plan import Float32Ops, Precision
 from autoparallel.planner.pricing.basis import Mode
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.goal import Goal, Objective
@@ -41,6 +41,8 @@ class SearchOptions(TypedDict, total=False):
 
     micro_batch: int | None
     precision: Precision
+    float32_ops: Float32Ops
+    compile: bool | None
     optimizer: str
     memory_limit: str | int | None
     parallel: str | None
@@ -77,6 +79,8 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         seq=seq,
         micro_batch=asked.get("micro_batch"),
         precision=asked.get("precision", "fp32"),
+        float32_ops=asked.get("float32_ops", "autocast"),
+        compiled=asked.get("compile"),
         optimizer=asked.get("optimizer", "adamw"),
         memory_limit_bytes=parse_size(limit) if isinstance(limit, str) else limit,
         forced=parse_parallel(asked.get("parallel")),

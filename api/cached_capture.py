@@ -101,7 +101,7 @@ def kept_program(
     if cache.shelf is None:
         return capture()
     batch = target.example_batch(CAPTURE_BATCH, options.seq)
-    key = program_key(target, model, batch, options.precision)
+    key = program_key(target, model, batch, options)
     found = cache.get(CAPTURE, _programs(), *key)
     if found is MISSING:
         program = capture()
@@ -134,13 +134,14 @@ def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
 
 
 def program_key(
-    target: Target, model: nn.Module, batch: Batch, precision: str
+    target: Target, model: nn.Module, batch: Batch, options: PlanOptions
 ) -> tuple[object, ...]:
     """Everything that a capture follows from, as far as it can be seen."""
     from autoparallel.register import registered_rules
 
     return (
-        target.name, sorted(target.settings.items()), precision, model_text(model),
+        target.name, sorted(target.settings.items()), options.precision,
+        options.autocasts, model_text(model),
         _batch_text(batch), sorted(registered_rules()), user_sources(),
         _versions({type(each).__module__.partition(".")[0] for each in model.modules()}),
     )  # fmt: skip

@@ -14,7 +14,8 @@ class StepRecord:
     """A finished step as rank 0 saw it.
 
     The gradient's norm is that before clipping, the learning rate that of the first group of
-    parameters. ``skipped_steps`` counts the updates skipped so far. ``throughput`` is in
+    parameters. ``skipped_steps`` counts the updates skipped so far;
+    ``loss_scale`` is that of the step, None where the loss is not scaled. ``throughput`` is in
     ``unit`` ("tokens" or "rows") per second.
     """
 
@@ -25,6 +26,7 @@ class StepRecord:
     seconds: float
     learning_rate: float | None = None
     skipped_steps: int = 0
+    loss_scale: float | None = None
     unit: str = "rows"
     throughput: float = 0.0
 

@@ -34,6 +34,7 @@ from autoparallel.planning import (
     plan_program,
 )
 from autoparallel.profile_progress import shown_progress
+from autoparallel.run_options import as_asked
 from autoparallel.runtime.initial_values import Weights, whole_tensors
 from autoparallel.runtime.membership import check_none_idle, join
 from autoparallel.runtime.pretrained import Pretrained, pretrained
@@ -69,7 +70,10 @@ def join_training(
     target, options = job.target, job.options
     if plan is not None:
         options = replace(
-            options, precision=plan.model.precision, global_batch=plan.model.global_batch
+            options,
+            precision=plan.model.precision,
+            float32_ops=plan.model.float32_ops,
+            global_batch=plan.model.global_batch,
         )
     program = _captured(model, target, options)
     if program.returned:
@@ -87,6 +91,7 @@ def join_training(
             why="the script computes the loss from the outputs of the whole batch",
             fix="give loss_fn to parallelize, or plan with microbatches=1",
         )
+    plan = as_asked(plan, options.compiled, rank=rank)
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
     trainer = Trainer(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets
@@ -145,7 +150,7 @@ def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program
 def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
     return capture_rows(
         target, model, global_batch=options.global_batch, seq=options.seq,
-        precision=options.precision,
+        precision=options.precision, autocast=options.autocasts,
     )  # fmt: skip
 
 

@@ -41,7 +41,14 @@ from autoparallel.profile_transfers import LinkTodo, sizes_to
 from autoparallel.profiles import database_path, explained, measuring_environment
 from autoparallel.runtime.optimizer import BuildOptimizer
 from autoparallel.runtime.profile_blocks import measure_everywhere
-from autoparallel.runtime.profile_links import Links, LinkTime, agree, measure_links, partition_of
+from autoparallel.runtime.profile_links import (
+    Links,
+    LinkTime,
+    Meshes,
+    agree,
+    measure_links,
+    partition_of,
+)
 from autoparallel.runtime.profile_update import SIZES, measure_updates
 from autoparallel.runtime.shared import share_value
 from autoparallel.targets import Target
@@ -310,8 +317,12 @@ def _measured(
         )
         yield block_case(what.graph, what.block), found
     elif isinstance(what, LinkTodo):
-        for each in measure_links(what.links, device=device, case_seconds=seconds, until=is_late):
+        meshes = Meshes(device)
+        for each in measure_links(
+            what.links, device=device, case_seconds=seconds, until=is_late, meshes=meshes
+        ):
             yield what.transfer(each)
+        meshes.close()
     else:
         for each in measure_updates(
             what.optimizer, what.num_bytes, device=device, case_seconds=seconds, until=is_late,

@@ -31,6 +31,7 @@ def figures(record: StepRecord) -> dict[str, float | int | None]:
         "memory_bytes": record.memory_bytes,
         "seconds": record.seconds,
         "skipped_steps": record.skipped_steps,
+        "loss_scale": record.loss_scale,
     }
     return {
         name: None if value is not None and not math.isfinite(value) else value

@@ -65,18 +65,23 @@ class ParallelModule(nn.Module):
 
         Raises UsageError AP145 where a module that has a plan is given another or a loss.
         """
+        from autoparallel.runtime.device_queue import queue_of
+        from autoparallel.runtime.groups import allow_seconds
         from autoparallel.runtime.watched_script import watch_script
 
         adopted = _adopted(self)
         with as_launched():
             watchdog = watch_script(os.environ, timeout_seconds).watchdog
         adopted.tell, adopted.timeout_seconds = watchdog.progress, watchdog.timeout_seconds
+        if timeout_seconds is not None:
+            allow_seconds(timeout_seconds)
         if adopted.trainer is None:
             job = adopted.job
             if loss_fn is not None:
                 job = replace(job, target=replace(job.target, loss_fn=loss_fn))
             with as_launched(), torch.random.fork_rng():
                 adopted.join(self, job, plan, buckets)
+            watchdog.follow(queue_of(adopted.joined.device))
             JOINED.add(self)
         elif plan is not None or loss_fn is not None or buckets:
             raise UsageError(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from autoparallel.collection import rare_collections
 from autoparallel.planner.cache.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planner.plan import Float32Ops, Plan, Precision
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import Pin
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.passes.deferred_init import Deferred, Init
     from autoparallel.passes.program import Program
+    from autoparallel.planner.graph import Graph
     from autoparallel.planner.pricing.basis import Basis, Mode
 
 CAPTURE_BATCH = 2
@@ -36,13 +37,16 @@ CAPTURE_BATCH = 2
 A model whose batch cannot be followed is captured again with all rows of the global batch.
 """
 
-DTYPES: dict[Precision, Literal["float32", "bfloat16", "float64"]] = {
+DTYPES: dict[Precision, Literal["float32", "bfloat16", "float16", "float64"]] = {
     "fp32": "float32",
     "bf16": "bfloat16",
+    "fp16": "float16",
     "fp64": "float64",
 }
 EXACT_MEMORY_OPS = 1000
 """Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
+
+HALF_PRECISIONS = ("bf16", "fp16")
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
@@ -51,6 +55,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 class PlanOptions:
     """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
 
+    ``compiled``: blocks run compiled; None is no, and of a plan that is there what it says.
     ``database`` is the file of measured times, None the user's own. So many ``measure_seconds``
     are spent at most on measuring what a plan for this machine asks for.
     """
@@ -59,6 +64,8 @@ class PlanOptions:
     seq: int | None = None
     micro_batch: int | None = None
     precision: Precision = "fp32"
+    float32_ops: Float32Ops = "autocast"
+    compiled: bool | None = None
     optimizer: str = "adamw"
     memory_limit_bytes: int | None = None
     forced: Forced = field(default_factory=Forced)
@@ -82,6 +89,11 @@ class PlanOptions:
             raise UsageError(
                 "AP113", f"precision {self.precision!r} is not one of {', '.join(DTYPES)}"
             )
+        if self.float32_ops not in get_args(Float32Ops):
+            raise UsageError(
+                "AP113",
+                f"float32_ops {self.float32_ops!r} is not one of {', '.join(get_args(Float32Ops))}",
+            )
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(
                 "AP114", f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}"
@@ -98,6 +110,11 @@ class PlanOptions:
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
         check_tolerance(self.tolerance)
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether ops of autocast's float32 list compute in float32 in a half-precision model."""
+        return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
+
 
 @rare_collections()
 def make_plan(
@@ -109,11 +126,11 @@ def make_plan(
 ) -> Plan:
     """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
-    Its memory is that of running its stages on fake tensors, unless they are too many.
+    Its memory is that of running its stages on fake tensors, unless they are too many, or
+    compiled: what the compiler keeps follows from the groups of ops that it fuses.
     """
     from autoparallel.cached_capture import with_kept_memory
     from autoparallel.passes.stage_memory import num_ops
-    from autoparallel.planner.requests.request import ARRANGED_SCHEDULES
 
     observe("cluster", 0, 1)
     cluster = find_cluster(cluster_text)
@@ -123,8 +140,7 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
-    is_arranged = found.schedule in ARRANGED_SCHEDULES
-    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not is_arranged:
+    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not found.compiled:
         found = with_kept_memory(found, program, cache)
     spent = {
         "capture": capture_seconds,
@@ -179,21 +195,28 @@ def plan_program(
     from autoparallel.planner.pricing.whole_block import whole_blocks
     from autoparallel.planner.requests.objective import plan_for
 
-    basis = whole_blocks(
-        program.graph, program.blocks, cluster, basis_for(cluster, options, target),
-        precision=options.precision,
-    )  # fmt: skip
+    graph = priced_graph(program, compiled=options.compiled)
+    basis = basis_for(cluster, options, target)
+    if not options.compiled:  # whole blocks are measured as they run eagerly
+        basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
     basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
     found = plan_for(
-        program.graph,
+        graph,
         program.blocks,
         cluster,
         request,
         observe=lambda what, done, total: observe("search", done, total),
         basis=basis,
     )
-    return stamped(found)
+    return replace(stamped(found), compiled=bool(options.compiled))
+
+
+def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
+    """A program's graph as it is priced: where blocks are compiled, with what that fuses."""
+    from autoparallel.planner.fusion import with_fusion
+
+    return with_fusion(program.graph, program.blocks) if compiled else program.graph
 
 
 def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
@@ -231,6 +254,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         global_batch=options.global_batch,
         seq=options.seq if options.seq is not None else captured_seq(program),
         precision=options.precision,
+        float32_ops="autocast" if options.autocasts else "none",
         optimizer=options.optimizer,
         memory_limit_bytes=options.memory_limit_bytes,
         microbatch_size=options.micro_batch,
@@ -274,23 +298,27 @@ def capture_target(
         global_batch=options.global_batch,
         seq=options.seq,
         precision=options.precision,
+        autocast=options.autocasts,
     ))  # fmt: skip
     observe("capture", 1, 1)
     return program
 
 
 def capture_program(
-    target: Target, deferred: Deferred, *, global_batch: int, seq: int | None, precision: Precision
-) -> Program:
+    target: Target, deferred: Deferred, *, global_batch: int, seq: int | None,
+    precision: Precision, autocast: bool = False,
+) -> Program:  # fmt: skip
     """A recorded target as a graph (``capture_rows``)."""
     return capture_rows(
-        target, deferred.model, global_batch=global_batch, seq=seq, precision=precision
-    )
+        target, deferred.model, global_batch=global_batch, seq=seq, precision=precision,
+        autocast=autocast,
+    )  # fmt: skip
 
 
 def capture_rows(
-    target: Target, model: nn.Module, *, global_batch: int, seq: int | None, precision: Precision
-) -> Program:
+    target: Target, model: nn.Module, *, global_batch: int, seq: int | None,
+    precision: Precision, autocast: bool = False,
+) -> Program:  # fmt: skip
     """A target's model as a graph, of few rows where it can be rescaled to any number.
 
     Where it cannot (rows meet before the loss, as in a contrastive loss), it is captured with
@@ -299,7 +327,7 @@ def capture_rows(
 
     def captured(rows: int) -> Program:
         batch = target.example_batch(rows, seq)
-        return capture_model(model, batch, target.loss_fn, precision)
+        return capture_model(model, batch, target.loss_fn, precision, autocast=autocast)
 
     program = captured(CAPTURE_BATCH)
     if program.graph.batch_dims or global_batch == CAPTURE_BATCH:
@@ -321,14 +349,20 @@ def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferr
 
 
 def capture_model(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Precision
-) -> Program:
-    """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in."""
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Precision,
+    *, autocast: bool = False,
+) -> Program:  # fmt: skip
+    """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in.
+
+    With ``autocast`` losses and the other ops of its float32 list are in float32.
+    """
     from autoparallel.passes.capture import capture
     from autoparallel.register import registered_rules
 
     rules = registered_rules()
-    return capture(model, batch, loss_fn=loss_fn, dtype=DTYPES[precision], rules=rules)
+    return capture(
+        model, batch, loss_fn=loss_fn, dtype=DTYPES[precision], rules=rules, autocast=autocast
+    )
 
 
 def captured_seq(program: Program) -> int | None:

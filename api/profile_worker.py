@@ -47,6 +47,7 @@ from autoparallel.runtime.profile_links import (
     COLLECTIVES,
     Links,
     LinkTime,
+    Meshes,
     measure_links,
     partition_of,
 )
@@ -174,13 +175,15 @@ def _measure_links(
     device: torch.device,
     until: Callable[[], bool],
 ) -> None:
+    meshes = Meshes(device)
     for link in links:
         for found in measure_links(
-            link.links, device=device, case_seconds=LINK_SECONDS, until=until
+            link.links, device=device, case_seconds=LINK_SECONDS, until=until, meshes=meshes
         ):
             worker.watchdog.progress(f"measuring {link.links.kind}")
             if leader is not None:
                 leader.keep_transfer(link, found)
+    meshes.close()
 
 
 @dataclass

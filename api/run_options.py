@@ -6,9 +6,10 @@ the weights, and who is told of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of ``autoparallel run`` by the names of its command line."""
+    """Options of ``autoparallel run`` by the names of its command line.
+
+    ``compiled``: whether blocks run compiled; None leaves it to the plan.
+    """
 
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -38,6 +42,7 @@ class RunOptions:
     metrics: str | None = None
     tensorboard: str | None = None
     wandb: str | None = None
+    compiled: bool | None = None
 
     def check(self) -> None:
         """Raises UsageError AP900 for a bad value and AP905 where a package is missing."""
@@ -63,6 +68,19 @@ class RunOptions:
             settings = {"model": plan.model.target, "global_batch": plan.model.global_batch,
                         "num_devices": plan.cluster.num_devices, **plan.model.settings}  # fmt: skip
             yield WeightsAndBiases(self.wandb, settings)
+
+
+def as_asked(plan: Plan, compiled: bool | None, *, rank: int) -> Plan:
+    """The plan, compiled or not as asked; rank 0 says where that is not what was priced."""
+    if compiled is None or compiled == plan.compiled:
+        return plan
+    if rank == 0:
+        priced, runs = ("eager", "compiled") if compiled else ("compiled", "eager")
+        sys.stderr.write(
+            f"autoparallel: the plan is priced for {priced} blocks and runs {runs}: "
+            "its predictions are of another run\n"
+        )
+    return replace(plan, compiled=compiled)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class MemoryMeter:
         self._peak_bytes = 0
 
     def peak_bytes(self) -> int:
-        """The most so far; on the CPU as seen when this is called."""
+        """The most so far; on the CPU as seen when this is called, with what malloc keeps."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         held = self._process.memory_info().rss - self._base_bytes
@@ -100,15 +100,14 @@ class StepLog:
         return self._began - before
 
     def _read(self, step: int, result: StepResult, seconds: float) -> None:
-        loss, norm = float(result.loss), float(result.gradient_norm)
+        found = result.read()
         if self._memory.is_accelerator:
             seconds = self._lap()
         unit, count = self._done
-        rates = [float(rate) for rate in result.learning_rates]
         record = StepRecord(
-            step, loss, norm, self._memory.peak_bytes(), seconds,
-            learning_rate=rates[0] if rates else None,
-            skipped_steps=0 if result.skipped is None else int(result.skipped),
+            step, found.loss, found.gradient_norm, self._memory.peak_bytes(), seconds,
+            learning_rate=found.learning_rate, skipped_steps=found.skipped,
+            loss_scale=found.loss_scale,
             unit=unit, throughput=count / seconds,
         )  # fmt: skip
         self.records.append(record)
@@ -125,13 +124,14 @@ def rows_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
 
 def step_line(record: StepRecord, predicted_seconds: float) -> str:
     """One step in one line."""
+    scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     return (
         f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
         f"  memory {bytes_text(record.memory_bytes)}"
         f"  {record.unit}/s {count_text(record.throughput)}"
         f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted_seconds)})"
-        f"{skipped}"
+        f"{scale}{skipped}"
     )
 
 

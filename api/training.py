@@ -97,15 +97,19 @@ def check_weights(weights: str, resume: str | None) -> None:
     open_weights(weights)
 
 
-def start_verification(path: Path, *, dtype: str, json_output: bool, seed: int = 0) -> None:
+def start_verification(
+    path: Path, *, dtype: str, json_output: bool, seed: int = 0, compiled: bool | None = None
+) -> None:
     """Verifies the plan at ``path`` and prints the result.
+
+    ``compiled``: whether blocks run compiled; None leaves it to the plan.
 
     Raises UsageError AP119 for an unknown dtype and VerificationError AP601 where the plan's
     run differs from one device.
     """
     if dtype not in VERIFY_DTYPES:
         raise UsageError("AP119", f"--dtype {dtype!r} is not one of {', '.join(VERIFY_DTYPES)}")
-    found = _start("verify", path, dtype=dtype, seed=seed)
+    found = _start("verify", path, dtype=dtype, seed=seed, compiled=compiled)
     if os.environ.get("RANK", "0") == "0":
         plan = load_plan(path)
         words = f"{shape_text(plan)}\n{verdict(found, truth_of(plan))}"

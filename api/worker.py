@@ -26,7 +26,7 @@ from autoparallel.plan_io import PLAN, load_plan, save_plan
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
-from autoparallel.run_options import RunOptions, told
+from autoparallel.run_options import RunOptions, as_asked, told
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.membership import join_as
@@ -34,7 +34,9 @@ from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, run_reference
-from autoparallel.runtime.replay import run_replay, update_rule
+from autoparallel.runtime.replay import UpdateRule, run_replay, update_rule
+from autoparallel.runtime.shared import Pulse
+from autoparallel.runtime.streamed import streamed
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, rows_or_tokens, summary
@@ -42,6 +44,8 @@ from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 
 VERIFIED_STEPS = 2
+MIXED_DEVICES = "Expected all tensors to be on the same device"
+"""What torch says of an op whose tensors are on several devices."""
 QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
 
 
@@ -64,7 +68,9 @@ def train(
     they are drawn, and data of text; ``options`` those of ``RunOptions``. Returns the measured
     and predicted seconds and bytes, and the losses.
     """
+    asked = RunOptions(**(options or {}))
     plan, target = load_job(plan_path)
+    plan = as_asked(plan, asked.compiled, rank=worker.rank)
     given = {} if sources is None else sources
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
@@ -76,7 +82,6 @@ def train(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
         is_given=resume is not None, start=start,
     )  # fmt: skip
-    asked = RunOptions(**(options or {}))
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
@@ -145,9 +150,14 @@ class Saving:
         return step == last or (self.every is not None and step % self.every == 0)
 
 
-def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str, Any]:
+def verify(
+    worker: Worker, *, plan_path: str, dtype: str, seed: int, compiled: bool | None = None
+) -> dict[str, Any]:
     """Compares the plan's run with one device; the result as plain data."""
+    # By default a GPU's float32 convolutions round to TF32, further than verification tolerates.
+    torch.backends.cudnn.allow_tf32 = False
     plan, target = load_job(plan_path)
+    plan = as_asked(plan, compiled, rank=worker.rank)
     precision: Precision = "fp64" if dtype == "fp64" else "fp32"
     plan = replace(plan, model=replace(plan.model, precision=precision))
     device = join_as(worker, plan.cluster)
@@ -155,10 +165,12 @@ def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str
     graph = trainer.program.graph.with_batch_size(plan.model.global_batch)
     batches = [random_batch(graph, seed=seed + step) for step in range(VERIFIED_STEPS)]
 
-    def reference() -> Reference:
-        return one_device(trainer, target, batches, seed)
+    pulse = Pulse(worker.watchdog.progress)
 
-    found = run_verification(trainer, batches, reference)
+    def reference() -> Reference:
+        return one_device(trainer, target, batches, seed, tell=pulse.tell)
+
+    found = run_verification(trainer, batches, reference, pulse)
     return {
         "passed": found.passed,
         "dtype": found.dtype,
@@ -170,32 +182,71 @@ def verify(worker: Worker, *, plan_path: str, dtype: str, seed: int) -> dict[str
 
 
 def one_device(
-    trainer: Trainer, target: Target, batches: Sequence[Mapping[str, Tensor]], seed: int
+    trainer: Trainer,
+    target: Target,
+    batches: Sequence[Mapping[str, Tensor]],
+    seed: int,
+    *,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Reference:
-    """The same steps by the plain model in this process, in the same dtype.
+    """The same steps by the plain model on this rank's device, in the same dtype.
 
-    For an asynchronous schedule with the updates that it makes.
+    On a GPU the weights of one op at a time are there (``streamed``), the rest on the CPU; where
+    that cannot be the whole model is, which is printed. For an asynchronous schedule with the
+    updates that it makes.
     """
-    keys = trainer.program.inputs
+    rule, device = update_rule(trainer), trainer.device
+    run = partial(_run_plain, trainer, target, batches, seed, rule=rule, tell=tell)
+    if device.type == "cpu":
+        return run(streams=False)
+    why = "an asynchronous schedule changes weights between a forward and its backward"
+    if rule is None:
+        try:
+            return run(streams=True)
+        except RuntimeError as error:
+            if MIXED_DEVICES not in str(error):
+                raise
+            why = str(error).split("\n")[0]
+    print(f"reference: the whole model on {device}: {why}", flush=True)
+    return run(streams=False)
+
+
+def _run_plain(
+    trainer: Trainer,
+    target: Target,
+    batches: Sequence[Mapping[str, Tensor]],
+    seed: int,
+    *,
+    rule: UpdateRule | None,
+    tell: Callable[[str], None],
+    streams: bool,
+) -> Reference:
+    """``one_device``: with weights streamed to the device, or all of them there."""
+    keys, device = trainer.program.inputs, trainer.device
     is_double = trainer.program.dtype == "float64"
+    tell("the reference: building the model")
     model = plain_build(target.build_model, seed).to(getattr(torch, trainer.program.dtype))
+    if not streams:
+        model = model.to(device)
 
     def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-        parts = {key: inputs[name] for name, key in keys.items()}
+        tell("the reference: forward")
+        parts = {key: inputs[name].to(device) for name, key in keys.items()}
         is_dict = any(isinstance(key, str) for key in parts)
         batch: Batch = parts if is_dict else tuple(parts[key] for key in sorted(parts, key=str))
-        return find_loss(call_model(model, batch), batch, target.loss_fn)
+        with streamed(model, device, tell) if streams else torch.device(device):
+            return find_loss(call_model(model, batch), batch, target.loss_fn)
 
     named = partial(default_optimizer, name=trainer.plan.model.optimizer)
     build = target.build_optimizer or named
-    rule = update_rule(trainer)
     train = run_reference if rule is None else partial(run_replay, rule=rule)
     with promote_to_float64() if is_double else nullcontext():
-        return train(
+        found = train(
             model, batches, loss=loss, build_optimizer=build, seed=seed,
             split=trainer.reference_split,
             random_dims=batch_dims(trainer.program.graph),
         )  # fmt: skip
+    return found.on_cpu()
 
 
 def load_job(plan_path: str) -> tuple[Plan, Target]:
@@ -240,6 +291,7 @@ def make_trainer(
         global_batch=plan.model.global_batch,
         seq=batch_seq(plan, target),
         precision=plan.model.precision,
+        autocast=plan.model.float32_ops == "autocast",
     )
     weights = deferred if start is None else start(program.model, deferred)
     if isinstance(weights, Pretrained) and worker.rank == 0:

@@ -289,6 +289,23 @@ def _update_of(row: Row) -> dict[tuple[int, int], int]:
     return found
 
 
+def last_before_reduce(row: Row) -> frozenset[Action]:
+    """The actions that give a stage's weights gradients last before each of its REDUCE.
+
+    >>> (row,) = parse_table("0F0 0F1 0B0 0B1 0REDUCE 0STEP")
+    >>> [str(action) for action in last_before_reduce(row)]
+    ['0B1']
+    """
+    found: set[Action] = set()
+    latest: dict[int, Action] = {}
+    for action in row:
+        if action.kind in (BACKWARD, WEIGHT_BACKWARD):
+            latest[action.stage] = action
+        elif action.kind == REDUCE:
+            found.add(latest[action.stage])
+    return frozenset(found)
+
+
 def parse_action(text: str) -> Action:
     """The action that ``str`` printed.
 

@@ -24,7 +24,7 @@ Azure/AI-benchmarking-guide) and on H100 in FP8 (4 to 6 µs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,7 +38,7 @@ MEMORY_FAMILIES = frozenset({"norm", "elementwise", "copy"})
 
 _RAMP_SECONDS = {"cuda": 6e-6, "cpu": 0.0}
 _FALLBACK_DTYPES = {
-    "bfloat16": (("float16", 1.0), ("float32", 1.0)),
+    "bfloat16": (("float32", 1.0),),
     "float16": (("bfloat16", 1.0), ("float32", 1.0)),
     "float64": (("float32", 1 / 64),),
     "float8_e4m3fn": (("bfloat16", 1.0), ("float16", 1.0), ("float32", 1.0)),
@@ -126,6 +126,13 @@ class OpWork(Protocol):
     def kernels_forward(self) -> int: ...
     @property
     def kernels_backward(self) -> int: ...
+    @property
+    def drawn(self) -> int: ...
+
+
+_DRAWN_BYTES = 64
+"""What counting one 32-bit random number moves on a CPU: some passes over int32. A GPU computes
+it where it is used, in the one kernel that reads and writes the tensor."""
 
 
 def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
@@ -136,9 +143,14 @@ def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float
             return _matmul_seconds(device, own, work, dtype)
         if work.family == "attention":
             return _attention_seconds(device, own, work)
+    drawn = work.drawn * _DRAWN_BYTES if device.kind == "cpu" else 0
+    backward = work.bytes_backward + drawn if work.bytes_backward else 0
+    without = replace(own, launch_seconds=0.0)  # of what another op's kernel computes
     return (
-        own.seconds(work.flops_forward, work.bytes_forward),
-        own.seconds(work.flops_backward, work.bytes_backward),
+        (own if work.kernels_forward else without).seconds(
+            work.flops_forward, work.bytes_forward + drawn
+        ),
+        (own if work.kernels_backward else without).seconds(work.flops_backward, backward),
     )
 
 
@@ -203,7 +215,8 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 def peak_flops(device: Device, dtype: str) -> float:
     """The dense peak in ``dtype``, or that of the dtype it is emulated in.
 
-    A half precision without its own figure runs as the other or as float32; float64 without
+    float16 without its own figure runs as bfloat16 or float32, bfloat16 as float32: a GPU
+    without units for it computes in float32. float64 without
     one at 1/64 of float32, the ratio of GPUs made for graphics; integers as float32.
     """
     peaks = device.peak_flops

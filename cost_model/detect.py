@@ -24,6 +24,9 @@ from .cluster import Cluster, ClusterError, Device, Host, Link
 from .link_presets import LINKS
 from .presets import PRESETS, Preset
 
+BFLOAT16_CAPABILITY = (8, 0)
+"""The first compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
+
 MAX_CPU_DEVICES = 8
 """Processes that the detected cluster has at most where none are asked for."""
 
@@ -319,7 +322,8 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
 
     size = 4096
     peak = {}
-    for dtype in ("float32", "bfloat16", "float16"):
+    has_bfloat16 = torch.cuda.get_device_capability(where) >= BFLOAT16_CAPABILITY
+    for dtype in ("float32", *(("bfloat16",) if has_bfloat16 else ()), "float16"):
         left = torch.randn(size, size, device=where, dtype=getattr(torch, dtype))
         peak[dtype] = 2 * size**3 / seconds(partial(torch.mm, left, left))
     source = torch.ones(2**26, device=where)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 OPTIMIZER_STATES = {
     "adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
@@ -60,9 +60,10 @@ class StateBytes:
 
 
 def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
-    """The policy of a precision ("fp32", "bf16", "fp64") with an optimizer.
+    """The policy of a precision ("fp32", "bf16", "fp16", "fp64") with an optimizer.
 
-    bf16 is mixed: float32 parameters, gradients reduced and kept in float32, bfloat16 compute.
+    bf16 and fp16 are mixed: float32 parameters, gradients reduced and kept in float32, compute
+    in half precision.
 
     >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
     PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
@@ -71,9 +72,12 @@ def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
     if optimizer not in OPTIMIZER_STATES:
         known = ", ".join(OPTIMIZER_STATES)
         raise PolicyError(f"no optimizer {optimizer!r}: expected one of {known}")
-    dtypes = {"fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp64": ("float64", 8, 8)}
+    dtypes = {
+        "fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp16": ("float16", 4, 2),
+        "fp64": ("float64", 8, 8),
+    }  # fmt: skip
     if precision not in dtypes:
-        raise PolicyError(f"no precision {precision!r}: expected fp32, bf16 or fp64")
+        raise PolicyError(f"no precision {precision!r}: expected fp32, bf16, fp16 or fp64")
     compute_dtype, master, gathered = dtypes[precision]
     states = OPTIMIZER_STATES[optimizer] * master
     return PrecisionPolicy(precision, compute_dtype, master, master, states, gathered)
@@ -184,4 +188,13 @@ def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
     """
     if kind == "cpu":
         return 0
-    return _CUDA_CONTEXT_BYTES + _CUDA_WORKSPACE_BYTES + num_groups * _NCCL_COMMUNICATOR_BYTES
+    return _CUDA_CONTEXT_BYTES + _CUDA_WORKSPACE_BYTES + communicator_bytes(kind, num_groups)
+
+
+def communicator_bytes(kind: Literal["cuda", "cpu"], count: int) -> int:
+    """Bytes of a device that ``count`` communicators take: see ``reserve_bytes``.
+
+    >>> communicator_bytes("cuda", 4), communicator_bytes("cpu", 4)
+    (1000000000, 0)
+    """
+    return 0 if kind == "cpu" else count * _NCCL_COMMUNICATOR_BYTES

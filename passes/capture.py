@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..planner.batch import find_batch
 from ..planner.errors import CaptureError
 from ..planner.graph import Graph, OpRule
+from .autocast import Autocast
 from .blocks import find_blocks
 from .export import (
     PREFIX,
@@ -43,7 +44,7 @@ NUM_TRIES = 2
 """Captures of alike layers: with those not captured hidden, then with all in sight."""
 
 PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
-"""The graph passes of a capture, in order."""
+"""The graph passes of a capture, in order; before them ``Autocast``, where it is asked for."""
 
 
 def capture(
@@ -52,7 +53,7 @@ def capture(
     *,
     loss_fn: LossFn | None = None,
     dtype: Dtype = "float32",
-    batch_size: int | None = None,
+    autocast: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     rules: Mapping[str, OpRule] | None = None,
     observe: Observe | None = None,
@@ -62,7 +63,7 @@ def capture(
     ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains
     in. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of tensors,
     best with 2 rows: any row count then follows by ``Program.with_batch_size``.
-    ``batch_size`` is that row count (default: the first dimension of the first tensor).
+    With ``autocast`` the float32 ops of that list are in float32 (pass ``Autocast``).
     ``buffers`` are values of buffers that masks may be computed from, ``rules``
     those of the user's own ops by their path.
 
@@ -70,19 +71,21 @@ def capture(
     """
     with uncollected():
         return _captured(
-            model, batch, _Way(loss_fn, dtype, batch_size or _rows(batch), rules or {}),
+            model, batch, _Way(loss_fn, dtype, _rows(batch), rules or {}, autocast),
             buffers=buffers or {}, observe=observe,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a model is captured: its loss, the dtype, the rows of the batch, the user's rules."""
+    """How a model is captured: its loss, the dtype, the rows of the batch, the user's rules, and
+    whether autocast's float32 ops are in float32."""
 
     loss_fn: LossFn | None
     dtype: Dtype
     rows: int
     rules: Mapping[str, OpRule]
+    autocast: bool
 
 
 def _captured(
@@ -99,7 +102,8 @@ def _captured(
         replace(one, buffers=known) if isinstance(one, AlignRows | SimplifyMasks) else one
         for one in PASSES
     )
-    graph = run_passes(graph, passes, observe)
+    casts = (Autocast(way.dtype),) if way.autocast else ()
+    graph = run_passes(graph, (*casts, *passes), observe)
     timed.restart()
     graph = _with_batch(graph)
     timed("batch", graph)

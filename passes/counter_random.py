@@ -1,6 +1,6 @@
 """The mode under which a forward's random calls are counted ones (see ``random_ops``).
 
-Dropout in all its forms, attention with dropout, ``rand``, ``randn`` and ``bernoulli`` are
+Dropout in all its forms, attention with dropout and the functions of ``distributions`` are
 replaced and numbered in call order. A model is captured under it, so that the graph's nodes
 carry their numbers, and one device's reference runs under it, so that it draws the same.
 """
@@ -8,6 +8,7 @@ carry their numbers, and one device's reference runs under it, so that it draws 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..planner.graph import Graph
 from . import random_ops  # registers the ops
+from .distributions import DISTRIBUTIONS
+from .locate import uncounted, user_source
 
 _MULTIHEAD = functional.multi_head_attention_forward
 _DROPOUT = functional.dropout
@@ -49,8 +52,11 @@ class counter_random(TorchFunctionMode):  # noqa: N801
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            where = user_source("".join(traceback.format_stack()))
+            raise uncounted(f"{func.__name__} with a generator", where)
         replacement = _REPLACEMENTS.get(func)
-        if replacement is None or kwargs.get("generator") is not None or "out" in kwargs:
+        if replacement is None or "out" in kwargs:
             return func(*args, **kwargs)
         return replacement(self, *args, **kwargs)
 
@@ -64,11 +70,6 @@ class counter_random(TorchFunctionMode):  # noqa: N801
         options = self._next(like)
         result: Tensor = torch.ops.autoparallel.counter_uniform(like.detach(), **options)
         return result
-
-    def normal(self, like: Tensor) -> Tensor:
-        """The next standard normal numbers (Box and Muller 1958), from two uniform ones."""
-        radius = (-2 * torch.log1p(-self.uniform(like))).sqrt()
-        return radius * torch.cos(2 * math.pi * self.uniform(like))
 
     def _next(self, x: Tensor) -> dict[str, Any]:
         number, self.count = self.count, self.count + 1
@@ -162,35 +163,6 @@ def _patched(module: Any, changes: Mapping[str, Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _rand(mode: counter_random, *size: Any, **options: Any) -> Tensor:
-    return mode.uniform(torch.zeros(*size, **_factory(options)))
-
-
-def _randn(mode: counter_random, *size: Any, **options: Any) -> Tensor:
-    return mode.normal(torch.zeros(*size, **_factory(options)))
-
-
-def _rand_like(mode: counter_random, input: Tensor, **options: Any) -> Tensor:
-    return mode.uniform(torch.zeros_like(input, **_factory(options)))
-
-
-def _randn_like(mode: counter_random, input: Tensor, **options: Any) -> Tensor:
-    return mode.normal(torch.zeros_like(input, **_factory(options)))
-
-
-def _factory(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != "generator"}
-
-
-def _bernoulli(mode: counter_random, input: Tensor, p: Any = None, **options: Any) -> Tensor:
-    drawn = mode.uniform(torch.zeros_like(input))
-    return (drawn < (input.detach() if p is None else p)).to(input.dtype)
-
-
-def _bernoulli_(mode: counter_random, input: Tensor, p: Any = 0.5, **options: Any) -> Tensor:
-    return input.copy_(mode.uniform(torch.zeros_like(input)) < p)
-
-
 _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     functional.dropout: _dropout,
     torch.dropout: _dropout,
@@ -200,11 +172,5 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.feature_dropout: _channels(None),
     functional.scaled_dot_product_attention: _attention,
     functional.multi_head_attention_forward: _multihead,
-    torch.rand: _rand,
-    torch.randn: _randn,
-    torch.rand_like: _rand_like,
-    torch.randn_like: _randn_like,
-    torch.bernoulli: _bernoulli,
-    torch.Tensor.bernoulli: _bernoulli,
-    torch.Tensor.bernoulli_: _bernoulli_,
+    **DISTRIBUTIONS,
 }

@@ -16,6 +16,7 @@ weights are (expert, in, out), else (expert, out, in).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,34 +49,76 @@ def run_experts(
     count, (tokens, chosen) = up.shape[0], ids.shape
     own = ids.reshape(-1) - first
     own = torch.where((own >= 0) & (own < count), own, count)
-    sizes = torch.bincount(own, minlength=count + 1).tolist()[:count]
-    places = own.argsort(stable=True)[: sum(sizes)]
-    experts = own[places]
-    rows = _by_group(x[places // chosen], up, sizes)
-    if up_bias is not None:
-        rows = rows + up_bias[experts]
-    rows = _by_group(activate(activation, rows), down, sizes)
-    if down_bias is not None:
-        rows = rows + down_bias[experts]
+    of_row, places = own.sort(stable=True)
+    groups = _Groups.of(of_row, count)
+    rows = x[places // chosen].masked_fill_(groups.absent, 0)
+    rows = groups.product(activate(activation, groups.product(rows, up, up_bias)), down, down_bias)
     rows = rows * scores.reshape(-1)[places].unsqueeze(-1)
-    spread = rows.new_zeros(tokens * chosen, rows.shape[-1]).index_copy(0, places, rows)
+    spread = torch.empty_like(rows).index_copy(0, places, rows)
     return spread.view(tokens, chosen, -1).sum(1).to(x.dtype)
 
 
-def _by_group(rows: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-    """Sorted rows, each group times its own matrix of ``weight`` (E, in, out)."""
-    if rows.is_cuda and _has_kernel(rows, weight):
-        ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
-        product: Tensor = functional.grouped_mm(rows, weight, offs=ends)
-        return product
-    groups = zip(torch.split(rows, sizes), weight.unbind(0), strict=True)
-    return torch.cat([group @ matrix for group, matrix in groups])
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """N rows sorted by expert: those of E experts, then those of experts that are elsewhere.
+
+    ``experts`` (N) has each row's expert, E - 1 for rows of others, which ``absent`` (N, 1) names;
+    ``ends`` (E, int32) is where each expert's rows end. The host never learns how many these are:
+    it would have to wait for the device. What is computed of absent rows is unspecified until it
+    is masked, forward and backward.
+    """
+
+    experts: Tensor
+    absent: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(of_row: Tensor, count: int) -> _Groups:
+        """Of rows sorted by ``of_row`` (N), which is ``count`` for those of other experts."""
+        every = torch.arange(count, device=of_row.device, dtype=of_row.dtype)
+        ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
+        return _Groups(of_row.clamp(max=count - 1), (of_row == count).unsqueeze(-1), ends)
+
+    def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows (N, in), each times its expert's ``weight`` (E, in, out), plus its bias."""
+        if _has_kernel(rows, weight):
+            made = functional.grouped_mm(rows, weight, offs=self.ends)
+        else:
+            made = self._product_of_blocks(rows, weight)
+        if bias is not None:
+            made = made + bias[self.experts]
+        return made.masked_fill_(self.absent, 0)
+
+    def _product_of_blocks(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Batched products of blocks of B = ceil(N / E) rows, each of one expert.
+
+        Every group is padded to whole blocks, so that at most E + ceil(N / B) <= 2E of them are
+        needed, however many rows an expert gets: shapes depend on no value.
+        """
+        num_rows, count = rows.shape[0], weight.shape[0]
+        size = max(1, -(-num_rows // count))
+        num_blocks = count + -(-num_rows // size)
+        starts = functional.pad(self.ends, (1, 0))[:-1]
+        needed = (self.ends - starts + size - 1) // size
+        block_ends = needed.cumsum(0)
+        moved = (block_ends - needed) * size - starts
+        places = torch.arange(num_rows, device=rows.device) + moved[self.experts]
+        places = torch.where(self.absent.squeeze(-1), num_blocks * size, places)
+        blocks = rows.new_zeros(num_blocks * size + 1, rows.shape[1]).index_copy(0, places, rows)
+        every = torch.arange(num_blocks, device=rows.device)
+        of_block = torch.searchsorted(block_ends, every, right=True).clamp(max=count - 1)
+        made = blocks[:-1].view(num_blocks, size, -1) @ weight[of_block]
+        return made.flatten(0, 1)[places.clamp(max=num_blocks * size - 1)]
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes these: bfloat16 rows of a multiple of 16 bytes."""
-    aligned = not (weight.shape[1] % 8 or weight.shape[2] % 8)
-    return rows.dtype == torch.bfloat16 and rows.shape[0] > 0 and aligned
+    """Whether ``grouped_mm`` takes these without asking the device how many rows a group has.
+
+    On CUDA these are bfloat16; on the CPU there is nothing to ask. Rows are multiples of 16 bytes.
+    """
+    dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32)
+    aligned = all(size * rows.itemsize % 16 == 0 for size in weight.shape[1:])
+    return rows.dtype in dtypes and rows.shape[0] > 0 and aligned
 
 
 def split_experts(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..planner.layout import REPLICATE, Step, shard
 from .collectives import Rank, convert
@@ -35,13 +34,16 @@ def split_embedding(
 def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
-    """Causal attention of queries whose positions are split over ``axes``; keys are whole."""
+    """Causal attention of queries whose positions are split over ``axes``; keys are whole.
+
+    No query sees a key behind the part's last position: those are cut off.
+    """
     start, _ = part_of(rank, query.shape[-2], axes)
-    rows = torch.arange(start, start + query.shape[-2], device=query.device)
-    allowed = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
-    return functional.scaled_dot_product_attention(
-        query, key, value, allowed, is_causal=False, **options
+    seen = start + query.shape[-2]
+    result: Tensor = torch.ops.autoparallel.lower_right_attention(
+        query, key.narrow(-2, 0, seen), value.narrow(-2, 0, seen), **options
     )
+    return result
 
 
 def exchanged_split(

@@ -110,7 +110,7 @@ def _denominator(
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
     if target.is_floating_point():
         classes = logits.shape[min(1, logits.dim() - 1)]
-        count = torch.tensor(target.numel() // classes, dtype=dtype, device=logits.device)
+        count = torch.full((), target.numel() // classes, dtype=dtype, device=logits.device)
     else:
         count = count_targets(target, weight, ignore_index, dtype)
     if 0 in row_axes and rank.share is not None and rank.share.rows == 0:

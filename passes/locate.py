@@ -65,6 +65,18 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
     )
 
 
+def uncounted(function: str, where: str) -> CaptureError:
+    """What to tell of a random function whose numbers cannot be counted (see ``random_ops``)."""
+    return CaptureError(
+        "AP211",
+        f"the model draws random numbers by {function}, which is not supported",
+        why="every rank would draw other numbers, from a generator of its own",
+        where=where,
+        fix="use torch.rand, randn, randint, normal, exponential_ or dropout without a generator, "
+        "or draw the numbers with the batch and give them to the model as an input",
+    )
+
+
 def failing_module(error: BaseException, model: nn.Module) -> str:
     """The path of the innermost submodule in whose forward an error was raised, or ""."""
     paths = {id(module): name for name, module in model.named_modules()}

@@ -23,12 +23,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ..planner.errors import CaptureError
 from ..planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
+from ..planner.rules.annotation import FLOATS
 from .batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
 from .functionalize import functional_path
 from .interpret import LITERAL
-from .locate import user_source
+from .locate import uncounted, user_source
 from .names import Names, base_name
-from .ops import has_argument, mutated_argument, path_of
+from .ops import draws_by_itself, has_argument, mutated_argument, path_of
 
 LITERAL_ELEMENTS = 4096
 """Up to this size a tensor that the model's code makes of numbers is written in the graph."""
@@ -188,6 +189,9 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
         state.values[node] = args[0]
         return
     kwargs = {key: _arguments(state, arg) for key, arg in node.kwargs.items()}
+    source = user_source(node.meta.get("stack_trace"))
+    if draws_by_itself(path, args, kwargs):
+        raise uncounted(path.split(".")[1], source)
     if path in _DETACHES:
         if not _spec_of(state, args[0]).requires_grad:
             state.values[node] = args[0]
@@ -208,8 +212,8 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     if path in BATCH_NORMS:
         path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
     made = Node(
-        "", "op", path, args, kwargs, outputs, module=_module(node, state.prefix),
-        source=user_source(node.meta.get("stack_trace")), rule=state.rules.get(path),
+        "", "op", path, args, kwargs, outputs, module=_module(node, state.prefix), source=source,
+        rule=state.rules.get(path),
     )  # fmt: skip
     if _makes_default_dtype(state, made):
         made = _in_floats(state, made)
@@ -277,37 +281,31 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
     """Whether torch's default dtype decides the floats that an op makes of integers."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
-    made = getattr(torch, node.outputs[0].dtype)
-    read = [getattr(torch, _spec_of(state, ref).dtype) for ref in node.inputs]
-    return _is_inexact(made) and not any(_is_inexact(dtype) for dtype in read)
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    read = (_spec_of(state, ref) for ref in node.inputs)
+    return node.spec.dtype in FLOATS and all(spec.dtype not in FLOATS for spec in read)
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
     """The op on floats of the dtype that it makes; a condition stays as it is."""
-    dtype = getattr(torch, node.outputs[0].dtype).to_real()
+    dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
     def step(base: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
         spec = TensorSpec(shape, str(dtype).removeprefix("torch."), False)
-        is_factory = not _has_refs(args)
         return _add(state, replace(
             node, name=_op_name(state, base), op=op, args=args,
-            kwargs=_factory(dtype) if is_factory else {}, outputs=(spec,),
+            kwargs={} if _has_refs(args) else _factory(dtype), outputs=(spec,),
         ))  # fmt: skip
 
     def cast(ref: Ref) -> Ref:
         return step("to", "aten.to.dtype", (ref, dtype), _spec_of(state, ref).shape)
 
-    kept, rest = node.args[: int(is_where)], node.args[int(is_where) :]
+    condition, rest = node.args[: int(is_where)], node.args[int(is_where) :]
     if node.op == "aten.where.Scalar":
         filled = (step("full", "aten.full.default", ([], value), ()) for value in rest)
-        return replace(node, op="aten.where.self", args=(*kept, *filled))
+        return replace(node, op="aten.where.self", args=(*condition, *filled))
     args, kwargs = map_refs((rest, dict(node.kwargs)), cast)
-    return replace(node, args=(*kept, *args), kwargs=kwargs)
+    return replace(node, args=(*condition, *args), kwargs=kwargs)
 
 
 _META = torch.device("meta")

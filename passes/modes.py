@@ -66,7 +66,7 @@ def promote_to_float64() -> Iterator[None]:
 
 
 class explicit_casts(TorchFunctionMode):  # noqa: N801
-    """Casts become ops even where they change nothing, and moves between devices vanish.
+    """Casts become ops even where they change nothing; devices that a forward names are ignored.
 
     ``x.to(x.dtype)`` returns ``x`` itself, so a captured graph's wiring would depend on the
     dtype it was captured in; under this mode it does not.
@@ -82,11 +82,15 @@ class explicit_casts(TorchFunctionMode):  # noqa: N801
         kwargs = kwargs or {}
         if func in _CAST_METHODS:
             return _cast(args[0], _CAST_METHODS[func])
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
         if func is torch.Tensor.to:
             dtype = _asked_dtype(args[1:], kwargs)
             return args[0] if dtype is None else _cast(args[0], dtype)
         if func is torch.Tensor.type_as:
             return _cast(args[0], args[1].dtype)
+        if kwargs.get("device") not in (None, "meta", torch.device("meta")):
+            kwargs = {**kwargs, "device": None}
         return func(*args, **kwargs)
 
 

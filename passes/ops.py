@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from . import experts as experts
+from . import lower_right as lower_right
 from . import random_ops as random_ops  # these register the ops of the namespace autoparallel
 
 
@@ -59,6 +62,23 @@ def is_random(path: str) -> bool:
     """Whether the op draws from the random generator (dropout counts, whatever its rate)."""
     op = resolve(path)
     return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
+
+
+def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws from a generator of torch, not counted numbers.
+
+    Dropout of a rate of 0, or not in training, draws nothing.
+    """
+    schema = resolve(path)._schema
+    has_generator = any(str(each.type) == "Optional[Generator]" for each in schema.arguments)
+    if "counter_" in path or not (is_random(path) or has_generator):
+        return False
+    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(kwargs)
+    defaults = {each.name: each.default_value for each in schema.arguments} | given
+    rates = [defaults[name] for name in ("p", "dropout", "dropout_p") if name in defaults]
+    is_training = all(defaults.get(name, True) for name in ("train", "training"))
+    is_dropout = "dropout" in path or "dropout" in defaults or "dropout_p" in defaults
+    return is_training and not (is_dropout and not any(rates))
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..planner.graph import Blocks, Graph, Ref
 from .outputs import OutputForm
 
-Dtype = Literal["float32", "bfloat16", "float64"]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 BatchKey = str | int
 
 

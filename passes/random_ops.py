@@ -9,14 +9,19 @@ draws. Nothing is saved for the backward: it draws the mask again.
 The hash: the coordinates but the last are mixed one after the other into 64 bits per row
 (splitmix64, Steele, Lea and Flood 2014); the last coordinate gives 32 bits per column; a row
 and a column are combined by two rounds of xor, multiply and shift in 32 bits. The idea of
-counters is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+counters is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". On a GPU one kernel
+computes all of this (``random_kernel``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +92,31 @@ def _mixed(value: Tensor) -> Tensor:
     return value.bitwise_xor_(_shifted(value, 31, 64))
 
 
+def _seeds(number: int, key: int) -> tuple[int, int]:
+    """What the hashes of rows and of columns begin with, as signed 64-bit numbers."""
+    seed = _mix(key % _WORD ^ _mix(number))
+    return _signed(seed), _signed(_mix(seed))
+
+
+def one_kernel(like: Tensor) -> Callable[..., Tensor] | None:
+    """``random_kernel.draw`` where it takes a tensor; None where ``random_bits`` draws for it.
+
+    Drawn so, an element costs some 60 kernels. Triton comes with PyTorch for CUDA; it needs a C
+    compiler. In float64, which only verification uses, its scale would be rounded to 32 bits.
+    """
+    is_taken = like.is_cuda and like.is_contiguous() and like.dim() <= 6 and like.itemsize <= 4
+    return _kernel() if is_taken else None
+
+
+@cache
+def _kernel() -> Callable[..., Tensor] | None:
+    if find_spec("triton") is None or not (which("gcc") or which("clang")):
+        return None
+    from .random_kernel import draw
+
+    return draw
+
+
 def random_bits(
     shape: Sequence[int],
     start: Sequence[int] | None,
@@ -100,16 +130,16 @@ def random_bits(
     ``shape`` is the box's, ``start`` its first element's coordinates (default: zeros).
     """
     sizes, first = list(shape) or [1], list(start or ()) or [0] * max(len(shape), 1)
-    seed = _mix(key % _WORD ^ _mix(number))
+    row_seed, column_seed = _seeds(number, key)
 
     def coordinates(dim: int) -> Tensor:
         return torch.arange(first[dim], first[dim] + sizes[dim], device=device)
 
-    rows = torch.full((1,) * (len(sizes) - 1), _signed(seed), dtype=torch.int64, device=device)
+    rows = torch.full((1,) * (len(sizes) - 1), row_seed, dtype=torch.int64, device=device)
     for dim in range(len(sizes) - 1):
         along = coordinates(dim).view(-1, *(1,) * (len(sizes) - 2 - dim))
         rows = _mixed(rows ^ along * _signed(_GAMMA))
-    columns = _mixed(coordinates(len(sizes) - 1) + _signed(_mix(seed)))
+    columns = _mixed(coordinates(len(sizes) - 1) + column_seed)
     low, high = rows.to(torch.int32), (rows >> 32).to(torch.int32)
     bits = low.unsqueeze(-1) ^ columns.to(torch.int32)
     bits.mul_(_ROW_FACTOR).bitwise_xor_(_shifted(bits, 15, 32))
@@ -121,9 +151,14 @@ def counter_dropout(
     x: Tensor, p: float, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
     """Dropout of a box of a global tensor: a share ``p`` of it zero, the rest scaled up."""
+    threshold = min(round((1 - p) * (1 << 32)) - (1 << 31), (1 << 31) - 1)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    draw = one_kernel(x)
+    if draw is not None:
+        seeds = _seeds(number, key)
+        return draw(x, start, seeds=seeds, threshold=threshold, scale=scale, drops=True)
     bits = random_bits(x.shape, start, number=number, key=key, device=x.device)
-    kept = bits < min(round((1 - p) * (1 << 32)) - (1 << 31), (1 << 31) - 1)
-    return (x * kept).mul_(1 / (1 - p) if p < 1 else 0.0)
+    return (x * (bits < threshold)).mul_(scale)
 
 
 @counter_dropout.register_fake
@@ -148,10 +183,18 @@ counter_dropout.register_autograd(_backward, setup_context=_setup)
 def counter_uniform(
     like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Numbers in [0, 1) of the shape and dtype of a box of a global tensor."""
+    """Numbers in [0, 1) of the shape and dtype of a box of a global tensor.
+
+    They have as many bits as the dtype's mantissa, 24 at most: with more, half precision would
+    round some up to 1.
+    """
+    width = min(_UNIFORM_BITS, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
+    scale, draw = 1 / (1 << width), one_kernel(like)
+    if draw is not None:
+        seeds = _seeds(number, key)
+        return draw(like, start, seeds=seeds, threshold=0, scale=scale, drops=False, width=width)
     bits = random_bits(like.shape, start, number=number, key=key, device=like.device)
-    short = _shifted(bits, 32 - _UNIFORM_BITS, 32)
-    return short.to(like.dtype).mul_(1 / (1 << _UNIFORM_BITS))
+    return _shifted(bits, 32 - width, 32).to(like.dtype).mul_(scale)
 
 
 @counter_uniform.register_fake

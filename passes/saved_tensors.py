@@ -13,7 +13,8 @@ a kernel allocates inside itself is not seen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -37,7 +38,8 @@ from .state_traffic import (
     is_sharded,
     set_gradient,
 )
-from .storages import SAVED, LiveBytes
+from .storages import OTHER, SAVED, LiveBytes
+from .weight_gradients import WeightGradients, defer
 
 PARAMETERS, BUFFERS, INPUTS, RECOMPUTED = "parameters", "buffers", "inputs", "recomputation"
 
@@ -59,13 +61,17 @@ class StageActivations:
 
     ``kept``: what lives from the forward to the backward; ``inputs`` of these, parts of the
     batch. ``forward`` and ``backward``: what is alive at the fullest moment of the two, by
-    category; parameters are left out, and so are other micro-batches.
+    category; parameters are left out, and so are other micro-batches. Where gradients of weights
+    are put off, ``late`` is what lives until they are computed, ``weights`` the fullest moment of
+    that, and the backward is that of inputs.
     """
 
     kept: int
     inputs: int
     forward: Mapping[str, int]
     backward: Mapping[str, int]
+    late: int = 0
+    weights: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +124,17 @@ class FakeRanks:
 
 
 def run_microbatch(
-    graph: Graph, blocks: Blocks, plan: Plan, stage_index: int, moment: Moment
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    stage_index: int,
+    moment: Moment,
+    *,
+    splits: bool = False,
 ) -> StageActivations:
     """The memory of a micro-batch on a stage's first rank, or the first of those with most rows.
 
-    ``graph`` is at micro-batch size.
+    ``graph`` is at micro-batch size. ``splits``: the gradients of weights are put off.
 
     Raises what the program raises where its shapes depend on values, which fake tensors
     do not have.
@@ -141,14 +153,20 @@ def run_microbatch(
         traffic = StateTraffic(
             program, live, zero=stage.zero, policy=states, reduces=moment.is_last, library=library
         )
-        return _Run(program, live, traffic, moment).measure()
+        return _Run(program, live, traffic, moment, splits=splits).measure()
 
 
 class _Run:
     """A stage's blocks on fake tensors, counted. One use."""
 
     def __init__(
-        self, program: StageProgram, live: LiveBytes, traffic: StateTraffic, moment: Moment
+        self,
+        program: StageProgram,
+        live: LiveBytes,
+        traffic: StateTraffic,
+        moment: Moment,
+        *,
+        splits: bool,
     ) -> None:
         self.program, self.live, self.traffic, self.moment = program, live, traffic, moment
         self.zero, self.policy = traffic.zero, traffic.policy
@@ -156,9 +174,22 @@ class _Run:
         self.buffers: list[Tensor] = []
         self.parameters = self._make_parameters()
         self._make_buffers()
+        self.put_off = WeightGradients() if splits else None
+        self.puts_off = [self._put_off(position) for position in range(len(program.blocks))]
         traffic.watch(self.parameters)
         self.is_backward = False
         self._watch_gradients()
+
+    def _put_off(self, position: int) -> bool:
+        """Has a block put off the gradients of its weights; whether it has any."""
+        if self.put_off is None:
+            return False
+        block, declared = self.program.blocks[position], self.program.parameters
+        shared = {name for name, held in declared.items() if held.shared and self.zero == 0}
+        places = [node for node in block.module.graph.nodes if node.op == "placeholder"]
+        names = zip(places, block.inputs, strict=True)
+        weights = frozenset(str(node.target) for node, key in names if key in shared)
+        return bool(defer(block.module, self.put_off, position, weights))
 
     def _watch_gradients(self) -> None:
         """Gradients as the runtime holds them: there before the step's first or not."""
@@ -253,8 +284,18 @@ class _Run:
             del brought
             live.begin_peak()
             self._backward(ends)
-            backward = self._peak()
-        return StageActivations(kept, input_bytes, forward, backward)
+            backward, late, weights = self._peak(), self._num_kept(), dict[str, int]()
+            if self.put_off is not None:
+                live.begin_peak()
+                self.put_off.run(0)
+                self.traffic.stage_backward_ends()
+                weights = self._peak()
+        return StageActivations(kept, input_bytes, forward, backward, late, weights)
+
+    def _num_kept(self) -> int:
+        """What is alive of the micro-batch once its gradients of inputs are computed."""
+        names = (SAVED, INPUTS, OTHER, RECOMPUTED)
+        return sum(self.live.by_category.get(name, 0) for name in names)
 
     def _peak(self) -> dict[str, int]:
         found = self.live.peak_by_category
@@ -271,7 +312,7 @@ class _Run:
         for position, block in enumerate(program.blocks):
             inputs = tuple(self._value(known, key) for key in block.inputs)
             self.traffic.forward_begins(position)
-            outputs = self._run_block(block, inputs)
+            outputs = self._run_block(block, inputs, puts_off=self.puts_off[position])
             self.traffic.forward_ends(position)
             for value in outputs:
                 if value.requires_grad:
@@ -287,7 +328,9 @@ class _Run:
     def _backward_reached(self, position: int, _: Tensor) -> None:
         self.traffic.backward_begins(position)
 
-    def _run_block(self, block: BlockProgram, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _run_block(
+        self, block: BlockProgram, inputs: tuple[Tensor, ...], *, puts_off: bool
+    ) -> tuple[Tensor, ...]:
         if block.recompute == "none":
             return tuple(block.module(*inputs))
 
@@ -298,9 +341,9 @@ class _Run:
                 return tuple(block.module(*values))
 
         checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        if block.recompute == "full":
+        if block.recompute == "full" and not puts_off:
             return tuple(checkpointed(run, *inputs))
-        recomputing = Recomputing(keeps_costly=True)
+        recomputing = Recomputing(keeps_costly=block.recompute == "selective")
         recomputing.mark(block.module)
         forward, again = recomputing.contexts()
         outputs = checkpointed(run, *inputs, context_fn=lambda: (forward, again))
@@ -334,8 +377,10 @@ class _Run:
             gradients = [torch.empty(end.shape, dtype=end.dtype) for end in ends]
             edges = [end.edge for end in ends]
             ends.clear()
-            torch.autograd.backward(edges, gradients)
-        self.traffic.stage_backward_ends()
+            with nullcontext() if self.put_off is None else self.put_off.collecting(0):
+                torch.autograd.backward(edges, gradients)
+        if self.put_off is None:
+            self.traffic.stage_backward_ends()
 
 
 def _last_uses(program: StageProgram, kept: set[str]) -> dict[int, list[str]]:

@@ -3,48 +3,60 @@
 In: a finished plan and the graph that it is for. Out: for each stage the bytes of a rank at
 its fullest moment. States come from the precision policy and the parameters' layouts;
 activations, recomputation, buffers and gradients from running one micro-batch of the stage's
-program on fake tensors, where it is in the step (``saved_tensors``).
-
-A rank's peak is the greatest of four moments: the first backward, with every micro-batch of
-the warm-up in flight and no gradient yet; a backward in the steady state, with all gradients;
-the last one, which completes the gradients, with one micro-batch in flight; and the
-optimizer's step.
+program on fake tensors, where it is in the step (``saved_tensors``). The fullest moment is that of
+the rank, with all of its stages (``rank_memory``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..cost_model.memory import PrecisionPolicy, fragmentation_bytes, policy, reserve_bytes
+from ..cost_model.actions import Schedule
+from ..cost_model.memory import (
+    PrecisionPolicy,
+    communicator_bytes,
+    fragmentation_bytes,
+    policy,
+    reserve_bytes,
+)
 from ..planner.arranged.asynchronous import version_bytes
 from ..planner.evaluate import BRIEF
-from ..planner.graph import Blocks, Graph
-from ..planner.layout import local_shape
+from ..planner.graph import Blocks, Graph, TensorSpec
+from ..planner.layout import Layout, Mesh, local_shape
 from ..planner.plan import Plan, StagePlan
+from ..planner.plan_schedule import schedule_of, splits_backward
 from ..planner.precision import with_precision
 from ..planner.pricing.whole_stage import together
-from ..planner.schedules.schedules import find_schedule
-from .saved_tensors import INPUTS, Moment, StageActivations, run_microbatch
-from .stage_cut import Boundary, boundaries, leaf_layout, stage_ranges
-from .state_traffic import COMMUNICATION, GRADIENTS, padded_numel
-from .storages import SAVED
+from ..planner.replicas import stages_of_ranks
+from ..planner.schedules.messages_held import MessageBytes, sends_kept
+from .communicators import num_communicators
+from .rank_memory import Bytes, StageBytes, fullest_moment
+from .saved_tensors import Moment, StageActivations, run_microbatch
+from .stage_cut import Boundary, boundaries, leaf_layout, stage_ranges, with_replicas
+from .state_traffic import GRADIENTS, padded_numel
 
-Bytes = dict[str, float]
+LASTING = (
+    "parameters", "master", "versions", "optimizer", GRADIENTS, "reserve", "communicators",
+)  # fmt: skip
+"""Memory that does not come and go in a step: none of it is lost to fragmentation."""
 
 
-def with_exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> Plan:
+def with_exact_memory(
+    plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None
+) -> Plan:
     """The plan with ``memory_bytes`` of each stage, and the peak, as its stages really run.
 
-    A stage that cannot be run on fake tensors, because its shapes depend on values, keeps
-    its figures.
+    A stage that cannot be run on fake tensors, because its shapes depend on values or an op has
+    none for its dtype, keeps its figures.
     """
+    found = exact_memory(plan, graph, blocks, is_gpu=is_gpu)
     bytes_of = [
         stage.prediction.memory_bytes
         if exact is None
         else {name: round(size) for name, size in exact.items()}
-        for stage, exact in zip(plan.stages, exact_memory(plan, graph, blocks), strict=True)
+        for stage, exact in zip(plan.stages, found, strict=True)
     ]
     return with_memory(plan, bytes_of)
 
@@ -54,10 +66,8 @@ def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
 
     A rank of the pipeline may have several stages; what is transient then counts once.
     """
-    ranks: dict[frozenset[int], list[Mapping[str, int]]] = {}
-    for stage, own in zip(plan.stages, bytes_of, strict=True):
-        ranks.setdefault(frozenset(stage.devices), []).append(own)
-    peak = max(sum(together(own, BRIEF).values()) for own in ranks.values())
+    ranks = ((bytes_of[stage] for stage in stages) for stages in stages_of_ranks(plan))
+    peak = max(sum(together(own, BRIEF).values()) for own in ranks)
     stages = tuple(
         replace(stage, prediction=replace(stage.prediction, memory_bytes=own))
         for stage, own in zip(plan.stages, bytes_of, strict=True)
@@ -74,25 +84,70 @@ def num_ops(plan: Plan, blocks: Blocks) -> int:
     return sum(sizes)
 
 
-def exact_memory(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[Bytes | None, ...]:
-    """Per stage the bytes by category at its fullest moment; None where it cannot be run.
+def exact_memory(
+    plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None
+) -> tuple[Bytes | None, ...]:
+    """Per stage the bytes by category when its rank holds the most; None where it cannot be run.
 
-    Stages that are alike are run once. ``graph`` may be at any batch size.
+    Of Chimera's two ranks that hold the same stages it is the one that holds more. Stages that are
+    alike are run once. ``graph`` may be at any batch size. ``is_gpu``: sends are kept as on GPUs,
+    by default where the plan's devices are.
     """
     graph = with_precision(graph, plan.model.precision)
     if graph.batch_size != plan.microbatch_size:
         graph = graph.with_batch_size(plan.microbatch_size)
     crossing = boundaries(graph, blocks, plan)
+    schedule = schedule_of(plan, {(b.source_stage, b.target_stage) for b in crossing})
     known: dict[object, StageActivations | None] = {}
-    stages = (
-        _Stage(plan, graph, blocks, index, crossing, known) for index in range(len(plan.stages))
-    )
-    return tuple(stage.peak() for stage in stages)
+    stages = [
+        _Stage(plan, graph, blocks, index, crossing, known, splits_backward(schedule, index))
+        for index in range(len(plan.stages))
+    ]
+    is_gpu = stages[0].kind != "cpu" if is_gpu is None else is_gpu
+    most = sends_kept(schedule, is_gpu=is_gpu)
+    messages = _message_bytes(plan, schedule, crossing)
+    groups = num_communicators(plan, crossing)
+    found: list[Bytes | None] = [None] * len(plan.stages)
+    for rank in range(schedule.num_ranks):
+        own = {each: stages[schedule.part(each)] for each in schedule.stages(rank)}
+        held = {each: stage.bytes() for each, stage in own.items()}
+        for each, moment in (fullest_moment(schedule, rank, held, messages, most) or {}).items():
+            part = schedule.part(each)
+            bytes_of = own[each].with_reserves(moment, groups)
+            if sum(bytes_of.values()) > sum((found[part] or {}).values()):
+                found[part] = bytes_of
+    return tuple(found)
+
+
+def _message_bytes(plan: Plan, schedule: Schedule, crossing: Sequence[Boundary]) -> MessageBytes:
+    """The bytes of a micro-batch's messages between stages as the schedule numbers them."""
+    sent: dict[tuple[int, int], float] = {}
+    taken: dict[tuple[int, int], float] = {}
+    if schedule.parts:
+        crossing = with_replicas(tuple(crossing), len(plan.stages))
+    for boundary in crossing:
+        pair = boundary.source_stage, boundary.target_stage
+        layouts = boundary.source_layout, boundary.target_layout
+        source, target = (
+            _local_bytes(boundary.spec, layout, plan.stages[schedule.part(stage)].mesh)
+            for stage, layout in zip(pair, layouts, strict=True)
+        )
+        sent[pair] = sent.get(pair, 0.0) + source
+        taken[pair] = taken.get(pair, 0.0) + target
+        if boundary.spec.requires_grad:
+            back = pair[::-1]
+            sent[back] = sent.get(back, 0.0) + target
+            taken[back] = taken.get(back, 0.0) + source
+    return MessageBytes(sent, taken)
+
+
+def _local_bytes(spec: TensorSpec, layout: Layout, mesh: Mesh) -> int:
+    return replace(spec, shape=local_shape(spec.shape, layout, mesh.shape)).num_bytes
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage of the plan. ``known`` are the runs so far."""
+    """One stage of the plan. ``known`` are the runs so far; ``splits``: its backward is split."""
 
     plan: Plan
     graph: Graph
@@ -100,6 +155,7 @@ class _Stage:
     index: int
     crossing: Sequence[Boundary]
     known: dict[object, StageActivations | None]
+    splits: bool
 
     @property
     def stage(self) -> StagePlan:
@@ -109,35 +165,20 @@ class _Stage:
     def kind(self) -> Literal["cuda", "cpu"]:
         return self.plan.cluster.device(self.stage.devices[0]).kind
 
-    def peak(self) -> Bytes | None:
-        """The fullest of the moments."""
-        states = self._states()
-        moments = [self._step(states)]
-        for moment, others in self._moments():
-            run = self._run(moment)
-            if run is None:
-                return None
-            moments += [self._at(states, run, each, others) for each in (run.forward, run.backward)]
-        return max(moments, key=lambda found: sum(found.values()))
-
-    def _moments(self) -> Iterator[tuple[Moment, int]]:
-        """Each moment, and how many other micro-batches are in flight then."""
-        count, num_stages = self.plan.num_microbatches, len(self.plan.stages)
-        in_flight = 1
-        if num_stages > 1:
-            schedule, chunks = find_schedule(self.plan.schedule), self.plan.num_chunks
-            in_flight = min(count, schedule.in_flight(num_stages, count, self.index, chunks))
-        yield Moment(is_first=True, is_last=count == 1), in_flight - 1
-        if count > 1:
-            steady = in_flight - 1 if count > in_flight else in_flight - 2
-            yield Moment(is_first=False, is_last=False), steady
-            yield Moment(is_first=False, is_last=True), 0
+    def bytes(self) -> StageBytes:
+        """What the stage holds, and what a micro-batch of it takes."""
+        return StageBytes(
+            self._states(), self._run,
+            holds_inputs=self.kind != "cpu", keeps_gathered=self.stage.zero in (1, 2),
+        )  # fmt: skip
 
     def _run(self, moment: Moment) -> StageActivations | None:
         key = (moment, self._likeness())
         if key not in self.known:
             try:
-                found = run_microbatch(self.graph, self.blocks, self.plan, self.index, moment)
+                found = run_microbatch(
+                    self.graph, self.blocks, self.plan, self.index, moment, splits=self.splits
+                )
             except (RuntimeError, NotImplementedError):
                 found = None
             self.known[key] = found
@@ -154,45 +195,12 @@ class _Stage:
         kinds = tuple((block.kind, block.recompute) for block in stage.blocks)
         return kinds, stage.mesh, stage.shares, stage.zero, frozenset(stage.layouts.items()), ends
 
-    def _at(
-        self, states: Mapping[str, float], run: StageActivations, peak: Mapping[str, int],
-        others: int,
-    ) -> Bytes:  # fmt: skip
-        """The bytes at a run's peak with ``others`` micro-batches besides."""
-        found = {name: size for name, size in states.items() if name != GRADIENTS}
-        found |= {name: float(size) for name, size in peak.items()}
-        inputs = found.pop(INPUTS, 0.0) + others * run.inputs
-        found[SAVED] = found.get(SAVED, 0.0) + others * (run.kept - run.inputs)
-        if self.kind != "cpu":
-            found["buffers"] = found.get("buffers", 0.0) + inputs
-        sent = self._message_bytes()
-        if sent:
-            found[COMMUNICATION] = found.get(COMMUNICATION, 0.0) + sent
-        return self._with_reserves(found)
-
-    def _message_bytes(self) -> float:
-        """Messages under way: of the next micro-batch, posted ahead, and of the last one."""
-        if self.plan.num_microbatches == 1:
-            return 0.0
-        total = 0.0
-        for boundary in self.crossing:
-            is_target = boundary.target_stage == self.index
-            if is_target or boundary.source_stage == self.index:
-                layout = boundary.target_layout if is_target else boundary.source_layout
-                numel = local_shape(boundary.spec.shape, layout, self.stage.mesh.shape)
-                size = replace(boundary.spec, shape=numel).num_bytes
-                total += size * (1 + boundary.spec.requires_grad if is_target else 1)
-        return total
-
-    def _step(self, states: Mapping[str, float]) -> Bytes:
-        """The optimizer's step: no activation, all gradients."""
-        return self._with_reserves(dict(states))
-
-    def _with_reserves(self, found: Bytes) -> Bytes:
-        groups = sum(size > 1 for size in self.stage.mesh.shape)
-        found["reserve"] = float(reserve_bytes(self.kind, groups))
-        lasting = ("parameters", "master", "versions", "optimizer", "gradients", "reserve")
-        moving = sum(size for name, size in found.items() if name not in lasting)
+    def with_reserves(self, found: Bytes, groups: Mapping[int, int]) -> Bytes:
+        """The bytes with what the device, its communicators and its allocator take besides."""
+        most = max(groups[device] for device in self.stage.devices)
+        found["reserve"] = float(reserve_bytes(self.kind, 0))
+        found["communicators"] = float(communicator_bytes(self.kind, most))
+        moving = sum(size for name, size in found.items() if name not in LASTING)
         found["fragmentation"] = fragmentation_bytes(self.kind, moving)
         return {name: size for name, size in found.items() if size}
 

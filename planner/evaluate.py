@@ -29,8 +29,9 @@ from .search.report_plan import prediction_of
 from .shares import coordinate_ranks, slowest
 from .stage_walk import StageWalk, Walked, walked_none
 
-BRIEF = ("transient", "reserve")
-"""Memory that the stages of a rank take in turn, or once."""
+BRIEF = ("transient", "reserve", "communicators")
+"""Memory that the stages of a rank take in turn, or once. The prices of the search have the
+communicators of a stage's mesh in its reserve, and those of messages not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ def _rank_bytes(
     totals: dict[frozenset[int], float] = {}
     transient: dict[frozenset[int], float] = {}
     for stage, cost in zip(plan.stages, costs, strict=True):
-        rank, brief = frozenset(stage.devices), sum(cost.memory_bytes[name] for name in BRIEF)
+        rank, brief = frozenset(stage.devices), _brief_bytes(cost)
         totals[rank] = totals.get(rank, 0.0) + cost.total_bytes - brief
         transient[rank] = max(transient.get(rank, 0.0), brief)
     return [total + transient[rank] for rank, total in totals.items()]
@@ -228,8 +229,11 @@ def _of_both(one: StageCost, other: StageCost, activation_bytes: int) -> float:
         sum(size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations"))
         for cost in (one, other)
     ]
-    brief = max(sum(cost.memory_bytes[name] for name in BRIEF) for cost in (one, other))
-    return sum(lasting) + brief + activation_bytes
+    return sum(lasting) + max(map(_brief_bytes, (one, other))) + activation_bytes
+
+
+def _brief_bytes(cost: StageCost) -> float:
+    return sum(size for name, size in cost.memory_bytes.items() if name in BRIEF)
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:

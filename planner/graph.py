@@ -65,6 +65,26 @@ class OpRule:
     saved_bytes: Callable[..., float] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What an op moves that is part of a fused kernel (``planner.fusion``).
+
+    By position among its inputs, or index among its outputs: what the kernel ``reads`` and
+    ``writes`` at this op in the forward; of which outputs its backward reads the gradient, and
+    ``gradients``, of which inputs it writes it (twice where it adds it to another part); and what
+    is kept for the backward. ``kernels_*``: how many kernels are counted here.
+    """
+
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    reads_gradients: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    keeps_inputs: tuple[int, ...] = ()
+    keeps_outputs: tuple[int, ...] = ()
+    kernels_forward: int = 0
+    kernels_backward: int = 0
+
+
 NodeKind = Literal["input", "parameter", "buffer", "constant", "op"]
 
 
@@ -83,7 +103,8 @@ class Node:
     ``op`` is a ``torch.ops`` path such as ``"aten.linear.default"`` (empty for leaves).
     ``args``/``kwargs`` hold literals, ``Ref``s and lists of them, as the op is called.
     ``outputs`` has one spec per output. ``module`` is the module path that made the node,
-    ``source`` the user's ``file:line``. ``rule`` is that of an op which the user registered.
+    ``source`` the user's ``file:line``. ``rule`` is that of an op which the user registered;
+    ``fused`` says what a compiler leaves an op to move, None where it is a kernel of its own.
     """
 
     name: str
@@ -95,6 +116,7 @@ class Node:
     module: str = ""
     source: str = ""
     rule: OpRule | None = None
+    fused: Fused | None = None
     _inputs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -117,7 +139,7 @@ class Node:
         """The same node with other outputs."""
         made = Node(
             self.name, self.kind, self.op, self.args, self.kwargs, outputs,
-            self.module, self.source, self.rule,
+            self.module, self.source, self.rule, self.fused,
         )  # fmt: skip
         object.__setattr__(made, "_inputs", self._inputs)
         return made

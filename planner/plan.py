@@ -14,14 +14,17 @@ from .strategy import NodeLayout
 SCHEMA = 4
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Float32Ops = Literal["autocast", "none"]
+"""The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What was planned: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
 
-    ``seq`` is None where the model has no such dimension.
+    ``seq`` is None where the model has no such dimension. ``float32_ops`` is "none" where the
+    precision is no half precision.
     """
 
     target: str
@@ -32,6 +35,7 @@ class ModelInfo:
     seq: int | None
     precision: Precision
     optimizer: str
+    float32_ops: Float32Ops = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,7 @@ class Plan:
     rank spends on the whole of each. ``undivided`` says which ops run whole because an axis
     does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
     ``slices`` are the lengths of the slices that sequences are cut into, where they are.
+    ``compiled``: blocks are priced, and run, compiled.
     """
 
     model: ModelInfo
@@ -218,6 +223,7 @@ class Plan:
     torch_version: str = ""
     goal: GoalReport | None = None
     slices: tuple[int, ...] = ()
+    compiled: bool = False
     schema: int = SCHEMA
 
     @property

@@ -71,7 +71,9 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
 
     1 knew no profiles, 2 no bound and no goals, 3 no unequal shares of the batch.
     """
-    table = {"goal": None, "slices": [], **table}
+    table = {"goal": None, "slices": [], "compiled": False, **table}
+    if isinstance(table.get("model"), dict):
+        table["model"] = {"float32_ops": "none", **table["model"]}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
     if isinstance(solver, dict):
         solver = {"stopped": "", "layouts_gap": None, "simplest": None, **solver}

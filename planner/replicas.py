@@ -30,6 +30,16 @@ def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
     return (*plan.stages, *(replace(part, devices=place.devices) for part, place in up))
 
 
+def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The stages that each pipeline rank runs; under Chimera those that it has a replica of."""
+    if plan.schedule == "chimera" and plan.has_pipeline:
+        return parts_of_ranks(plan.schedule, len(plan.stages), 1)
+    found: dict[frozenset[int], list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        found.setdefault(frozenset(stage.devices), []).append(index)
+    return tuple(map(tuple, found.values()))
+
+
 def check_replicas(graph: Graph) -> None:
     """Raises PlanError AP547 where replicas of a stage would change buffers, each its own way."""
     changed = sorted(graph.updates)

@@ -3,6 +3,9 @@
 In: the collective that brings a number to every rank, under way. Out: a tensor that waits for
 it when it is read. So a step has no wait for all ranks: the first stage begins the next step
 while the last one's loss travels.
+
+What the host reads is copied to its memory when it is made: to read a tensor of a GPU is to wait
+for all that the GPU was given to do since.
 """
 
 from __future__ import annotations
@@ -17,16 +20,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .device_queue import Waitable, queue_of
 from .watchdog import BETWEEN_STEPS
+
+Progress = Callable[[str, tuple[int, ...]], None]
+"""Is told what the rank waits for, and from which ranks, before each wait."""
+
+
+class Pending(Protocol):
+    """A tensor's value, which is made or waited for when it is first read, on its device or by
+    the host."""
+
+    def value(self) -> Tensor: ...
+    def host_value(self) -> Tensor: ...
 
 
 class Arrival:
-    """A tensor that a collective fills; ``value`` waits for it."""
+    """A tensor that a collective fills, or has filled; ``value`` waits for it, where it is used:
+    on a GPU the GPU does. ``host_value`` is for the host to read, which waits itself."""
 
     def __init__(
         self,
         tensor: Tensor,
-        work: dist.Work | None,
+        work: Waitable | None,
         *,
         tell: Callable[[], None] = lambda: None,
         told: Callable[[], None] = lambda: None,
@@ -34,10 +50,21 @@ class Arrival:
         """``tell`` is called before a wait, ``told`` after it."""
         self._tensor, self._work = tensor, work
         self._tell, self._told = tell, told
+        self._copy = queue_of(tensor.device).to_host(tensor, work)
 
     def value(self) -> Tensor:
         self.end()
         return self._tensor
+
+    def host_value(self) -> Tensor:
+        copy = self._copy
+        if copy is None:
+            return self.value()
+        if not copy.event.query():
+            self._tell()
+            copy.event.synchronize()
+            self._told()
+        return copy.tensor
 
     def end(self) -> None:
         """Waits until it has arrived, whoever reads it."""
@@ -61,11 +88,8 @@ class _WithGraph:
         self.arrival.end()
         return self.tensor
 
-
-class Pending(Protocol):
-    """A tensor's value, which is made or waited for when it is first read."""
-
-    def value(self) -> Tensor: ...
+    def host_value(self) -> Tensor:
+        return self.arrival.host_value()
 
 
 _PROPERTIES = ("device", "dtype", "grad_fn", "ndim", "requires_grad", "shape")
@@ -73,6 +97,12 @@ NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.backward, Tensor.dim, Tensor.numel, Tensor.size, Tensor.is_floating_point,
 }  # fmt: skip
 """What a tensor may be asked, as its first argument, while its value is on its way."""
+
+READ_BY_HOST = {
+    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__format__,
+    Tensor.__int__,
+}  # fmt: skip
+"""What gives a number of a tensor to Python."""
 
 
 class ArrivingTensor(Tensor):
@@ -95,6 +125,8 @@ class ArrivingTensor(Tensor):
         kwargs = kwargs or {}
         if function in NEEDS_NO_VALUE:
             return function(_as_made(args[0]), *args[1:], **kwargs)
+        if function in READ_BY_HOST and isinstance(args[0], ArrivingTensor):
+            return function(args[0].arrival.host_value(), *args[1:], **kwargs)
         named = {name: _arrived(value) for name, value in kwargs.items()}
         return function(*(_arrived(value) for value in args), **named)
 
@@ -123,7 +155,7 @@ def shared_sum(
     part: Tensor,
     *,
     others: Sequence[int],
-    progress: Callable[[str, tuple[int, ...]], None] | None = None,
+    progress: Progress | None = None,
 ) -> Tensor:
     """The sum over all ranks of their parts of a loss, in the memory of ``part``.
 
@@ -132,16 +164,33 @@ def shared_sum(
     """
     memory = part.detach()
     work = dist.all_reduce(memory, async_op=True)
-    arrival = Arrival(memory, work)
-    if progress is not None:
-        names = " and ".join(f"rank {other}" for other in others)
-        words = f"waiting for the loss of {names}" if names else "waiting until the loss has gone"
-        arrival = Arrival(
-            memory, work,
-            tell=partial(progress, words, tuple(others)), told=partial(progress, BETWEEN_STEPS, ()),
-        )  # fmt: skip
+    names = " and ".join(f"rank {other}" for other in others)
+    words = f"waiting for the loss of {names}" if names else "waiting until the loss has gone"
+    arrival = arrival_of(memory, work, words, others=others, progress=progress)
     end_before_exit("loss", arrival)
     return arriving(_WithGraph(part, arrival), part)
+
+
+def arrival_of(
+    tensor: Tensor,
+    work: dist.Work | None,
+    words: str,
+    *,
+    others: Sequence[int],
+    progress: Progress | None,
+) -> Arrival:
+    """An arrival whose waits are told to a watchdog in ``words``, as waits for ``others``."""
+    if progress is None:
+        return Arrival(tensor, work)
+    return Arrival(
+        tensor, work,
+        tell=partial(progress, words, tuple(others)), told=partial(progress, BETWEEN_STEPS, ()),
+    )  # fmt: skip
+
+
+def figure(tensor: Tensor) -> Pending:
+    """A number of a step for the host to read, on its way or not."""
+    return tensor.arrival if isinstance(tensor, ArrivingTensor) else Arrival(tensor, None)
 
 
 def _as_made(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..passes.input_rows import HeldRows
 from ..planner.errors import UsageError
+from .arriving import Arrival, Progress, arrival_of
 from .shared import group_for
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
@@ -63,12 +64,16 @@ class Given:
 class BatchCheck:
     """Compares the batches of all ranks, each with those that must be equal."""
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        """``names`` are the model's inputs; ``device`` is that of this rank's collectives."""
+    def __init__(
+        self, names: Sequence[str], device: torch.device, progress: Progress | None = None
+    ) -> None:
+        """``names`` are the model's inputs; ``device`` is that of this rank's collectives;
+        ``progress`` is told of waits, for a watchdog."""
+        self._progress = progress
         self._names = tuple(sorted(names))
         self._device = device
         self._num_steps = 0
-        self._running: tuple[dist.Work | None, Tensor, int] | None = None
+        self._running: tuple[Arrival, int] | None = None
 
     def see(self, given: Given) -> None:
         """Call it before each step, on every rank.
@@ -83,7 +88,10 @@ class BatchCheck:
         own = self._message(given)
         every = own.new_empty((dist.get_world_size(), own.numel()))
         work = dist.all_gather(list(every.unbind(0)), own, group=group_for(own), async_op=True)
-        self._running = (work, every, self._num_steps)
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        words = "waiting until all ranks' batches are compared"
+        arrival = arrival_of(every, work, words, others=others, progress=self._progress)
+        self._running = (arrival, self._num_steps)
         if self._num_steps == 1:
             self.read()
 
@@ -91,10 +99,8 @@ class BatchCheck:
         """Waits for the comparison that is under way, if any, and says what it found."""
         if self._running is None:
             return
-        (work, every, step), self._running = self._running, None
-        if work is not None:
-            work.wait()
-        self._compare(every.tolist(), step)
+        (arrival, step), self._running = self._running, None
+        self._compare(arrival.host_value().tolist(), step)
 
     def _message(self, given: Given) -> Tensor:
         held = given.held

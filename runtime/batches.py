@@ -20,6 +20,7 @@ from ..passes.program import Program
 from ..planner.errors import UsageError
 from ..planner.graph import TensorSpec
 from ..planner.plan import Plan
+from .arriving import Progress
 from .batch_check import ALL_ROWS, GLOBAL, NOTHING, SHARE, BatchCheck, Given
 from .data import check_batch
 from .share_batch import ShareBatch
@@ -57,8 +58,10 @@ class StepBatches:
         rank: int,
         device: torch.device,
         crossing: frozenset[tuple[int, int]],
+        progress: Progress | None = None,
     ) -> None:
-        """``program`` is at the plan's micro-batch size; ``crossing`` as ``schedule_of`` has it."""
+        """``program`` is at the plan's micro-batch size; ``crossing`` as ``schedule_of`` has it;
+        ``progress`` is told of waits for other ranks."""
         self._program, self._plan, self._rank = program, plan, rank
         self._crossing = crossing
         counts = plan.num_microbatches > 1 or bool(plan.slices)
@@ -66,7 +69,7 @@ class StepBatches:
         self._batches = {plan.model.global_batch: SmallerBatch(plan, rows)}
         self._held: dict[int, HeldRows | None] = {}
         self._specs: dict[int, dict[str, TensorSpec]] = {}
-        self._check = BatchCheck(tuple(program.inputs), device)
+        self._check = BatchCheck(tuple(program.inputs), device, progress)
         self._is_share: bool | None = None
         self._announced: dict[int, None] = {}
         self._last = plan.model.global_batch

@@ -202,7 +202,8 @@ def blame(notes: Mapping[int, Note], world_size: int) -> str:
     """Who has failed, by the notes that ``world_size`` ranks have left.
 
     First those with an error of their own; else those that left no note, for they are dead,
-    stopped or out of reach; else those that wait for nobody, for the others wait for them.
+    stopped or out of reach; else those that wait for nobody, for the others wait for them. Where
+    all wait, what each is at.
 
     >>> waiting = Note(0, "0B0: waiting for gradients", (1,))
     >>> blame({0: waiting}, 2)
@@ -218,5 +219,6 @@ def blame(notes: Mapping[int, Note], world_size: int) -> str:
         return f"rank {silent[0]} failed to come: it does not answer"
     if silent:
         return f"ranks {', '.join(map(str, silent))} failed to come: they do not answer"
-    last = [note for _, note in sorted(notes.items()) if not note.waits_for]
+    ordered = [note for _, note in sorted(notes.items())]
+    last = [note for note in ordered if not note.waits_for] or ordered
     return "; ".join(f"rank {note.rank} failed to come: it was at {note.doing}" for note in last)

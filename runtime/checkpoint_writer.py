@@ -36,6 +36,7 @@ from .checkpoint_folder import (
     publish,
     temporary_path,
 )
+from .groups import new_group
 from .shared import control_group, share_value
 
 
@@ -134,7 +135,7 @@ class CheckpointWriter:
         if not asynchronous or not dist.is_initialized():
             return control_group()
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group(backend="gloo")
         return self._group
 
     def _end(self) -> None:

@@ -44,9 +44,10 @@ class ProcessCommunicator:
         """The sum or maximum over the ranks of ``axis``, on each of them."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size(axis) > 1:
-            operation = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-            wire = _as_bytes(result) if result.dtype == torch.bool else result
-            dist.all_reduce(wire, op=operation, group=self.device_mesh.get_group(axis))
+            # A sum of bytes could leave 2 in a boolean; the sum of booleans is their maximum.
+            is_sum = op == "sum" and result.dtype != torch.bool
+            operation = dist.ReduceOp.SUM if is_sum else dist.ReduceOp.MAX
+            dist.all_reduce(_as_bytes(result), op=operation, group=self.device_mesh.get_group(axis))
         return result
 
     def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:

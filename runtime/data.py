@@ -21,6 +21,24 @@ from .share_batch import ShareBatch
 
 if TYPE_CHECKING:
     from ..passes.stage_program import Held, StageProgram
+    from .device_queue import DeviceQueue
+
+
+def step_inputs(
+    batch: Mapping[str, Tensor],
+    programs: Sequence[StageProgram],
+    num_microbatches: int,
+    queue: DeviceQueue,
+) -> dict[int, dict[str, Tensor]]:
+    """The inputs of a step by unit, on the device: slice ``j`` of micro-batch ``m``, which
+    ``programs[j]`` runs, is ``m * len(programs) + j``.
+
+    All are copied at once, before the first is needed. Raises as ``local_inputs`` does.
+    """
+    units = [(m, program) for m in range(num_microbatches) for program in programs]
+    found = [local_inputs(batch, program, m, num_microbatches) for m, program in units]
+    copies = iter(queue.to_device([part for inputs in found for part in inputs.values()]))
+    return {unit: {name: next(copies) for name in inputs} for unit, inputs in enumerate(found)}
 
 
 def local_inputs(

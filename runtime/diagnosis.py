@@ -120,7 +120,8 @@ def diagnosis(trainer: Trainer, batches: Sequence[Used]) -> AutoparallelError:
     Gradients are those of the last batch that was run again; buffers and the count of batches
     are as before.
     """
-    trainer.tell("looking for the first value that is not finite")
+    if trainer.progress is not None:
+        trainer.progress("looking for the first value that is not finite")
     buffers = trainer.changing_buffers()
     kept, begun = {name: buffer.clone() for name, buffer in buffers.items()}, trainer.batches_begun
     found: list[Place] = []

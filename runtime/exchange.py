@@ -2,8 +2,8 @@
 
 In: the boundaries of a rank's stage, where each stage's devices are, the schedule. Out:
 asynchronous sends and receives of exactly the boxes each rank needs, by direction, stage and
-micro-batch. A receive is posted first and waited for later; a send never waits, and what it
-sends is kept alive until it has gone.
+micro-batch. A receive is posted first and waited for later; what is sent is kept alive until it
+has gone, of each lane the latest few messages (``outbox``).
 
 No message has a tag. The messages from one rank to another are a lane, which keeps their order
 (NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from
@@ -14,7 +14,7 @@ later included. So messages cannot be taken for one another whatever the schedul
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -33,8 +33,8 @@ from ..cost_model.actions import (
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.pricing.transfer import relative, transfers
-from ..planner.schedules.check import sends_under_way
-from .arriving import shared_sum
+from ..planner.schedules.messages_held import sends_kept
+from .arriving import Progress, shared_sum
 from .lanes import Lane, Lanes
 from .outbox import Outbox
 
@@ -47,9 +47,6 @@ Direction = Literal["forward", "backward"]
 Sent = tuple[Direction, int, int]
 """Names all that a stage sends after one action: the direction, the stage, and the micro-batch (or
 the slice of one)."""
-
-Progress = Callable[[str, tuple[int, ...]], None]
-"""Is told what the rank waits for, and from which ranks, before each wait."""
 
 
 class StagePlace(Protocol):
@@ -127,10 +124,11 @@ class Exchange:
         self._device = device
         self._schedule = schedule
         self._stages = stages
+        self._peers = [tuple(r for r in stage.devices if r != rank) for stage in stages]
         self._ports = [_make_ports(each, stages, rank) for each in boundaries]
         self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
         self._lanes = Lanes(device) if lanes is None else lanes
-        self._outbox = Outbox(sends_under_way(schedule) if self._lanes.has_groups else None)
+        self._outbox = Outbox(sends_kept(schedule, is_gpu=bool(self._lanes.has_groups)), progress)
         self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, _Piece]]] = {}
         lanes_of_rank: set[Lane] = set()
         for part, (sends, receives) in enumerate(self._ports):
@@ -152,6 +150,10 @@ class Exchange:
         """Every lane begins anew, with the first message of the schedule."""
         self._expected = {peer: deque(order) for peer, order in self._order.items()}
         self._taken: set[tuple[int, Sent]] = set()
+
+    def peers(self, stage: int) -> tuple[int, ...]:
+        """The other ranks that work for a stage of this one."""
+        return self._peers[stage]
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Post the receives of what ``stage`` needs from other stages."""
@@ -183,7 +185,7 @@ class Exchange:
     def send(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Send this rank's share of what ``stage`` has computed; returns at once.
+        """Send this rank's share of what ``stage`` has computed; waits only if too much is kept.
 
         ``values`` holds the rank's part of every value by key; a gradient that is missing is
         zero. They must not be written to afterwards.
@@ -207,10 +209,6 @@ class Exchange:
 
     def finish(self) -> None:
         """Wait until everything sent has gone."""
-        first, peers = self._outbox.waiting()
-        if self._progress is not None and peers:
-            names = ", ".join(map(str, peers))
-            self._progress(f"waiting for rank {names} to receive, first {first}", peers)
         self._outbox.finish()
 
     def share_loss(self, part: Tensor | None, stages: Sequence[int] = (-1,)) -> Tensor:

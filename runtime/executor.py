@@ -8,7 +8,7 @@ forward comes before its backward works, with any number in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ from ..cost_model.actions import BACKWARD, FORWARD
 from ..passes.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
-from .data import batch_rows, local_inputs, local_part
+from .data import batch_rows, local_part, step_inputs
+from .device_queue import queue_of
 from .gradients import GradientReducer
 from .share_batch import ShareBatch
 from .stage import StageModule
@@ -97,6 +98,8 @@ class StageExecutor:
         self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh)
         self._reducer.attach(self.parameters.values())
         self._batch: Mapping[str, Tensor] = {}
+        self._queue = queue_of(stage.device)
+        self._inputs: dict[int, dict[str, Tensor]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: dict[int, Tensor] = {}
 
@@ -104,8 +107,9 @@ class StageExecutor:
         self, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None
     ) -> None:
         """Compute with these values of the stage's constants from the next step on."""
-        held = self._local_constants(constants, self.stage.programs[0])
-        self._planned = (self._planned_count, held, counted or constants)
+        program = self.stage.programs[0]
+        held = self._local_constants(constants, program)
+        self._planned = (self._planned_count, held, _read_by(program, counted or constants))
         self._of_smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
         self.use(self._part)
 
@@ -129,7 +133,8 @@ class StageExecutor:
         if part in self._smaller and part not in self._of_smaller:
             count, read = self._smaller[part]
             whole, counted = read()
-            self._of_smaller[part] = count, self._local_constants(whole, self.program), counted
+            held = self._local_constants(whole, self.program)
+            self._of_smaller[part] = count, held, _read_by(self.program, counted)
         count, constants, counted = self._of_smaller.get(part, self._planned)
         self.num_microbatches = count
         self.per_update = count if part in self._smaller else self._planned_per_update
@@ -146,6 +151,8 @@ class StageExecutor:
         """Start a step on the global ``batch``; forget the gradients of the one before, unless
         they are kept."""
         self._batch = batch
+        self._inputs.clear()  # before its memory is taken anew
+        self._inputs = step_inputs(batch, self._unit_programs(), self.num_microbatches, self._queue)
         self.program.draws.key = step_key(self.seed, self.steps_begun)
         self.steps_begun += torch.is_grad_enabled()
         self._in_flight.clear()
@@ -163,6 +170,10 @@ class StageExecutor:
         if self.versions is not None:
             self.versions.begin()
 
+    def _unit_programs(self) -> Sequence[StageProgram]:
+        """What runs a micro-batch: the programs of its slices, in order."""
+        return (self.program,)
+
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
         """For each update, what its micro-batches must know of each other.
 
@@ -174,20 +185,27 @@ class StageExecutor:
             if not batch.held.is_whole and read - batch.whole.keys():
                 yield dict.fromkeys(loss.key for loss in counting.losses)
                 return
+        values = {} if counting is None else self._counted_inputs(counting.inputs)
         for first in range(0, self.num_microbatches, self.per_update):
 
             def value_of(node: Node, microbatch: int, first: int = first) -> Tensor:
-                return self._counted_input(node, first + microbatch)
+                if node.kind != "input":
+                    return self._whole[node.name].to(self.stage.device)
+                return values[node.name, first + microbatch]
 
             yield {} if counting is None else counting.evaluate(value_of)
 
-    def _counted_input(self, node: Node, microbatch: int) -> Tensor:
-        """One micro-batch's whole value of what the stage's counting reads."""
-        if node.kind != "input":
-            return self._whole[node.name].to(self.stage.device)
-        rows = batch_rows(self._batch, node.name, node.spec, microbatch, self.num_microbatches)
-        whole = tuple((0, size) for size in node.spec.shape)
-        return local_part(rows, whole, node.spec.dtype, self.stage.device)
+    def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
+        """Every micro-batch's whole value of the inputs that the stage's counting reads."""
+        count = self.num_microbatches
+        units = [(node, m) for node in nodes if node.kind == "input" for m in range(count)]
+        parts = []
+        for node, microbatch in units:
+            rows = batch_rows(self._batch, node.name, node.spec, microbatch, count)
+            whole = tuple((0, size) for size in node.spec.shape)
+            parts.append(local_part(rows, whole, node.spec.dtype))
+        copies = self._queue.to_device(parts)
+        return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
 
     def forward(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a micro-batch forward; returns the values that other stages get, by key.
@@ -209,10 +227,7 @@ class StageExecutor:
         if self.versions is not None:
             self.versions.use(FORWARD, microbatch)
         counts = self._counts[microbatch // self.per_update]
-        inputs = local_inputs(
-            self._batch, self.program, microbatch, self.num_microbatches, self.stage.device
-        )
-        values = {**self._constants, **counts, **inputs, **received}
+        values = {**self._constants, **counts, **self._inputs.pop(microbatch), **received}
         outputs: dict[str, Tensor] = self.stage(values, self._part)
         return outputs
 
@@ -349,3 +364,9 @@ class StageExecutor:
         self._is_updated = False
         for parameter in self.parameters.values():
             parameter.zero_grad()
+
+
+def _read_by(program: StageProgram, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the counting of a stage reads of constants' whole values: no other stays whole."""
+    leaves = program.counting.leaves if program.counting is not None else ()
+    return {name: whole[name] for name in leaves}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..planner.layout import Layout, local_region, local_shape
 from ..planner.pricing.transfer import Transfer, relative, transfers
+from .groups import new_group
 
 if TYPE_CHECKING:
     from ..passes.stage_cut import Boundary
@@ -85,7 +86,7 @@ class Handover:
             if rank in places[0].devices:
                 self._add(boundary, places, is_alike)
         for devices in swapping:
-            group = dist.new_group(list(devices))
+            group = new_group(devices)
             if rank in devices:
                 self._group = group
                 # The first operation of a communicator takes all of its ranks; a swap may not.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .groups import new_group
 from .shared import control_group, gather_values
 
 TAG = 2**30 - 1
@@ -47,7 +48,7 @@ class Lanes:
             return
         for lane in sorted(set[Lane]().union(*gather_values(lanes - self._known)) - self._known):
             self._known.add(lane)
-            group = dist.new_group(sorted(lane))
+            group = new_group(sorted(lane))
             if rank in lane:
                 self._groups[lane] = group
                 token = torch.zeros(1, device=self.device)

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from datetime import timedelta
+import time
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from ..cost_model.cluster import Cluster
+from ..cost_model.detect import BFLOAT16_CAPABILITY
 from ..passes.program import Program
 from ..planner.errors import MachineError, PlanError
-from ..planner.plan import Plan
+from ..planner.plan import Plan, Precision
+from .device_queue import queue_of
+from .groups import allow_seconds, time_limit
 from .process import Worker
 
-MARGIN_SECONDS = 60.0
+GLOO_ENDS_SECONDS = 0.1
+"""How long the end of a process waits for gloo's threads."""
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
-    """Joins the process group as a launched worker of ``cluster``. Raises as ``join`` does."""
+    """Joins the process group as a launched worker of ``cluster``, whose watchdog then follows its
+    device. Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
-    return join(kind, worker.local_rank, worker.watchdog.timeout_seconds)
+    device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds)
+    worker.watchdog.follow(queue_of(device))
+    return device
 
 
 def join(device_type: str, local_rank: int, timeout_seconds: float | None = None) -> torch.device:
     """Joins the process group of the environment, unless the caller has; this rank's device.
 
-    Collectives have a minute longer than ``timeout_seconds``: a watchdog, which can say what was
-    waited for, ends the process first. Without it they have torch's own limit.
+    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least:
+    a watchdog, which can say what was waited for, ends the process first. Without it they have
+    torch's own limit.
     Raises MachineError (AP411) where the machine lacks that device.
     """
-    timeout = None
+    timeout = time_limit(timeout_seconds)
     if timeout_seconds is not None:
-        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
+        allow_seconds(timeout_seconds)
     if device_type != "cuda":
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
+        _end_after_gloo()
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -57,6 +68,17 @@ def join(device_type: str, local_rank: int, timeout_seconds: float | None = None
     return device
 
 
+@cache
+def _end_after_gloo() -> None:
+    """Delays the end of the process until gloo's threads are idle.
+
+    After a collective a thread of gloo still frees its tensors, for which it takes the lock of the
+    interpreter. While the interpreter ends, that aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    atexit.register(time.sleep, GLOO_ENDS_SECONDS)
+
+
 def check_none_idle(plan: Plan) -> None:
     """Raises MachineError AP412 where some of the processes would have nothing to do."""
     needed, found = num_processes(plan), dist.get_world_size()
@@ -75,8 +97,25 @@ def num_processes(plan: Plan) -> int:
     return 1 + max(rank for stage in plan.stages for rank in stage.devices)
 
 
-def check_plan(program: Program, plan: Plan) -> None:
-    """Raises where ``plan`` is not of this model, or there are too few processes."""
+def check_device(device: torch.device, precision: Precision) -> None:
+    """Raises MachineError AP413 where ``device`` is a GPU that only emulates bf16."""
+    if device.type != "cuda" or precision != "bf16":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < BFLOAT16_CAPABILITY:
+        major, minor = capability
+        raise MachineError(
+            "AP413",
+            f"{torch.cuda.get_device_name(device)} does not compute in bf16",
+            why=f"its compute capability is {major}.{minor}, and bf16 needs 8.0",
+            fix="plan with --precision fp16 or fp32",
+        )
+
+
+def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
+    """Raises where ``plan`` is not of this model, there are too few processes, or ``device``
+    only emulates the plan's precision."""
+    check_device(device, plan.model.precision)
     found = program.graph.fingerprint
     if plan.model.fingerprint != found:
         raise PlanError(

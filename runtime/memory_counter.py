@@ -49,13 +49,14 @@ def measure_peak(
     *,
     device: torch.device | None = None,
     watch: Callable[[LiveBytes], AbstractContextManager[object]] = nullcontext,
+    resizes: bool = True,
 ) -> MemoryReport:
     """Runs ``step`` once and says what it took.
 
     ``held`` names the tensors there are, before and after the step: what it gives counts
     even where no op of the step touches it. ``watch`` is entered around the step and may
     name tensors meanwhile. A step that is measured should not be the first one: an optimizer
-    makes its states then.
+    makes its states then. ``resizes``: see ``LiveBytes``.
 
     >>> weight = torch.ones(1000, requires_grad=True)
     >>> def step():
@@ -69,7 +70,7 @@ def measure_peak(
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     step_bytes = allocated_bytes(1, "cuda" if is_cuda else "cpu")
-    live = LiveBytes(step_bytes=step_bytes, resizes=True)
+    live = LiveBytes(step_bytes=step_bytes, resizes=resizes)
     with live, live.saving():
         _mark(live, held())
         with watch(live):
@@ -136,4 +137,5 @@ def measure_step(trainer: Trainer, inputs: Mapping[str, Tensor]) -> MemoryReport
         held,
         device=trainer.device,
         watch=partial(_gathered, trainer.stages.values()),
+        resizes=any(stage.zero for stage in trainer.stages.values()),
     )

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..planner.layout import Mesh
 from ..planner.plan import Plan, StagePlan
 from ..planner.replicas import placed_stages
+from .groups import share_limit
 
 DATA_AXIS = "dp"
 
@@ -35,7 +36,11 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
 
 def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
     ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
+    if mesh.get_coordinate() is not None:
+        for group in mesh.get_all_groups():
+            share_limit(group)
+    return mesh
 
 
 def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:

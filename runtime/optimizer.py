@@ -18,7 +18,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..passes.collectives import local_tensor
 from ..planner.errors import UsageError
-from .arriving import Arrival
+from .arriving import Progress, arrival_of
+from .device_queue import queue_of
 from .parameters import StageParameter
 
 LEARNING_RATE = 3e-4
@@ -194,12 +195,26 @@ def by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 class GradientNorm:
     """A norm whose sum over the ranks is under way: nobody waits for it but who reads it."""
 
-    def __init__(self, squares: Tensor, work: dist.Work | None) -> None:
-        self.arrival = Arrival(squares, work)
+    def __init__(
+        self,
+        squares: Tensor,
+        work: dist.Work | None,
+        progress: Progress | None = None,
+    ) -> None:
+        """``progress`` is told of waits, for a watchdog."""
+        others: tuple[int, ...] = ()
+        if progress is not None:
+            others = tuple(r for r in range(dist.get_world_size()) if r != dist.get_rank())
+        words = "waiting for the norm of all ranks' gradients"
+        self.arrival = arrival_of(squares, work, words, others=others, progress=progress)
 
     def value(self) -> Tensor:
         """The norm, once all ranks have given their part."""
         return self.arrival.value().sqrt()
+
+    def host_value(self) -> Tensor:
+        """The norm for the host to read."""
+        return self.arrival.host_value().sqrt()
 
 
 def gradient_norm(
@@ -207,27 +222,43 @@ def gradient_norm(
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
 ) -> GradientNorm:
     """The 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
 
     Every element counts once: a rank's sum of squares is divided by the number of ranks of a
     stage that hold the same elements, and of several stages that hold a parameter one passes
-    it. A rank with no stage passes no parameters. Float64.
+    it. A rank with no stage passes no parameters. Float64. ``progress`` is told who waits for it.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    small: dict[int, list[Tensor]] = {}
+    by_count: dict[int, list[Tensor]] = {}
     for parameter in parameters:
-        gradient = parameter.gradient
-        if gradient is None:
-            continue
-        if gradient.numel() <= NORM_ROW:
-            small.setdefault(parameter.num_replicas, []).append(gradient)
-        else:
-            total += sum_of_squares(gradient).to(device) / parameter.num_replicas
-    for num_replicas, gradients in small.items():
-        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients)])
-        total += norms.to(torch.float64).square().sum() / num_replicas
-    return GradientNorm(total, dist.all_reduce(total, group=group, async_op=True))
+        if parameter.gradient is not None:
+            by_count.setdefault(parameter.num_replicas, []).append(parameter.gradient)
+    for num_replicas, gradients in by_count.items():
+        total += sum_of_all_squares(gradients, device) / num_replicas
+    work = dist.all_reduce(total, group=group, async_op=True)
+    return GradientNorm(total, work, progress)
+
+
+def sum_of_all_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all gradients, in float64, on ``device``.
+
+    A device that runs behind its host has kernels that take many tensors, and sum in float64. A
+    CPU sums large ones by ``sum_of_squares``.
+    """
+    if queue_of(device).runs_behind:
+        return _sum_of_norms(torch._foreach_norm(list(gradients), 2, torch.float64), device)
+    small = [gradient for gradient in gradients if gradient.numel() <= NORM_ROW]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        if gradient.numel() > NORM_ROW:
+            total += sum_of_squares(gradient).to(device)
+    return total + _sum_of_norms(torch._foreach_norm(small), device) if small else total
+
+
+def _sum_of_norms(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([norm.to(device) for norm in norms]).to(torch.float64).square().sum()
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:

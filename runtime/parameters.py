@@ -32,8 +32,10 @@ from .shards import is_fully_sharded, placements, shard_region
 if TYPE_CHECKING:
     from ..passes.stage_program import ParameterProgram, StageProgram
 
-MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+}  # fmt: skip
+MASTER_DTYPES = COMPUTE_DTYPES | {"bf16": torch.float32, "fp16": torch.float32}
 
 
 @dataclass(eq=False, slots=True)

@@ -29,6 +29,7 @@ from ..cost_model.actions import (
     Action,
     Schedule,
 )
+from .arriving import Progress
 from .exchange import Direction, Exchange
 from .prepared_row import Key, Prepared, prepare
 from .watchdog import BETWEEN_STEPS
@@ -80,13 +81,14 @@ class Hooks:
     """What a runner calls besides its executors.
 
     ``complete`` when all of them have reduced their gradients, ``update`` at each STEP.
-    ``progress`` is told what the rank is about to do, for a watchdog. ``clock`` returns the
+    ``progress`` is told what the rank is about to do, and which ranks do it with this one, for a
+    watchdog. ``clock`` returns the
     second and turns on ``timings``; on an accelerator it should synchronize first.
     """
 
     complete: Callable[[], None] | None = None
     update: Callable[[], None] | None = None
-    progress: Callable[[str], None] | None = None
+    progress: Progress | None = None
     clock: Callable[[], float] | None = None
 
 
@@ -133,6 +135,8 @@ class PipelineRunner:
         self._posted.clear()
         self._outputs.clear()
         self._exchange.begin_step()
+        together = (self._exchange.peers(stage) for stage in self._executors)
+        self._tell("beginning a step", tuple(sorted(set().union(*together))))
         for executor in self._executors.values():
             executor.begin_step(batch)
         with torch.set_grad_enabled(self._trains):
@@ -165,7 +169,7 @@ class PipelineRunner:
         if kind in COMPUTE and kind != WEIGHT_BACKWARD:
             received = self._received(prepared)
             ready = self._clock() - began if self._clock else 0.0
-        self._tell(prepared.doing)
+        self._tell(prepared.doing, () if kind in SENDS else self._exchange.peers(prepared.key[1]))
         if kind in COMPUTE:
             self._compute(prepared, received)
         elif kind in SENDS:
@@ -222,6 +226,6 @@ class PipelineRunner:
         ]
         return torch.stack(found).sum() / self.schedule.num_microbatches if found else None
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
         if self._progress is not None:
-            self._progress(what)
+            self._progress(what, waits_for)

@@ -76,9 +76,6 @@ class PlainTrainer:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
-    def tell(self, what: str) -> None:
-        """Nobody watches a single process."""
-
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
         """Runs the batches again; the error that names the first module or parameter.
 

@@ -22,11 +22,11 @@ from ..cost_model.actions import (
     SEND_FORWARD,
     SENDS,
     STEP,
-    WEIGHT_BACKWARD,
     Action,
     ActionKind,
     Row,
     Schedule,
+    last_before_reduce,
 )
 from ..planner.errors import PlanError
 
@@ -62,7 +62,8 @@ def prepare(schedule: Schedule, stages: frozenset[int]) -> tuple[Prepared, ...]:
     Raises PlanError AP541 where the schedule gives a rank other stages than those together.
     """
     row = _row_of(schedule, stages)
-    sends, lasts = frozenset(a for a in row if a.kind in SENDS), _lasts(row)
+    sends = frozenset(action for action in row if action.kind in SENDS)
+    lasts = last_before_reduce(row) | _last_reduce(row)
     return tuple(
         Prepared(
             action=action,
@@ -114,17 +115,8 @@ def _waiting(action: Action) -> str:
     return f"{action}: waiting for {what} from {side} stages {where}"
 
 
-def _lasts(row: Row) -> frozenset[Action]:
-    """The actions that give a stage's weights gradients last, and the last REDUCE."""
-    found: set[Action] = set()
-    latest: dict[int, Action] = {}
-    reduces = [action for action in row if action.kind == REDUCE]
-    for action in row:
-        if action.kind in (BACKWARD, WEIGHT_BACKWARD):
-            latest[action.stage] = action
-        elif action.kind == REDUCE:
-            found.add(latest[action.stage])
-    return frozenset(found.union(reduces[-1:]))
+def _last_reduce(row: Row) -> frozenset[Action]:
+    return frozenset([action for action in row if action.kind == REDUCE][-1:])
 
 
 def _row_of(schedule: Schedule, stages: frozenset[int]) -> Row:

@@ -29,7 +29,11 @@ from .board import Board, FolderBoard, Note, Ranks, StoreBoard
 from .watchdog import Watchdog, show
 
 RESULT = "result.json"
-OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "Unable to allocate")
+OUT_OF_MEMORY = (
+    "can't allocate memory", "CUDA out of memory", "Unable to allocate",
+    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # as NCCL says it
+)  # fmt: skip
 CONNECTION_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout",
     "remote process exited", "Connection was likely closed", "recvValue failed",

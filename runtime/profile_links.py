@@ -9,10 +9,11 @@ ranks, all pairs at once; one way is half of that.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.collectives import Group, group_of
+from ..cost_model.profile.clocks import stopwatch
 from ..cost_model.profile.transfers import level_of
 from .communicator import ProcessCommunicator
 from .profile_states import ITEM_BYTES, Timed, state_calls
@@ -55,14 +57,47 @@ class LinkTime:
     repeats: int
 
 
+class Meshes:
+    """Meshes made for measuring, once for each arrangement of ranks; ``close`` frees them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[str, DeviceMesh] = {}
+
+    def of(self, ranks: Sequence[Any], names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """The mesh of an array of global ranks. Collective over all ranks."""
+        if (key := str(ranks)) not in self._made:
+            array = torch.tensor(ranks, dtype=torch.int)
+            self._made[key] = DeviceMesh(self._device.type, array, mesh_dim_names=names)
+        return self._made[key]
+
+    def close(self) -> None:
+        """Destroys the communicators that were made. Collective over all ranks."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.barrier(group=control_group())
+        for mesh in self._made.values():
+            if mesh.get_coordinate() is not None:
+                for group in mesh.get_all_groups():
+                    if group is not dist.group.WORLD:
+                        dist.destroy_process_group(group)
+        self._made.clear()
+
+
 def measure_links(
-    links: Links, *, device: torch.device, case_seconds: float, until: Callable[[], bool]
+    links: Links,
+    *,
+    device: torch.device,
+    case_seconds: float,
+    until: Callable[[], bool],
+    meshes: Meshes,
 ) -> Iterator[LinkTime]:
     """The times of ``links``, smallest first. Collective over all ranks of the world.
 
-    ``until`` is asked before every size, on rank 0 alone: the others stop with it.
+    ``until`` is asked before every size, on rank 0 alone: the others stop with it. The caller
+    closes ``meshes``.
     """
-    run = _message(links, device) if links.kind == "p2p" else _on_mesh(links, device)
+    run = _message(links, device) if links.kind == "p2p" else _on_mesh(links, device, meshes)
     for num_bytes in sorted(links.num_bytes):
         if not agree(not until(), device):
             return
@@ -78,9 +113,8 @@ Prepared = Callable[[int], Timed]
 """For a size: what to time, what to take off, and the bytes it really has."""
 
 
-def _on_mesh(links: Links, device: torch.device) -> Prepared:
-    ranks = torch.tensor(links.partition, dtype=torch.int)
-    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("groups", "members"))
+def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:
+    mesh = meshes.of(links.partition, ("groups", "members"))
     if mesh.get_coordinate() is None:
         base = _nothing if links.kind == "zero_scatter" else None
         return lambda num_bytes: (_nothing, base, num_bytes)
@@ -145,28 +179,13 @@ def median_seconds(
     As many calls as fit in ``case_seconds``, from ``LEAST_CALLS`` to ``MOST_CALLS``; a rank
     with nothing to do counts as none.
     """
+    watch = stopwatch(device.type)
     for _ in range(WARMUP_CALLS):
         call()
-    first = _slowest(_timed(call, 1, device)[0], device)
+    first = _slowest(watch.samples(call, 1)[0], device)
     count = min(MOST_CALLS, max(LEAST_CALLS, int(case_seconds / max(first, 1e-6))))
     dist.barrier(group=control_group())
-    times = sorted(_timed(call, count, device))
-    return _slowest(times[len(times) // 2], device), count
-
-
-def _timed(call: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    times = []
-    for _ in range(count):
-        started = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - started)
-    return times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return _slowest(median(watch.samples(call, count)), device), count
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

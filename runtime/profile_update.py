@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .optimizer import BuildOptimizer, sum_of_squares
-from .profile_links import LinkTime, agree, median_seconds
+from .profile_links import LinkTime, Meshes, agree, median_seconds
 
 TOTAL_BYTES = 1 << 26
 MOST_TENSORS = 64
@@ -39,16 +39,18 @@ def measure_updates(
 
     ``build``, the model's own, goes before the name.
     """
-    mesh = DeviceMesh(device.type, torch.arange(dist.get_world_size()))
+    meshes = Meshes(device)
+    mesh = meshes.of(torch.arange(dist.get_world_size()).tolist())
     for size in sorted(sizes):
         if not agree(not until(), device):
-            return
+            break
         count = max(1, min(MOST_TENSORS, TOTAL_BYTES // size))
         masters = [_master(max(1, size // _ITEM_BYTES), mesh, device) for _ in range(count)]
         made = _optimizer(optimizer, masters) if build is None else build(masters)
-        step = _update(made, masters)
+        step = _update(made, masters, device)
         seconds, repeats = median_seconds(step, device=device, case_seconds=case_seconds)
         yield LinkTime(size, seconds / count, repeats)
+    meshes.close()
 
 
 def own_name(build: BuildOptimizer) -> str:
@@ -84,14 +86,16 @@ def _optimizer(name: str, masters: list[nn.Parameter]) -> Optimizer:
     return kind(masters, lr=1e-6, fused=True)
 
 
-def _update(optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> Callable[[], object]:
+def _update(
+    optimizer: Optimizer, masters: Sequence[nn.Parameter], device: torch.device
+) -> Callable[[], object]:
     def step() -> None:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for master in masters:
             gradient = master.grad
             assert isinstance(gradient, DTensor)
             local = gradient.to_local()
-            total += sum_of_squares(local).to(total.device)
+            total += sum_of_squares(local)
         optimizer.step()
 
     return step

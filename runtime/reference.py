@@ -24,6 +24,11 @@ class Reference:
     weights: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def on_cpu(self) -> Reference:
+        """The same, in the memory that pieces of ranks are gathered in."""
+        held = (self.gradients, self.weights, self.buffers)
+        return Reference(self.losses, *({n: t.cpu() for n, t in own.items()} for own in held))
+
 
 def run_reference(
     model: nn.Module,

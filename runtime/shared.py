@@ -6,13 +6,20 @@ group besides: ``control_group``. Collectives of a stage and messages never run 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .groups import new_group
+
 T = TypeVar("T")
+
+PULSE_SECONDS = 5.0
+"""How often ranks that wait for rank 0 hear of it."""
 
 _CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """By the default group."""
@@ -29,7 +36,7 @@ def control_group() -> dist.ProcessGroup | None:
     assert world is not None
     if world not in _CONTROL:
         _CONTROL.clear()
-        _CONTROL[world] = dist.new_group(backend="gloo")
+        _CONTROL[world] = new_group(backend="gloo")
     return _CONTROL[world]
 
 
@@ -88,6 +95,38 @@ def gather_on_first(value: T) -> list[T]:
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, found, dst=0, group=control_group())
     return found or []
+
+
+class Pulse:
+    """Work of rank 0 alone, during which the other ranks know what it is at.
+
+    ``tell`` is given it on every rank, so that neither a watchdog nor a limit of the process
+    group ends ranks that wait for a long piece of work.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda what: None) -> None:
+        self._tell, self._sent_seconds = tell, time.monotonic()
+
+    def tell(self, what: str) -> None:
+        """On rank 0: the work is at ``what``."""
+        self._tell(what)
+        if time.monotonic() - self._sent_seconds > PULSE_SECONDS:
+            share_value((False, what))
+            self._sent_seconds = time.monotonic()
+
+    def value(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on rank 0, on every rank. Collective."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = work()
+            share_value((True, found))
+            return found
+        while True:
+            message = share_value(None)
+            assert message is not None
+            is_done, content = message
+            if is_done:
+                return content
+            self._tell(f"waiting for rank 0: {content}")
 
 
 class SharedCount:

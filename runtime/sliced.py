@@ -21,7 +21,6 @@ from ..planner.arranged.sequence_places import find_places
 from ..planner.arranged.sequence_slices import Carried, SequenceSlice, sequence_slice, slice_bounds
 from ..planner.graph import Graph
 from ..planner.plan import Plan
-from .data import local_inputs
 from .executor import StageExecutor
 from .stage import StageModule
 
@@ -93,6 +92,9 @@ class SlicedExecutor(StageExecutor):
         self._sequences.clear()
         super().begin_step(batch, forgets_gradients=forgets_gradients)
 
+    def _unit_programs(self) -> Sequence[StageProgram]:
+        return self._programs
+
     def forward(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a slice forward; returns the values that other stages get, by key."""
         microbatch, part = divmod(unit, len(self._programs))
@@ -104,9 +106,7 @@ class SlicedExecutor(StageExecutor):
         if part:
             for each in self._carried:
                 leaves[each.earlier] = sequence.made.pop(each.made).requires_grad_()
-        inputs = local_inputs(
-            self._batch, program, microbatch, self.num_microbatches, self.stage.device
-        )
+        inputs = self._inputs.pop(unit)
         outputs = self.stage({**self._constants, **self._counts[0], **inputs, **leaves}, part)
         for each in self._carried:
             sequence.made[each.made] = outputs[each.made].detach()

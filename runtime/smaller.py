@@ -19,8 +19,8 @@ from ..planner.errors import AutoparallelError, UsageError
 from ..planner.graph import Graph
 from ..planner.layout import divides
 from ..planner.plan import Plan, StagePlan
+from ..planner.plan_schedule import schedule_of
 from ..planner.shares import share_of, why_not
-from .plan_schedule import schedule_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from ..passes.stage_cut import boundaries, with_replicas
 from ..passes.stage_program import OfSlice, build_stage
 from ..planner.plan import Plan
+from ..planner.plan_schedule import schedule_of
 from .communicator import ProcessCommunicator
 from .pipeline import PipelineRunner
-from .plan_schedule import schedule_of
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -20,16 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from ..passes.collectives import local_tensor
 from ..passes.recomputing import Recomputing
+from ..passes.weight_gradients import WeightGradients, defer
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
 from .shards import placements
-from .weight_gradients import WeightGradients, defer
 from .zero import apply_zero
 
 if TYPE_CHECKING:
     from ..passes.random_ops import Draws
     from ..passes.stage_program import BlockProgram, StageProgram
+    from .compiling import BlockCompiler
 
 aten = torch.ops.aten
 
@@ -47,6 +48,7 @@ class StageBlock(nn.Module):
         draws: Draws,
         deferring: tuple[WeightGradients, int] | None = None,
         shared: Container[str] = (),
+        compiler: BlockCompiler | None = None,
     ) -> None:
         super().__init__()
         self.name = program.name
@@ -59,8 +61,10 @@ class StageBlock(nn.Module):
         self.slice = 0
         self.is_random = _is_random(program.module)
         self._deferring, self._shared_inputs = deferring, shared
+        self._compiler = compiler
         self.deferred = self._defer(program)
         self._recomputing = self._find_recomputing()
+        self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
         """What runs the block again, where that is not all of it until nothing is wanted.
@@ -73,6 +77,11 @@ class StageBlock(nn.Module):
         found = Recomputing(keeps_costly=self.recompute == "selective")
         found.mark(self.graph)
         return found
+
+    def _compile(self, graph: fx.GraphModule) -> None:
+        if self._compiler is not None:
+            in_parts = self._recomputing is not None
+            self._compiler.compile(graph, self.name, in_parts=in_parts)
 
     def _defer(self, program: BlockProgram) -> frozenset[str]:
         """Has a program of this block put off the gradients of weights; whose these are."""
@@ -107,6 +116,7 @@ class StageBlock(nn.Module):
                 graph.__dict__[held] = self.graph.__dict__[held]
             if self._recomputing is not None:
                 self._recomputing.mark(graph)
+            self._compile(graph)
 
     def _recomputed(self, graph: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
         contexts: dict[str, Any] = {}
@@ -173,8 +183,12 @@ class StageModule(nn.Module):
         precision: Precision,
         device: torch.device | None = None,
         splits_backward: bool = False,
+        compiler: BlockCompiler | None = None,
     ) -> None:
-        """``splits_backward``: its backward computes gradients of weights apart, later."""
+        """``splits_backward``: its backward computes gradients of weights apart, later.
+
+        With a ``compiler`` the blocks' ops are compiled.
+        """
         super().__init__()
         self.program = program
         self.programs: tuple[StageProgram, ...] = (program,)
@@ -182,7 +196,7 @@ class StageModule(nn.Module):
         self.zero = zero
         self.device = device if device is not None else torch.device(device_mesh.device_type)
         self.weight_gradients = WeightGradients() if splits_backward else None
-        self.blocks = nn.ModuleList(self._make_blocks())
+        self.blocks = nn.ModuleList(self._make_blocks(compiler))
         self.by_name: dict[str, StageParameter] = {}
         self._is_plain = zero == 0 and not _is_split(program)
         self._shared: dict[str, str] = {}
@@ -207,13 +221,13 @@ class StageModule(nn.Module):
         self._changed: dict[str, Tensor] = {}
         self._last_use = _last_uses(program, (*self._leaving, *program.updates.values()))
 
-    def _make_blocks(self) -> Iterator[StageBlock]:
+    def _make_blocks(self, compiler: BlockCompiler | None) -> Iterator[StageBlock]:
         program, store = self.program, self.weight_gradients
         # fully_shard ties the gradients of a block's inputs together: none may come alone.
         shared = {n for n, p in program.parameters.items() if p.shared and self.zero == 0}
         for position, block in enumerate(program.blocks):
             deferring = None if store is None else (store, position)
-            yield StageBlock(block, program.draws, deferring, shared)
+            yield StageBlock(block, program.draws, deferring, shared, compiler)
 
     @property
     def deferred(self) -> frozenset[str]:

@@ -122,8 +122,17 @@ class TiedParameters:
 
         ``parameters`` are this rank's, by stage and name.
         """
-        own = {(stage, name): _gradient_or_zeros(parameters[stage][name])
-               for stage, name in self.held}  # fmt: skip
+        for name in dict.fromkeys(name for _, name in sorted(self.held, key=lambda held: held[1])):
+            own = {held: _gradient_or_zeros(parameters[held[0]][name])
+                   for held in self.held if held[1] == name}  # fmt: skip
+            self._sum_one(own, parameters)
+
+    def _sum_one(
+        self,
+        own: Mapping[Held, Tensor],
+        parameters: Mapping[int, Mapping[str, StageParameter]],
+    ) -> None:
+        """Of one parameter, so that no others' sums take memory meanwhile."""
         terms: dict[Held, dict[int, Tensor]] = {
             (stage, name): {stage: gradient} for (stage, name), gradient in own.items()
         }
@@ -140,10 +149,11 @@ class TiedParameters:
             parameters[stage][name].publish()
 
     def _exchange(self, gradients: Mapping[Held, Tensor]) -> list[tuple[Piece, Tensor]]:
-        """What the other stages hold of this rank's boxes."""
+        """What the other stages hold of this rank's boxes of a parameter."""
         operations: list[dist.P2POp] = []
         received: list[tuple[Piece, Tensor]] = []
-        for piece in self.pieces:
+        names = {name for _, name in gradients}
+        for piece in (each for each in self.pieces if each.name in names):
             part = buffer = None
             if piece.source == self.rank:
                 frame = self.regions[piece.source_stage][piece.name]

@@ -1,8 +1,8 @@
 """One rank's trainer: a captured program and a plan in, training steps out.
 
-Everything that a process needs to train by a plan is put together here: the stage's
-program, its module with this rank's shards, optimizer, messages and schedule. Every rank of
-the world makes a ``Trainer``, and calls ``step`` with the same global batch or its share of it.
+Everything that a process needs to train by a plan is put together here: the stage's program, its
+module with this rank's shards, optimizer, messages and schedule. Every rank of the world makes a
+``Trainer``, and calls ``step`` with the same global batch or its share of it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_slices import SequenceSlice
 from ..planner.errors import AutoparallelError
 from ..planner.plan import Plan
+from ..planner.plan_schedule import schedule_of, splits_backward, updating_plan
 from ..planner.replicas import check_replicas, placed_stages
 from .arriving import end_before_exit
 from .batches import RankInputs, StepBatches
@@ -33,6 +34,7 @@ from .checkpoint_parts import Stateful
 from .checkpoint_state import persistent_shapes, trainer_state, untrained_names
 from .checkpoint_writer import CheckpointWriter, PendingSave
 from .communicator import ProcessCommunicator
+from .compiling import BlockCompiler
 from .data import microbatch_rows
 from .diagnosis import diagnosis
 from .exchange import Exchange
@@ -53,7 +55,6 @@ from .optimizer import (
 from .padded import SequencePadding
 from .parameters import StageParameter
 from .pipeline import Hooks, PipelineRunner
-from .plan_schedule import schedule_of, splits_backward, updating_plan
 from .share_batch import ShareBatch, gather_whole
 from .shared import group_for
 from .sliced import SlicedExecutor, boundaries_of, slice_programs, slices_of
@@ -92,9 +93,9 @@ class Trainer:
         shorter lengths than the planned one: a step runs at the shortest that its batch fits.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
-        where there are fewer processes than the plan has devices.
+        where there are fewer processes than the plan has devices, AP413 for bf16 without units.
         """
-        check_plan(program, plan)
+        check_plan(program, plan, device)
         check_asynchronous(plan, program.graph, program.blocks)
         self.plan = plan
         self.program = program.with_batch_size(plan.microbatch_size)
@@ -105,8 +106,9 @@ class Trainer:
         pairs = {(b.source_stage, b.target_stage) for b in self.crossing}
         self.schedule = schedule_of(plan, pairs)
         self.batches = StepBatches(
-            self.program, plan, rank=self.rank, device=device, crossing=frozenset(pairs)
-        )
+            self.program, plan, rank=self.rank, device=device, crossing=frozenset(pairs),
+            progress=progress,
+        )  # fmt: skip
         self.slices = slices_of(self.program, plan)
         self._bucket = 0
         self._pad = SequencePadding(self.program.graph)
@@ -117,6 +119,7 @@ class Trainer:
         if self.schedule.parts:
             self.crossing = with_replicas(self.crossing, len(plan.stages))
             check_replicas(self.program.graph)
+        self._compiler = BlockCompiler() if plan.compiled else None
         self.stages: dict[int, StageModule] = {}
         self.of_slices: dict[int, tuple[StageProgram, ...]] = {}
         for index in stages_of_rank(plan, self.rank):
@@ -134,7 +137,7 @@ class Trainer:
         self.parts: dict[str, Stateful] = {}
         self.checkpoints = CheckpointWriter()
         self.executors = {index: self._make_executor(index, seed) for index in self.stages}
-        self._progress = progress
+        self.progress = progress
         self.use_optimizer(build)
         sent = (self.crossing, *map(self._boundaries_of, self.of_buckets))
         self.runners = [self.make_runner(self.schedule, each) for each in sent]
@@ -152,15 +155,14 @@ class Trainer:
             self.slices, self.program.graph, index,
             lambda each, of: build(each.graph, each.blocks, each.plan, of_slice=of),
         )  # fmt: skip
-        whole = self.program
-        plan = updating_plan(self.plan, self.schedule)
+        whole, plan = self.program, updating_plan(self.plan, self.schedule)
         programs = self.of_slices[index] or (
             build(whole.graph, whole.blocks, plan, outputs=whole.returned),
         )
         stage = StageModule(
             programs[0], communicator.device_mesh, zero=own.zero, device=self.device,
             precision=self.plan.model.precision,
-            splits_backward=splits_backward(self.schedule, index),
+            splits_backward=splits_backward(self.schedule, index), compiler=self._compiler,
         )  # fmt: skip
         shorter = bucket_programs(
             self.of_buckets, whole.graph, programs[0].draws,
@@ -210,7 +212,7 @@ class Trainer:
         sent, handed = split_boundaries(crossing, stages)
         exchange = Exchange(
             boundaries_of(self.slices) or [sent], schedule=schedule, stages=stages,
-            rank=self.rank, device=self.device, lanes=self._lanes, progress=self._progress,
+            rank=self.rank, device=self.device, lanes=self._lanes, progress=self.progress,
         )  # fmt: skip
         check_lanes(*exchange.sequences())
         return PipelineRunner(
@@ -221,7 +223,7 @@ class Trainer:
             hooks=Hooks(
                 self._sum_tied,
                 self._update_early if self.schedule.is_asynchronous else None,
-                self._progress,
+                self.progress,
             ),
         )
 
@@ -302,18 +304,13 @@ class Trainer:
 
     def norm(self) -> GradientNorm:
         """The norm of the complete gradient. Collective over all ranks."""
-        norm = gradient_norm(self.own_parameters(), device=self.device)
+        norm = gradient_norm(self.own_parameters(), device=self.device, progress=self.progress)
         end_before_exit("norm", norm.arrival)
         return norm
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of the gradients that the optimizer reads."""
         return published(self.all_parameters())
-
-    def tell(self, what: str) -> None:
-        """Tell the watchdog what this rank is about to do."""
-        if self._progress is not None:
-            self._progress(what)
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
         """The error that says where the first value came from that is not finite. Collective."""
@@ -434,6 +431,7 @@ class Trainer:
         Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage
         by stage, before there is a norm.
         """
+        options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)
         self.steps = TrainingStep(

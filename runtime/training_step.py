@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..planner.errors import AutoparallelError
+from .arriving import Pending, figure
+from .device_queue import queue_of
 from .optimizer import GradientNorm
 from .update import Update
-from .watchdog import BETWEEN_STEPS
 
 Batch = Any
 
@@ -53,8 +54,17 @@ class Trainable(Protocol):
     ) -> Tensor: ...
     def norm(self) -> GradientNorm: ...
     def gradients(self) -> list[Tensor]: ...
-    def tell(self, what: str) -> None: ...
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError: ...
+
+
+class Figures(NamedTuple):
+    """The numbers of a step, as the host has read them."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float | None
+    skipped: int
+    loss_scale: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +74,19 @@ class StepResult:
     Both are on their way when the step returns: who reads the loss waits for the last stage,
     who reads the norm for the gradients of all ranks; the step itself waits for neither, unless
     its update needs the norm. The norm is that before clipping. ``learning_rates`` are those of
-    the update, by group; ``skipped`` counts the updates skipped so far.
+    the update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale``
+    is what the loss was multiplied by, None where it is not scaled.
     """
 
     losses: tuple[Tensor, ...]
-    norm: Callable[[], Tensor]
-    learning_rates: tuple[float | Tensor, ...] = ()
-    skipped: Tensor | None = None
+    norm: Pending
+    learning_rates: tuple[float | Pending, ...] = ()
+    skipped: Pending | None = None
+    loss_scale: Pending | None = None
+    _losses: tuple[Pending, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_losses", tuple(map(figure, self.losses)))
 
     @property
     def loss(self) -> Tensor:
@@ -79,7 +95,19 @@ class StepResult:
 
     @property
     def gradient_norm(self) -> Tensor:
-        return self.norm()
+        return self.norm.value()
+
+    def read(self) -> Figures:
+        """The numbers, for which the host waits: for this step, not for one that came after it."""
+        rate = next(iter(self.learning_rates), None)
+        return Figures(
+            loss=float(mean([loss.host_value() for loss in self._losses])),
+            gradient_norm=float(self.norm.host_value()),
+            learning_rate=rate if rate is None or isinstance(rate, float)
+            else float(rate.host_value()),
+            skipped=0 if self.skipped is None else int(self.skipped.host_value()),
+            loss_scale=None if self.loss_scale is None else float(self.loss_scale.host_value()),
+        )  # fmt: skip
 
 
 class TrainingStep:
@@ -102,12 +130,19 @@ class TrainingStep:
 
         Raises RunError AP910 where the options ask to stop: for this step, or the one before.
         """
-        rates = self.update.learning_rates()
+        rates = tuple(
+            figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
+            for rate in self.update.learning_rates()
+        )
+        scale = self.update.scale()
         self._backward(batch, is_last=True)
         losses, used = tuple(self._losses), self._used
         self._losses, self._used = [], []
-        result = StepResult(losses, self._updated(losses), rates, self._skipped())
-        self.last_norm = result.norm
+        result = StepResult(
+            losses, self._updated(losses), rates, self._skipped(),
+            None if scale is None else figure(scale),
+        )  # fmt: skip
+        self.last_norm = result.norm.value
         if self.update.options.on_nan == "stop":
             self._check((result, used))
         return result
@@ -127,30 +162,28 @@ class TrainingStep:
         )
         return self._losses[-1]
 
-    def _updated(self, losses: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-        """Updates the weights; what reads the gradient's norm."""
+    def _updated(self, losses: tuple[Tensor, ...]) -> Pending:
+        """Updates the weights; the gradient's norm."""
         trainer, update = self._trainer, self.update
         norm = trainer.norm()
         if trainer.updates_itself:
             update.schedule(lambda: mean(losses))
-            return norm.value
+            return norm
         if not update.options.needs_norm:
             update(trainer.gradients, None, lambda: mean(losses))
-            return norm.value
-        trainer.tell("waiting for the norm of all ranks' gradients")
+            return norm
         total = update(trainer.gradients, norm.value(), lambda: mean(losses))
-        trainer.tell(BETWEEN_STEPS)
         assert total is not None
-        return lambda: total
+        return figure(total)
 
-    def _skipped(self) -> Tensor | None:
-        return self.update.skipped.clone() if self.update.options.decides else None
+    def _skipped(self) -> Pending | None:
+        return figure(self.update.skipped.clone()) if self.update.options.decides else None
 
     def _check(self, made: tuple[StepResult, list[Used]]) -> None:
         """Reads the numbers of a step at once where the host waits for nothing, else one later."""
         update = self.update
         is_read = update.options.decides and update.decides_on_host
-        if is_read or self._trainer.device.type == "cpu":
+        if is_read or not queue_of(self._trainer.device).runs_behind:
             self._read(made)
         else:
             before, self._unread = self._unread, made
@@ -160,8 +193,9 @@ class TrainingStep:
         if made is None:
             return
         result, used = made
-        numbers = [result.loss] if self.update.options.scales else [result.loss, result.norm()]
-        if not all(math.isfinite(float(number)) for number in numbers):
+        found = result.read()
+        numbers = found[:1] if self.update.options.scales else found[:2]
+        if not all(map(math.isfinite, numbers)):
             raise self._trainer.diagnosis(used)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +27,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..planner.errors import UsageError
+from ..planner.plan import Precision
 from .optimizer import clip_coefficient, scale_gradients
 
 OnNan = Literal["ignore", "skip", "stop"]
@@ -63,6 +64,12 @@ class UpdateOptions:
         if self.on_nan not in get_args(OnNan):
             names = ", ".join(get_args(OnNan))
             raise UsageError("AP900", f"on_nan is {self.on_nan!r}, but must be one of {names}")
+
+    def for_precision(self, precision: Precision, device: str) -> UpdateOptions:
+        """The same, and in fp16 with a scaler where none is given: torch's own defaults."""
+        if precision != "fp16" or self.scaler is not None:
+            return self
+        return replace(self, scaler=GradScaler(device))
 
     @property
     def scales(self) -> bool:
@@ -134,14 +141,19 @@ class Update:
         )
         return not takes or has_momentum
 
+    def scale(self) -> Tensor | None:
+        """The scaler's scale, None where there is none; a copy, on the device."""
+        scaler = self.options.scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale: Tensor = scaler.scale(self._one)
+        return scale
+
     def loss_scale(self) -> Tensor | float:
         """What each batch's loss is multiplied by before its backward."""
         share = 1.0 / self.options.accumulate
-        scaler = self.options.scaler
-        if scaler is None or not scaler.is_enabled():
-            return share
-        scale: Tensor = scaler.scale(self._one) * share
-        return scale
+        scale = self.scale()
+        return share if scale is None else scale * share
 
     def __call__(
         self,

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..planner.graph import Graph
 from .compare import Difference, Piece, Verification, compare
 from .parameters import StageParameter
 from .reference import Reference
-from .shared import gather_on_first, share_value
+from .shared import Pulse, gather_on_first
 from .trainer import Trainer
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
@@ -32,10 +31,12 @@ def verify(
     trainer: Trainer,
     batches: Sequence[Mapping[str, Tensor]],
     reference: Callable[[], Reference],
+    pulse: Pulse | None = None,
 ) -> Verification:
     """Run one step per batch by the plan and compare with ``reference()``.
 
-    ``batches`` are global, by input name, the same on every rank.
+    ``batches`` are global, by input name, the same on every rank. A long ``reference`` says what
+    it is at through ``pulse``.
     """
     losses: list[float] = []
     graph = trainer.program.graph
@@ -46,12 +47,11 @@ def verify(
             gradients = collect(trainer.all_parameters(), graph, _gradient)
     weights = collect(trainer.all_parameters(), graph, lambda parameter: parameter.local)
     buffers = collect_buffers(trainer)
-    found: Verification | None = None
-    if dist.get_rank() == 0:
-        found = _compared(trainer, reference(), losses, gradients, weights, buffers)
-    found = share_value(found)
-    assert found is not None
-    return found
+
+    def compared() -> Verification:
+        return _compared(trainer, reference(), losses, gradients, weights, buffers)
+
+    return (pulse or Pulse()).value(compared)
 
 
 def _compared(

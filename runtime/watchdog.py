@@ -1,10 +1,12 @@
 """The watchdog: ends a process that makes no progress, and says what it was doing.
 
 In: what the process is about to do and whom it waits for, told again and again. Out:
-nothing while it goes on; after ``timeout_seconds`` without news, or when another rank has
-failed, a HangError with the last thing told, where the main thread is and which rank failed
+nothing while it goes on; after ``timeout_seconds`` without progress, or when another rank has
+failed, a HangError with what the process was at, where the main thread is and which rank failed
 to come, and the process ends with its exit code. A wait inside a collective cannot be
 interrupted from Python, so ending the process is the only way out.
+
+A GPU is behind its host: there a process is at what its GPU is at, not at what the host told last.
 """
 
 from __future__ import annotations
@@ -16,17 +18,28 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ..planner.errors import HangError
 from .board import ANSWER_SECONDS, Note, Ranks
+
+if TYPE_CHECKING:
+    from .device_queue import DeviceQueue, Event
 
 POLL_SECONDS = 0.5
 """How often the watchdog looks whether another rank has failed."""
 LAST_WORDS_SECONDS = 0.3
 """How long the main thread then has to fail by itself: it may know more."""
+MOST_AHEAD = 64
+"""How many things told a host may be ahead of its device: some ten micro-batches.
+
+A host that fills a GPU's queue of launches is blocked inside of the driver, and may then hold the
+interpreter's lock, without which no watchdog runs. It waits here before, without the lock.
+"""
 STARTING, BETWEEN_STEPS = "starting", "between steps"
 """What is told before a first step, and after each."""
 
@@ -38,6 +51,49 @@ class Doing:
     what: str
     waits_for: tuple[int, ...]
     since_seconds: float
+
+
+class Position:
+    """What a process is at: the last thing told that its device has come to.
+
+    Each thing told is marked in the device's queue by an event, which is done when all is that was
+    told before. Events are used again.
+    """
+
+    def __init__(self) -> None:
+        self._queue: DeviceQueue | None = None
+        self._at = Doing(STARTING, (), time.monotonic())
+        self._ahead: deque[tuple[Doing, Event]] = deque()
+        self._spare: list[Event] = []
+        self._lock = threading.Lock()
+
+    def follow(self, queue: DeviceQueue) -> None:
+        """From now on the process is where this device is; by default it is where its host is."""
+        self._queue = queue if queue.runs_behind else None
+
+    def tell(self, doing: Doing) -> None:
+        """``doing`` is what the host is about to do, or to give to the device."""
+        if self._queue is None:
+            self._at = doing
+            return
+        self._advance()
+        if len(self._ahead) >= MOST_AHEAD:
+            self._ahead[0][1].synchronize()
+            self._advance()
+        event = self._queue.mark(self._spare.pop() if self._spare else None)
+        self._ahead.append((doing, event))
+
+    def now(self) -> Doing:
+        """What the process is at, since when it was seen to be."""
+        self._advance()
+        return self._at
+
+    def _advance(self) -> None:
+        with self._lock:  # of the host's thread and the watchdog's; nobody waits under it
+            while self._ahead and self._ahead[0][1].query():
+                doing, event = self._ahead.popleft()
+                self._spare.append(event)
+                self._at = replace(doing, since_seconds=time.monotonic())
 
 
 def show(error: HangError) -> None:
@@ -70,23 +126,27 @@ class Watchdog:
         self._resting = resting
         self._report = report
         self._end = end
-        self._last = Doing(STARTING, (), time.monotonic())
+        self._position = Position()
         self._watched = threading.main_thread().ident
         self._stopped = threading.Event()
         self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
-        """What the process is about to do; it has then ``timeout_seconds`` to tell more.
+        """What the process is about to do; it has then ``timeout_seconds`` to do it and tell more.
 
         ``waits_for`` are the ranks whose message it waits for.
         """
-        self._last = Doing(what, waits_for, time.monotonic())
+        self._position.tell(Doing(what, waits_for, time.monotonic()))
+
+    def follow(self, queue: DeviceQueue) -> None:
+        """From now on what is told is done by the device of ``queue``."""
+        self._position.follow(queue)
 
     @property
     def last(self) -> Doing:
-        """The last thing told."""
-        return self._last
+        """What the process is at: the last thing told, or where its device is."""
+        return self._position.now()
 
     def terminate(self) -> None:
         """Ends the process as its launcher wants it, and says what it was doing and why."""
@@ -129,7 +189,7 @@ class Watchdog:
 
     def _left_seconds(self) -> float:
         """Until it counts as hanging."""
-        last = self._last
+        last = self.last
         if last.what in self._resting:
             return math.inf
         return last.since_seconds + self.timeout_seconds - time.monotonic()
@@ -138,7 +198,7 @@ class Watchdog:
         """Reports what the process was doing and who failed to come, and ends it; only once."""
         if not self._giving_up.acquire(blocking=False):
             return
-        doing, place = self._last, self._place()
+        doing, place = self.last, self._place()
         why = doing.what
         if self.ranks is not None:
             why += f"; {self.ranks.blame(Note(self.ranks.rank, doing.what, doing.waits_for))}"

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from ..planner.plan import Precision
 from .mesh import DATA_AXIS
-from .parameters import StageParameter
+from .parameters import COMPUTE_DTYPES, MASTER_DTYPES, StageParameter
 
 if TYPE_CHECKING:
     from .stage import StageModule
@@ -56,9 +56,10 @@ def apply_zero(stage: StageModule, precision: Precision) -> bool:
     if not sharded:
         return False
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if precision == "bf16":
+    compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
+    if compute != master:
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False
         )
     ignored = {parameter.leaf for parameter in stage.by_name.values() if parameter.leaf is not None}
     groups = _groups(stage, sharded)

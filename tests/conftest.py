@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 
@@ -18,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ONE_AT_A_TIME = ("api", "benchmarks")
 """Folders whose tests start processes, and wait for them with a limit to their patience."""
 
-IMPATIENT = ("failures", "launch", "outbox", "profile")
+IMPATIENT = ("failures", "launch", "profile")
 """What names of files in ``runtime`` have whose tests do so too."""
 
 
@@ -33,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         group = "processes" if is_impatient else "root" if is_whole else place
         item.add_marker(pytest.mark.xdist_group(str(group)))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True, scope="session")

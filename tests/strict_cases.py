@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from one_device import build_optimizer, reference_of
+from test_verification_branches import slow_wires
 
+from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.deferred_init import Deferred, record_build
@@ -48,22 +50,33 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Case:
-    """``parallel`` besides the schedule and the micro-batches."""
+    """``parallel`` besides the schedule and the micro-batches; ``hosts``: devices of each."""
 
     model: str
     schedule: str
     count: int
     parallel: str = "pp=2"
+    hosts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.model} {self.parallel},schedule={self.schedule},microbatches={self.count}"
+        hosts = " on " + "+".join(map(str, self.hosts)) if self.hosts else ""
+        return f"{self.model} {self.forced}{hosts}"
 
     @property
     def forced(self) -> str:
         return f"{self.parallel},schedule={self.schedule},microbatches={self.count}"
 
     @property
+    def cluster(self) -> Cluster:
+        """Hosts of several sizes are so far apart that each is a stage."""
+        if self.hosts:
+            return slow_wires((1e7,) * len(self.hosts), self.hosts)
+        return parse_cluster(f"cpu:{self.num_ranks}")
+
+    @property
     def num_ranks(self) -> int:
+        if self.hosts:
+            return sum(self.hosts)
         forced = parse_parallel(self.parallel)
         return (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
 
@@ -87,9 +100,8 @@ def planned(case: Case) -> str | None:
     _, program = captured(case.model, "fp32")
     forced, seq = parse_parallel(case.forced), SEQUENCES.get(case.model)
     options = PlanOptions(global_batch=ROWS, seq=seq, forced=forced)
-    cluster = parse_cluster(f"cpu:{case.num_ranks}")
     try:
-        return dumps(plan_program(program, target(case.model), cluster, options))
+        return dumps(plan_program(program, target(case.model), case.cluster, options))
     except AutoparallelError:
         return None
 

@@ -9,7 +9,8 @@
 6. The memory of a send is in use until ``wait`` was called: writing to it before is an error, and
    ``is_completed`` says no.
 
-Where a rule makes a hang of a fault, it is an error after ``PATIENCE``.
+Where a rule makes a hang of a fault, it is an error after ``PATIENCE``. The group's own copies are
+counted by no mode that its callers have entered. ``begun`` says how many communicators a rank has.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 PATIENCE = timedelta(seconds=30)
 NAME = "strict"
@@ -73,6 +75,7 @@ class StrictGroup(dist.ProcessGroup):
         """Rule 4: all members come to the first operation."""
         if not self._began:
             self._began = True
+            _BEGUN.append(self)
             self._inner.barrier().wait()
 
     def _collective(
@@ -80,14 +83,16 @@ class StrictGroup(dist.ProcessGroup):
     ) -> StrictWork:
         """Runs on copies of the outputs, which get their values when they are waited for."""
         self._begin()
-        made = [each.clone() for each in outputs]
-        run(made).wait()
-        for each in outputs:
-            _spoil(each)
+        made = [_copy(each) for each in outputs]
+        with _disable_current_modes():
+            run(made).wait()
+            for each in outputs:
+                _spoil(each)
 
         def finish() -> None:
-            for each, value in zip(outputs, made, strict=True):
-                each.copy_(value)
+            with _disable_current_modes():
+                for each, value in zip(outputs, made, strict=True):
+                    each.copy_(value)
 
         return StrictWork(finish)
 
@@ -110,20 +115,20 @@ class StrictGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> StrictWork:
-        (parts,), given = outputs, [each.clone() for each in inputs]
+        (parts,), given = outputs, [_copy(each) for each in inputs]
         return self._collective(
             parts, lambda made: self._inner.allgather([list(made)], given, *_options(opts))
         )
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> StrictWork:
-        copy = given.clone()
+        copy = _copy(given)
         return self._collective(
             [output],
             lambda made: self._inner.all_gather_single(made[0], copy, *_options(opts)),
         )
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> StrictWork:
-        copy = given.clone()
+        copy = _copy(given)
         return self._collective(
             [output],
             lambda made: self._inner.reduce_scatter_single(made[0], copy, *_options(opts)),
@@ -138,7 +143,7 @@ class StrictGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> StrictWork:
-        copy = given.clone()
+        copy = _copy(given)
         return self._collective(
             [output],
             lambda made: self._inner.all_to_all_single(
@@ -149,7 +154,7 @@ class StrictGroup(dist.ProcessGroup):
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> StrictWork:
-        given = [[each.clone() for each in parts] for parts in inputs]
+        given = [[_copy(each) for each in parts] for parts in inputs]
         return self._collective(
             outputs, lambda made: self._inner.scatter(list(made), given, *_options(opts))
         )
@@ -160,12 +165,15 @@ class StrictGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], target: int, tag: int) -> StrictWork:
         self._begin()
         (given,) = tensors
-        copy = given.detach().clone()
-        work = self._inner.send([copy], target, 0)
+        copy = _copy(given)
+        with _disable_current_modes():
+            work = self._inner.send([copy], target, 0)
         self._sends.append((work, copy))
 
         def finish() -> None:
-            assert torch.equal(_bytes(given), _bytes(copy)), "a message was written to under way"
+            with _disable_current_modes():
+                same = torch.equal(_bytes(given), _bytes(copy))
+            assert same, "a message was written to under way"
 
         return StrictWork(finish)
 
@@ -184,6 +192,19 @@ class _All(dist.Work):
         for work in self._works:
             work.wait()
         return True
+
+
+_BEGUN: list[StrictGroup] = []
+
+
+def begun() -> int:
+    """How many groups of several ranks this process has begun an operation of."""
+    return sum(group.size() > 1 for group in _BEGUN)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with _disable_current_modes():
+        return tensor.detach().clone()
 
 
 def _options(opts: Any) -> tuple[Any, ...]:

@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "average": ("tests/models/moving_average.py", {}),
     "wide_resnet": ("examples/wide_resnet.py", {"width": 1}),
     "unet": ("examples/unet.py", {"channels": 8, "depth": 1}),
+    "diffusion": ("examples/diffusion.py", {"channels": 8, "depth": 1}),
     "mlp_mixer": ("examples/mlp_mixer.py", {"channels": 16, "n_layer": 2}),
 }
 CASES = {
@@ -56,7 +57,9 @@ CASES = {
     + [(model, p) for model in ("average", "wide_resnet") for p in ("dp=2", "tp=2")]
     + [("wide_resnet", "pp=2"), ("wide_resnet", "dp=2,recompute=full")]
     + [("wide_resnet", "dp=2,microbatches=2"), ("average", "dp=2,microbatches=2")]
-    + [(model, p) for model in ("unet", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")],
+    + [
+        (model, p) for model in ("unet", "diffusion", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")
+    ],
     4: [(model, "dp=2,pp=2,microbatches=4") for model in LOSSES]
     + [("wide_resnet", "dp=2,tp=2"), ("unet", "dp=2,pp=2,microbatches=2")],
 }

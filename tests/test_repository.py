@@ -186,7 +186,7 @@ def test_the_readmes_commands_exist() -> None:
 
 
 def test_the_ci_runs_the_readmes_test_command() -> None:
-    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 2"
+    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"
     assert f"\n{command}\n" in (ROOT / "README.md").read_text()
     assert command.replace(".[dev]", r"\.\[dev\]") in (ROOT / ".ci/run").read_text()
 

@@ -17,6 +17,7 @@ SAMPLE = (
     Case("skip", "bfs,chunks=2", 4),
     Case("skip", "zbv", 16),
     Case("skip", "interleaved,chunks=2", 4, "pp=2,dp=2"),
+    Case("skip", "zb-h1", 4, hosts=(2, 1)),
 )
 FEWEST = {"chain": 40, "tied": 40, "skip": 40, "u-net": 20, "encoder-decoder": 20, "branches": 20}
 """How many of a model's cases can be had, at least: the others are refused by the planner."""
@@ -53,6 +54,14 @@ def test_every_schedule_needs_no_more_than_nccl_promises(model: str) -> None:
 def test_four_ranks_need_no_more_than_nccl_promises(parallel: str) -> None:
     cases = [Case("skip", schedule, 8, parallel) for schedule in SCHEDULES]
     assert check("skip", 4, cases) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_of_unlike_meshes_need_no_more_than_nccl_promises(model: str) -> None:
+    cases = [Case(model, each, count, hosts=(2, 1)) for each in SCHEDULES for count in COUNTS]
+    assert check(model, 3, cases) >= 12
 
 
 def receives_first() -> None:

@@ -40,7 +40,22 @@ MicroBatchOption = Annotated[
     typer.Option("--micro-batch", min=1, help="rows of a micro-batch over all data ranks"),
 ]
 PrecisionOption = Annotated[
-    str, typer.Option("--precision", help="fp32, bf16 (fp32 master weights) or fp64")
+    str, typer.Option("--precision", help="fp32, bf16 or fp16 (fp32 master weights), or fp64")
+]
+Float32OpsOption = Annotated[
+    str,
+    typer.Option(
+        "--float32-ops",
+        help="what computes in float32 in bf16 and fp16: autocast (losses and the rest of its "
+        "list) or none",
+    ),
+]
+CompileOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="run, and price, blocks compiled by torch.compile's inductor; a plan file says itself",
+    ),
 ]
 OptimizerOption = Annotated[
     str, typer.Option("--optimizer", help="adamw, adam, sgd or sgd-momentum")
@@ -163,6 +178,8 @@ def plan_options(
     seq: SeqOption = None,
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
+    float32_ops: Float32OpsOption = "autocast",
+    compile: CompileOption = None,
     optimizer: OptimizerOption = "adamw",
     memory_limit: MemoryLimitOption = None,
     parallel: ParallelOption = None,

@@ -167,6 +167,7 @@ def run(
     asked = RunOptions(
         clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, loss_scale=loss_scale,
         on_nan=cast("OnNan", on_nan), metrics=metrics, tensorboard=tensorboard, wandb=wandb,
+        compiled=options.compiled,
     )  # fmt: skip
     asked.check()
     checked_init(init)

@@ -10,6 +10,7 @@ import typer
 from autoparallel.commands.options import (
     ClusterOption,
     DatabaseOption,
+    Float32OpsOption,
     GlobalBatchOption,
     JsonOption,
     MicroBatchOption,
@@ -69,6 +70,7 @@ def simulate(
     seq: SeqOption = None,
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
+    float32_ops: Float32OpsOption = "autocast",
     optimizer: OptimizerOption = "adamw",
     layers_per_stage: LayersOption = None,
     overlap: OverlapOption = False,
@@ -84,12 +86,15 @@ def simulate(
     own, rest = split_parallel(parallel)
     options = plan_options(
         global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
-        optimizer=optimizer, parallel=rest, pin=pin, profile=profile, database=database,
+        float32_ops=float32_ops, optimizer=optimizer, parallel=rest, pin=pin, profile=profile,
+        database=database,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
+    from autoparallel.planner.precision import check_precision
     from autoparallel.planning import find_cluster
 
     found = find_cluster(cluster)
+    check_precision(found, options.precision)
     configuration = configured(options, own, found, layers)
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.cost_model.stage_costs import MEASURED_SLOWDOWN, Overlap

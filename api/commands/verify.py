@@ -24,7 +24,7 @@ DtypeOption = Annotated[
 ]
 
 
-@planning(without=("precision",), global_batch=8, measure_seconds=0.0)
+@planning(without=("precision", "float32_ops"), global_batch=8, measure_seconds=0.0)
 def verify(
     source: SourceArgument,
     *,
@@ -40,4 +40,4 @@ def verify(
     with plan_path(source, cluster, options, settings=settings, quiet=True) as path:
         from autoparallel.training import start_verification
 
-        start_verification(path, dtype=dtype, json_output=json)
+        start_verification(path, dtype=dtype, json_output=json, compiled=options.compiled)

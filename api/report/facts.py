@@ -10,13 +10,14 @@ from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.pricing.stage_cost import together
-from autoparallel.planner.schedules.schedules import parts_of_ranks
+from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.strategy import NodeLayout
 from autoparallel.report.words import held_text
 
 MEMORY_ORDER = (
     "parameters", "master", "versions", "gradients", "optimizer", "gathered", "activations",
-    "recomputation", "transient", "communication", "buffers", "fragmentation", "reserve",
+    "recomputation", "transient", "communication", "buffers", "fragmentation",
+    "communicators", "reserve",
 )  # fmt: skip
 
 
@@ -49,16 +50,6 @@ def _bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
 def usable_bytes(plan: Plan, stage: StagePlan) -> int:
     """What a process may allocate on the smallest device of ``stage``."""
     return min(plan.cluster.device(rank).usable_memory_bytes for rank in stage.devices)
-
-
-def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The stages that each pipeline rank runs; under Chimera those that it has a replica of."""
-    if plan.schedule == "chimera" and plan.has_pipeline:
-        return parts_of_ranks(plan.schedule, len(plan.stages), 1)
-    found: dict[frozenset[int], list[int]] = {}
-    for index, stage in enumerate(plan.stages):
-        found.setdefault(frozenset(stage.devices), []).append(index)
-    return tuple(map(tuple, found.values()))
 
 
 def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:

@@ -105,7 +105,8 @@ def header(plan: Plan) -> RenderableType:
         f"  {settings}" if settings else "",
     )  # fmt: skip
     second = Text(
-        f"{batch}, {model.precision}, {model.optimizer}, on {plan.cluster.name}"
+        f"{batch}, {model.precision}, {'compiled' if plan.compiled else 'eager'}, "
+        f"{model.optimizer}, on {plan.cluster.name}"
         f" ({device_text(plan)})",
         style="dim",
     )

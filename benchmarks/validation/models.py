@@ -39,8 +39,9 @@ class Shape:
     """A decoder's shape.
 
     ``layers`` is how many are built. ``fused``: rotary positions and the activation are one
-    kernel each, as TransformerEngine's or a compiler's, and not an op at a time. ``tied``: the
-    head's weight is the embedding's.
+    kernel each, as TransformerEngine's, and not an op at a time. ``tied``: the head's weight is
+    the embedding's. ``eager``: written as torchtitan's Llama is, for a compiler to fuse: RMSNorm
+    and complex rotary positions in float32, an op at a time, and heads repeated.
     """
 
     family: Family
@@ -55,6 +56,7 @@ class Shape:
     dropout: float = 0.0
     fused: bool = False
     tied: bool = False
+    eager: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -149,11 +151,15 @@ class Attention(nn.Module):
         # query (batch, heads, seq, head_dim), key and value with kv_heads
         if table is not None and shape.fused:
             query, key = fused_rotary(query, *table), fused_rotary(key, *table)
+        elif table is not None and shape.eager:
+            query, key = turned(query, table), turned(key, table)
         elif table is not None:
             query, key = rotated(query, table), rotated(key, table)
+        if group > 1 and shape.eager:
+            key, value = shared(key, group), shared(value, group)
         if shape.attention == "flash":
             made = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=group > 1
+                query, key, value, is_causal=True, enable_gqa=group > 1 and not shape.eager
             )
         else:
             if group > 1:
@@ -177,6 +183,11 @@ def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = table
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def turned(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions as one product in float32, which is torchtitan's complex one in bytes."""
+    return (x.float() * table[0].float()).to(x.dtype)
 
 
 def shared(x: Tensor, times: int) -> Tensor:
@@ -214,8 +225,23 @@ class MLP(nn.Module):
         return squared
 
 
+class RMSNormApart(nn.Module):
+    """RMSNorm in float32, an op at a time (torchtitan/models/norms.py of December 2024)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return scaled.to(x.dtype) * self.weight
+
+
 def norm(shape: Shape) -> nn.Module:
     """The family's normalization."""
+    if shape.eager:
+        return RMSNormApart(shape.hidden)
     return nn.RMSNorm(shape.hidden) if shape.family == "llama" else nn.LayerNorm(shape.hidden)
 
 

@@ -32,6 +32,9 @@ from .tables import (
 )
 
 GIB = 2**30
+TITAN_PRODUCTS_KEPT = 0.5
+"""torchtitan's selective checkpointing keeps attention and every second matrix product
+(parallelisms/parallelize_llama.py)."""
 STEP_METRICS = ("iter_time_s", "tokens/s", "TFLOPs/GPU", "samples/s")
 
 
@@ -98,12 +101,17 @@ def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
     return Shape(
         family, hidden, heads, kv_heads, ffn, number(row, "layers"), number(row, "seq_len"),
         padded(vocab, tp), attention, 0.1 if dropped else 0.0, _fuses(row), family == "gpt",
+        _is_titan(row),
     )  # fmt: skip
 
 
 def _fuses(row: Row) -> bool:
     """Whether rotary positions and the activation are single kernels."""
-    return "TransformerEngine" in row["attention_impl"] or "torch.compile" in row["precision"]
+    return "TransformerEngine" in row["attention_impl"]
+
+
+def _is_titan(row: Row) -> bool:
+    return "torchtitan" in row.get("source", "")
 
 
 def _family(model: str, hidden: int, ffn: int) -> Family:
@@ -148,6 +156,8 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         precision="bf16",
         policy=half_policy(_gradient_bytes(row)),
         program=_program(row, num_microbatches),
+        products_kept=TITAN_PRODUCTS_KEPT if "per-op SAC" in row["recompute"] else None,
+        compiled="torch.compile" in row["precision"],
     )
 
 
@@ -204,6 +214,8 @@ def _recompute(row: Row, assumed: list[str]) -> Recompute:
     if "default none" in text:
         assumed.append("recompute")
         return "none"
+    if "per-op SAC" in text and _is_titan(row):
+        return "selective"
     if text.startswith("selective (attention core)") or text == "selective + sequence parallel":
         return "selective"
     raise UnusableRowError(f"recomputation {text or 'is missing'!r}")

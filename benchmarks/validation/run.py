@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.validation.pricing import Pricer, Result
 from benchmarks.validation.published import published
-from benchmarks.validation.scores import Score, bias_by, by_source, regrets, score
+from benchmarks.validation.scores import (
+    Score,
+    bias_by,
+    by_source,
+    compile_gains,
+    regrets,
+    score,
+)
 from benchmarks.validation.tables import Row, Run, Skipped, read
 from benchmarks.validation.vtrain import multi_node, single_node
 
@@ -90,9 +97,15 @@ def as_json(found: Report) -> dict[str, Any]:
         "by_source": {
             source: score(own).as_json() for source, own in by_source(found.results).items()
         },
-        "regrets": regrets([each for each in found.results if isinstance(each, Result)]),
+        "compile_gains": [asdict(gain) for gain in compile_gains(priced(found))],
+        "regrets": regrets(priced(found)),
         "rows": [row_json(each) for each in found.results],
     }
+
+
+def priced(found: Report) -> list[Result]:
+    """The results that are no refusals."""
+    return [each for each in found.results if isinstance(each, Result)]
 
 
 def row_json(each: Result | Skipped) -> dict[str, Any]:
@@ -131,6 +144,12 @@ def print_report(found: Report) -> None:
     for source, own in sources.items() if len(sources) > 1 else ():
         _print_row(source[:60], score(own))
     _print_residuals([each for each in found.judged if isinstance(each, Result)])
+    for gain in compile_gains(priced(found)):
+        text = f"  compiled {gain.compiled}: {100 * gain.predicted:+.1f} % steps per second"
+        text += f" (measured {100 * gain.measured:+.1f} %), {-100 * gain.predicted_bytes:+.1f} %"
+        if gain.measured_bytes is not None:
+            text += f" bytes (measured {-100 * gain.measured_bytes:+.1f} %)"
+        print(text)
     reasons = Counter(each.reason for each in found.results if isinstance(each, Skipped))
     for reason, count in reasons.most_common():
         print(f"  skipped {count}: {reason}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from statistics import mean, median
 
@@ -85,6 +85,44 @@ def regrets(timed: Sequence[Result], runs: Iterable[Run] = ()) -> dict[str, floa
         chosen = min(members, key=lambda each: each.seconds).run.measured_seconds
         if len(members) > 1 and chosen is not None:
             found[group] = chosen / best[group] - 1
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What compiling gave a run: steps per second more, and bytes less, over the eager run's."""
+
+    eager: str
+    compiled: str
+    predicted: float
+    measured: float
+    predicted_bytes: float
+    measured_bytes: float | None
+
+
+def compile_gains(timed: Sequence[Result]) -> list[Gain]:
+    """The pairs of runs that differ in nothing but whether blocks are compiled."""
+    pairs: dict[object, dict[bool, Result]] = {}
+    for each in timed:
+        run, own = each.run, each.run.configuration
+        key = (run.source, run.shape, run.cluster.name, replace(own, compiled=False))
+        pairs.setdefault(key, {})[own.compiled] = each
+    found = []
+    for pair in pairs.values():
+        if len(pair) < 2 or any(each.run.measured_seconds is None for each in pair.values()):
+            continue
+        eager, compiled = pair[False], pair[True]
+        before, after = eager.run.measured_bytes, compiled.run.measured_bytes
+        found.append(
+            Gain(
+                eager.run.name,
+                compiled.run.name,
+                eager.seconds / compiled.seconds - 1,
+                (eager.run.measured_seconds or 0.0) / (compiled.run.measured_seconds or 1.0) - 1,
+                1 - compiled.num_bytes / eager.num_bytes,
+                None if before is None or after is None else 1 - after / before,
+            )
+        )
     return found
 
 

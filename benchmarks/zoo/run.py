@@ -27,7 +27,7 @@ Result = Mapping[str, Any]
 def names() -> list[str]:
     """Every configuration of the zoo, then the repository's own models."""
     configs = sorted(path.parent.name for path in (ROOT / "tests" / "zoo").glob("*/config.json"))
-    own = ("mlp_mixer", "wide_resnet", "unet", "gshard_moe")
+    own = ("mlp_mixer", "wide_resnet", "unet", "diffusion", "gshard_moe")
     files = [f"examples/{name}.py" for name in own if (ROOT / "examples" / f"{name}.py").exists()]
     return configs + files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _LEAST_FLUSH_BYTES = 2**27
 _MOST_FLUSHES = 64
+_GPU_SAMPLES = 5
 _ENGINE_RUNS = 50
 _SETS_BYTES = 64e6
 """What a batch of runs touches at most: more than a core's own caches hold."""
@@ -142,35 +143,105 @@ def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+class CpuStopwatch:
+    """Seconds of a call by a monotonic clock, one by one."""
+
+    def samples(self, call: Callable[[], object], count: int) -> list[float]:
+        """Seconds of each of ``count`` calls."""
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+        return found
+
+
+class GpuStopwatch:
+    """Seconds of a call's kernels by events, over many calls back to back as training has them.
+
+    The stream is first kept busy for as long as the host needs to launch the calls, so their
+    launches are not in the time. One call before the first event lets ranks that run a
+    collective meet.
+    """
+
+    def __init__(self) -> None:
+        self.filler = Filler()
+
+    def samples(self, call: Callable[[], object], count: int) -> list[float]:
+        """Mean seconds of ``count`` calls, in ``_GPU_SAMPLES`` samples or fewer."""
+        num_samples = min(_GPU_SAMPLES, count)
+        return [self._sample(call, math.ceil(count / num_samples)) for _ in range(num_samples)]
+
+    def _sample(self, call: Callable[[], object], count: int) -> float:
+        import torch
+
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        launch_seconds = time.perf_counter() - start
+        self.filler.run(self.filler.count_for((count + 1) * launch_seconds))
+        call()
+        first, last = _event(), _event()
+        first.record()
+        for _ in range(count):
+            call()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / 1e3 / count
+
+
+def stopwatch(device_type: str) -> CpuStopwatch | GpuStopwatch:
+    """The stopwatch of a device: "cpu" or "cuda"."""
+    return GpuStopwatch() if device_type == "cuda" else CpuStopwatch()
+
+
+class Filler:
+    """Work that keeps a GPU's stream busy and its L2 cache without anything of use."""
+
+    def __init__(self) -> None:
+        import torch
+
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        size = max(4 * int(getattr(properties, "L2_cache_size", 0)), _LEAST_FLUSH_BYTES)
+        self.buffer = torch.empty(size, dtype=torch.int8, device="cuda")
+        self.buffer.zero_()
+        first, second = _event(), _event()
+        first.record()
+        self.buffer.zero_()
+        second.record()
+        torch.cuda.synchronize()
+        self.seconds = max(first.elapsed_time(second) / 1e3, 1e-6)
+
+    def count_for(self, seconds: float) -> int:
+        """How many runs last longer than the host needs for ``seconds`` of launches."""
+        return int(min(_MOST_FLUSHES, math.ceil(1.5 * seconds / self.seconds)))
+
+    def run(self, count: int) -> None:
+        """Queues ``count`` runs."""
+        for _ in range(count):
+            self.buffer.zero_()
+
+
 class GpuClock:
     """Seconds of the kernels of a forward and a backward by events in the stream."""
 
     most = 1
 
     def __init__(self, call: Call, backward: Backward | None) -> None:
-        import torch
-
         self.call, self.backward = call, backward
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        size = max(4 * int(getattr(properties, "L2_cache_size", 0)), _LEAST_FLUSH_BYTES)
-        self.buffer = torch.empty(size, dtype=torch.int8, device="cuda")
+        self.filler = Filler()
         self.flushes = self._flushes_to_stay_ahead()
 
     def _flushes_to_stay_ahead(self) -> int:
-        """How often to overwrite the buffer for the host to launch the op in the meantime."""
+        """How often to fill the stream for the host to launch the op in the meantime."""
         import torch
 
         torch.cuda.synchronize()
         start = time.perf_counter()
         self._run()
         launch_seconds = time.perf_counter() - start
-        first, second = (_event() for _ in range(2))
-        first.record()
-        self.buffer.zero_()
-        second.record()
         torch.cuda.synchronize()
-        flush_seconds = max(first.elapsed_time(second) / 1e3, 1e-6)
-        return int(min(_MOST_FLUSHES, math.ceil(1.5 * launch_seconds / flush_seconds)))
+        return self.filler.count_for(launch_seconds)
 
     def _run(self) -> None:
         import torch
@@ -190,21 +261,17 @@ class GpuClock:
 
         events = [_event() for _ in range(4)]
         args, kwargs = self.call.prepare()
-        self._flush()
+        self.filler.run(self.flushes)
         with torch.set_grad_enabled(bool(self.call.leaves)):
             events[0].record()
             made = self.call.op(*args, **kwargs)
             events[1].record()
         if self.backward is not None:
             outputs = flat(made)
-            self._flush()
+            self.filler.run(self.flushes)
             events[2].record()
             self.backward.run(outputs, self.call.leaves)
             events[3].record()
         torch.cuda.synchronize()
         forward = events[0].elapsed_time(events[1]) / 1e3
         return forward, events[2].elapsed_time(events[3]) / 1e3 if self.backward else 0.0
-
-    def _flush(self) -> None:
-        for _ in range(self.flushes):
-            self.buffer.zero_()

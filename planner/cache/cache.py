@@ -76,7 +76,7 @@ def graph_digest(graph: Graph, blocks: Blocks) -> str:
         if known is None:
             known = specs[node.outputs] = repr(node.outputs)
         own = (node.name, node.kind, node.op, node.args, node.kwargs, node.module, node.rule)
-        return f"{own!r}{known}"
+        return f"{own!r}{known}{node.fused or ''}"
 
     rest = (
         graph.loss, graph.batch_size, graph.batch_dims, graph.tied, graph.updates,

@@ -24,6 +24,7 @@ from .. import rules as default_rules
 from ..arranged.asynchronous import with_versions
 from ..arranged.sequence_places import find_places
 from ..errors import UsageError
+from ..fusion import with_fusion
 from ..graph import Blocks, Graph, Node, TensorSpec
 from ..inter_op.submesh import mesh_of, restriction
 from ..intra_op.intra_op import Effort, IntraOp, Limits
@@ -33,18 +34,20 @@ from ..positions import Dims, position_dims
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.choices import input_specs
+from ..pricing.ladder import Rung
 from ..pricing.prices import Prices, Seconds, StateBytes
 from ..pricing.seconds import Priced
 from ..pricing.slice_costs import SliceShares, carried_by_layers, even_lengths, shares_by_work
 from ..pricing.stage_cost import StageCost, together
 from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, latency_seconds, simulate_stages
+from ..pricing.step import Pipeline, latency_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
 from ..replicas import with_replica_sums
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
 from ..rules.case import argument
 from ..schedules.schedules import parts_of_ranks
+from .beside_stages import beside_stages, sent_bytes
 from .configured_stage import beside_compute, selective
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
 
@@ -107,6 +110,9 @@ class Configuration:
     ``overlap``: gradients are reduced while the last micro-batch runs backward, and ZeRO 2 and 3
     gather and scatter beside compute. ``policy`` overrides the bytes per parameter that
     ``precision`` and ``optimizer`` give. ``program``: what else the training program takes.
+    ``recompute="selective"`` runs the core of attention again; with ``products_kept`` everything
+    but attention and that share of matrix products instead, here of so many layers all products
+    and of the others none. ``compiled``: blocks run compiled.
     """
 
     dp: int = 1
@@ -129,6 +135,8 @@ class Configuration:
     optimizer: str = "adamw"
     policy: PrecisionPolicy | None = None
     program: Program = field(default_factory=Program)
+    products_kept: float | None = None
+    compiled: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -187,9 +195,11 @@ class _Given(Prices):
         is_attention = node.op.startswith("aten.scaled_dot_product_attention")
         if not is_attention or not argument(node, 5, "is_causal", False):
             return found
-        if inputs[0].shape[-2] >= inputs[1].shape[-2]:
+        queries, keys = inputs[0].shape[-2], inputs[1].shape[-2]
+        if queries >= keys:
             return found
-        return found._replace(forward=found.forward / 2, backward=found.backward / 2)
+        last = 2 - queries / keys  # the pairs of the rank with the last positions, of half of all
+        return found._replace(forward=found.forward / last, backward=found.backward / last)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
         """As ``Prices`` has it, but for what is said above and sharding over "cp" too."""
@@ -267,22 +277,22 @@ def price(
     )  # fmt: skip
     slices = work.slices()
     buckets = [max(1, run.num_blocks) for run in runs]
+    pipeline = Pipeline(
+        configuration.schedule, configuration.num_microbatches,
+        num_chunks=configuration.num_chunks, slices=slices,
+    )  # fmt: skip
     timeline = simulate_stages(
-        Pipeline(
-            configuration.schedule, configuration.num_microbatches,
-            num_chunks=configuration.num_chunks, slices=slices,
-        ),
+        pipeline,
         costs,
         overlap=replace(OVERLAP, gradient_buckets=buckets) if configuration.overlap else None,
         latency_seconds=latency_seconds(cluster),
     )  # fmt: skip
+    table = pipeline_table(pipeline, len(costs))
+    beside = beside_stages(table, work.sent(runs), work.mesh, cluster.hosts[0].device.kind)
     ranks = _ranks_bytes(configuration, costs, timeline)
+    ranks = [{**own, **more} for own, more in zip(ranks, beside, strict=True)]
     if slices is not None:
-        carried = carried_by_layers(
-            work.structure.graph, slices, layers,
-            parts=work.mesh.size, again=configuration.recompute == "full",
-        )  # fmt: skip
-        for rank, more in zip(ranks, carried, strict=True):
+        for rank, more in zip(ranks, work.carried(slices, layers), strict=True):
             rank["activations"] += configuration.num_microbatches * more
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
     step = timeline.step_seconds
@@ -350,9 +360,11 @@ class _Work:
     def structure(self) -> Structure:
         """The graph at the micro-batch's rows, shared by every use of it."""
         own, found = self.configuration, self.cache.structures
-        base = (id(self.graph), own.precision, self.pins)
+        base = (id(self.graph), own.precision, own.compiled, self.pins)
         if base not in found:
             graph = with_precision(self.graph, own.precision)
+            if own.compiled:
+                graph = with_fusion(graph, self.blocks)
             found[base] = (self.graph, Structure(graph, self.blocks))
         structure = found[base][1]
         key = (*base, own.microbatch_size)
@@ -374,11 +386,29 @@ class _Work:
         solver = self._solver(stage % own.pp * self.mesh.size, self._link(stage))
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
-        level = run.num_layers if own.recompute == "full" else 0
-        cost = answer.figures.price(run, replace(answer.setting, rung=run.prefix(level)))
-        if own.recompute == "selective":
+        kept = own.products_kept if own.recompute == "selective" else None
+        level = run.num_layers if own.recompute == "full" or kept is not None else 0
+        rung = run.prefix(level)
+        if kept is not None:
+            full = run.prefix(level - round(kept * level)).full
+            rung = Rung(full, tuple(a - b for a, b in zip(rung.full, full, strict=True)))
+        cost = answer.figures.price(run, replace(answer.setting, rung=rung))
+        if own.recompute == "selective" and kept is None:
             cost = selective(cost, run, answer, self.dims)
         return beside_compute(cost, run.num_blocks, OVERLAP) if own.overlap else cost
+
+    def carried(self, slices: SliceShares, layers: Sequence[int]) -> Sequence[float]:
+        """The bytes of keys and values that the slices of a micro-batch hand on, by rank."""
+        return carried_by_layers(
+            self.structure.graph, slices, layers,
+            parts=self.mesh.size, again=self.configuration.recompute == "full",
+        )  # fmt: skip
+
+    def sent(self, runs: Sequence[LayersFirst]) -> list[float]:
+        """The bytes that a device of each stage sends on of a micro-batch."""
+        own = self.configuration
+        parts = self.mesh.size // (1 if own.sequence_parallel else own.tp)
+        return [sent_bytes(self.structure.graph, run, parts) for run in runs]
 
     def slices(self) -> SliceShares | None:
         """The slices of sequences, as equal as can be; None where sequences are whole.
@@ -421,7 +451,8 @@ class _Work:
             dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, sequence_parallel=own.sequence_parallel
         )  # fmt: skip
         key = (
-            id(self.graph), id(self.cluster), own.precision, own.microbatch_size, prices.mesh,
+            id(self.graph), id(self.cluster), own.precision, own.compiled, own.microbatch_size,
+            prices.mesh,
             prices.groups, prices.speed, link, own.sequence_parallel, own.policy,
             own.optimizer, own.zero, self.pins, prices.profile,
         )  # fmt: skip
@@ -437,7 +468,7 @@ class _Work:
 
     def _prices(self, first: int) -> Prices:
         own = self.configuration
-        key = (id(self.graph), id(self.cluster), own.precision)
+        key = (id(self.graph), id(self.cluster), own.precision, own.compiled)
         shared = self.cache.prices.setdefault(key, (self.cluster, {}))[1]
         return _Given(
             self.mesh,

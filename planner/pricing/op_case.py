@@ -5,9 +5,10 @@ is equal wherever the same call is made, so that equal layers, and equal ops of 
 measured once; or None for an op that takes no time by itself.
 
 The call is the one that ``passes.local_ops`` makes of the node: size arguments are taken from
-the local outputs, sizes of parts and numbers of groups divided. Where that pass puts a
-function of its own in the op's place (a split vocabulary, a split causal attention), the
-node's own op stands for it at the same local shapes.
+the local outputs, sizes of parts and numbers of groups divided. A causal attention of a part of
+the positions is measured as that of the last part, for which all ranks wait. Where that pass puts
+another function of its own in the op's place (a split vocabulary), the node's own op stands for
+it at the same local shapes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 
 from ...cost_model.profile.case import OpCase, ProfileError, TensorCase, canonical
 from ..graph import Node, TensorSpec, map_refs
+from ..rules.case import argument
 from ..rules.table import packet
-from ..rules.work import Work
+from ..rules.work import Work, is_lower_right
 
 Specs = Sequence[TensorSpec]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,13 +37,15 @@ def op_case(node: Node, inputs: Specs, outputs: Specs, work: Work) -> OpCase | N
     """
     if not (work.flops_forward or work.bytes_forward or work.flops_backward or work.bytes_backward):
         return None
-    localize = _LOCALIZE.get(packet(node.op), _as_it_is)
+    op, localize = _renamed(node.op), _LOCALIZE.get(packet(node.op), _as_it_is)
+    if inputs and is_lower_right(node, inputs[0]):
+        op, localize = _LOWER_RIGHT, _lower_right
     try:
         arguments = _canonical(localize(node, inputs, outputs))
     except ProfileError:
         return None
     return OpCase(
-        op=_renamed(node.op),
+        op=op,
         tensors=tuple(TensorCase(each.shape, each.dtype, each.requires_grad) for each in inputs),
         arguments=arguments,
         family=work.family,
@@ -53,6 +57,15 @@ def op_case(node: Node, inputs: Specs, outputs: Specs, work: Work) -> OpCase | N
 
 def _renamed(op: str) -> str:
     return "aten.to.dtype" if op == "aten.to.device" else op
+
+
+def _lower_right(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
+    names = (("dropout_p", 4), ("scale", 6), ("enable_gqa", 7))
+    given = {name: argument(node, position, name, None) for name, position in names}
+    return node.args[:3], {name: value for name, value in given.items() if value is not None}
+
+
+_LOWER_RIGHT = "autoparallel.lower_right_attention.default"
 
 
 def _canonical(arguments: Arguments) -> str:

@@ -229,7 +229,7 @@ class Prices:
         work = self.rules.work(node, inputs, outputs)
         issue = host_seconds(self.device, work)
         analytic = Priced(*work_seconds(self.device, work, node.spec.dtype), "spec", *issue)
-        if self.profile is None and self.asked is None:
+        if (self.profile is None and self.asked is None) or node.fused is not None:
             return analytic
         case = op_case(node, inputs, outputs, work)
         known = self.profile.op(case) if self.profile is not None and case is not None else None

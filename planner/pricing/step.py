@@ -60,7 +60,7 @@ def simulate_stages(
     being sent.
     """
     own = _own_costs(pipeline, costs, latency_seconds)
-    return simulate(_own_table(pipeline, own), own, overlap=overlap)
+    return simulate(pipeline_table(pipeline, len(costs)), own, overlap=overlap)
 
 
 class Step(NamedTuple):
@@ -92,7 +92,7 @@ def simulated_step(
     )  # fmt: skip
     known = {} if known is None else known
     if key not in known:
-        known[key] = Step(*step_and_bubble(_own_table(pipeline, own), own))
+        known[key] = Step(*step_and_bubble(pipeline_table(pipeline, len(costs)), own))
     return known[key]
 
 
@@ -113,14 +113,14 @@ def _own_costs(
     return replace(own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward)
 
 
-def _own_table(pipeline: Pipeline, own: StageCosts) -> Schedule:
-    """The pipeline's schedule, for as many stages and such edges as the costs are of."""
-    stages, slices = len(own.forward_seconds), pipeline.slices
-    number, chunks = pipeline.num_microbatches, pipeline.num_chunks
-    if own.edges is None and slices is None:
-        return known_schedule(pipeline.schedule, stages, number, chunks)
+def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
+    """The pipeline's schedule, for so many stages (parts of the model, of Chimera)."""
+    number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
+    edges = None if pipeline.edges is None else _pairs(pipeline.edges)
+    if slices is None and edges in (None, chain(num_stages)):
+        return known_schedule(pipeline.schedule, num_stages, number, chunks)
     return build_schedule(
-        pipeline.schedule, stages, number, num_chunks=chunks, edges=own.edges,
+        pipeline.schedule, num_stages, number, num_chunks=chunks, edges=edges,
         slices=slices.lengths if slices is not None else (),
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageEr
 from ..graph import Blocks, Graph
 from ..inter_op.sub_clusters import sub_clusters
 from ..plan import GoalReport, Plan, Tried
+from ..precision import check_precision
 from ..rules.table import packet
 from .nearest_change import with_nearest_change
 from .pins import check_kept
@@ -47,9 +48,10 @@ def plan_for(
 ) -> Plan:
     """The best plan by the request's goal. ``options`` are those of ``search.plan``.
 
-    Raises what ``search.plan`` raises, AP301 with the nearest change that fits; AP188 where a
-    device has no price, AP302 where nothing meets the deadline.
+    Raises what ``search.plan`` raises, AP301 with the nearest change that fits; AP126 for bf16 on
+    a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
     """
+    check_precision(cluster, request.precision)
     job = _Job(
         cluster, request,
         lambda on, asked: _kept(plan(graph, blocks, on, asked, **options), graph, blocks, asked),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import UsageError
-from ..plan import Precision, Recompute
+from ..plan import Float32Ops, Precision, Recompute
 from .features import Features
 from .goal import Goal
 from .pins import Pin
@@ -106,6 +106,7 @@ class Request:
     global_batch: int
     seq: int | None = None
     precision: Precision = "fp32"
+    float32_ops: Float32Ops = "none"
     optimizer: str = "adamw"
     memory_limit_bytes: int | None = None
     microbatch_size: int | None = None

@@ -77,6 +77,9 @@ def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
     refs = node.inputs
+    if node.fused is not None:
+        own = [Ref(node.name, index) for index in node.fused.keeps_outputs]
+        return (*(refs[at] for at in node.fused.keeps_inputs), *own)
     inputs = None if graph is None else [graph.spec(ref) for ref in refs]
     if inputs is not None and writes_scores(node, inputs):
         return ()
@@ -144,7 +147,7 @@ def saved_extra_bytes(
         gathered = 2 * inputs[0].shape[-1] + _EXPERT_WIDTHS * inputs[3].numel // (
             inputs[3].shape[0] * inputs[0].shape[-1]
         )
-        return expert_pairs(node, inputs) * gathered * out.itemsize
+        return inputs[1].numel * gathered * out.itemsize
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + _num_scores(inputs)) * statistic
@@ -159,7 +162,9 @@ def saved_extra_bytes(
     if name in ("batch_norm", "instance_norm", "_native_batch_norm_legit_functional"):
         return 2 * out.shape[1] * statistic + _normalized_bytes(node, out, statistic)
     if name == "cross_entropy_loss":
-        return inputs[0].num_bytes
+        # Fused, the log-probabilities are computed again from the classes' log-sum.
+        classes = 1 if node.fused is None else inputs[0].shape[min(1, len(inputs[0].shape) - 1)]
+        return inputs[0].num_bytes // classes
     if name.startswith(("max_pool", "adaptive_max_pool")):
         return out.numel * _INDEX_BYTES
     if name in ("dropout", "feature_dropout") and not is_identity(node, inputs, outputs):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from ..graph import Node, OpRule, TensorSpec
+from ..graph import Fused, Node, OpRule, TensorSpec
 from .annotation import bind
 from .case import argument
 from .equation import parse_equation
@@ -40,6 +40,7 @@ class Work:
 
     ``products_*`` are its matrix products where they are plain ones; of fused attention
     (batch · heads, queries, keys, head size). ``kernels_*`` are how many a host issues for it.
+    ``drawn`` are the random numbers that it counts, forward and again backward.
     """
 
     family: Family
@@ -51,7 +52,11 @@ class Work:
     products_backward: tuple[Product, ...] = ()
     kernels_forward: int = 1
     kernels_backward: int = 1
+    drawn: int = 0
 
+
+FAMILIES_FUSED: frozenset[Family] = frozenset(("norm", "elementwise", "copy", "reduction", "view"))
+"""Whose kernels a compiler writes itself."""
 
 _FREE: Work = Work("view", 0, 0, 0, 0, kernels_forward=0, kernels_backward=0)
 
@@ -97,8 +102,11 @@ _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
     "norm": (8, 14), "elementwise": (1, 2), "reduction": (1, 1)
 }  # fmt: skip
 _ATTENTION_BACKWARD = 2.5
-_DRAWN_BYTES = 64
-"""What drawing one 32-bit number moves: a few passes over int32, forward and backward alike."""
+
+
+def family_of(node: Node) -> Family:
+    """The family of an op; one that is not known is taken as elementwise."""
+    return _FAMILY.get(packet(node.op), "elementwise")
 
 
 def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
@@ -106,11 +114,13 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 
     Whether gradients are computed is read from ``requires_grad`` of the specs.
     """
-    family = _FAMILY.get(packet(node.op), "elementwise")
+    family = family_of(node)
     if node.kind != "op" or not outputs or is_identity(node, inputs, outputs):
         return _FREE
     if node.rule is not None:
         return _registered(node.rule, inputs, outputs)
+    if node.fused is not None:
+        return _fused(node, node.fused, inputs, outputs)
     if family == "view":
         return _view(node, inputs, outputs)
     forward, backward = _bytes(node, inputs, outputs, family)
@@ -125,7 +135,28 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
         products_forward=products_forward,
         products_backward=products_backward,
         kernels_backward=_kernels_backward(family, len(_wanted(inputs, outputs))),
+        drawn=outputs[0].numel if packet(node.op).startswith("counter_") else 0,
     )
+
+
+def _fused(
+    node: Node, fused: Fused, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> Work:
+    """An op's part of a fused kernel: what goes through memory at this op, and its FLOPs."""
+
+    def moved(specs: Sequence[TensorSpec], positions: Sequence[int]) -> int:
+        return sum(specs[position].num_bytes for position in positions)
+
+    family = family_of(node)
+    forward = moved(inputs, fused.reads) + moved(outputs, fused.writes)
+    backward = moved(outputs, (*fused.reads_gradients, *fused.keeps_outputs)) + moved(
+        inputs, (*fused.gradients, *fused.keeps_inputs)
+    )
+    flops_forward, flops_backward = _flops(node, inputs, outputs, family)
+    return Work(
+        family, flops_forward, flops_backward, forward, backward,
+        kernels_forward=fused.kernels_forward, kernels_backward=fused.kernels_backward,
+    )  # fmt: skip
 
 
 def _kernels_backward(family: Family, num_wanted: int) -> int:
@@ -210,8 +241,6 @@ def _bytes(
         read = made + sum(spec.num_bytes for spec in inputs[1:])
     if name == "cross_entropy_loss":
         read += inputs[0].num_bytes
-    drawn = outputs[0].numel * _DRAWN_BYTES if name.startswith("counter_") else 0
-    read += drawn
     if not wanted:
         return read + made, 0
     gradients = sum(inputs[position].num_bytes for position in wanted)
@@ -223,7 +252,7 @@ def _bytes(
     kept += sum(outputs[index].num_bytes for index in saved_outputs(node))
     if name == "cross_entropy_loss":
         kept += inputs[0].num_bytes
-    return read + made, made + gradients + kept + drawn
+    return read + made, made + gradients + kept
 
 
 def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: list[int]) -> int:
@@ -288,10 +317,21 @@ def _product_flops(
     return 2 * out.numel * (1 if name == "outer" else first.shape[-1])
 
 
+def is_lower_right(node: Node, query: TensorSpec) -> bool:
+    """Whether an attention is causal and this rank has a part of its queries' positions."""
+    return (
+        packet(node.op) == "scaled_dot_product_attention"
+        and bool(argument(node, 5, "is_causal", False))
+        and query.shape[-2] != node.spec.shape[-2]
+    )
+
+
 def _attention_flops(node: Node, inputs: Sequence[TensorSpec]) -> int:
     query, key, value = inputs[:3]
     pairs = prod(query.shape[:-1]) * key.shape[-2]
     is_causal = bool(argument(node, 5, "is_causal", False))
     if is_causal and query.shape[-2] == key.shape[-2]:
         pairs //= 2
+    elif is_lower_right(node, query):  # Of the rank with the last positions: all others wait.
+        pairs -= prod(query.shape[:-1]) * query.shape[-2] // 2
     return 2 * pairs * (query.shape[-1] + value.shape[-1])

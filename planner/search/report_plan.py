@@ -146,6 +146,7 @@ def make_plan(
             seq=request.seq,
             precision=request.precision,
             optimizer=request.optimizer,
+            float32_ops=request.float32_ops,
         ),
         cluster=cluster,
         num_microbatches=best.num_microbatches,

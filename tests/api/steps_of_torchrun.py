@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import autoparallel
+from autoparallel.passes.capture import capture
+from autoparallel.passes.interpret import run
 
 WIDTH, STEPS, ACCUMULATE, MAX_NORM = 16, 4, 2, 0.5
 LARGE = 200.0
@@ -146,6 +149,52 @@ def check_guarded(net: nn.Module, parallelized: Callable[[nn.Module], nn.Module]
         assert scaler is None or scaler.get_scale() == 1024.0
 
 
+def check_half(net: nn.Module, parallel: str) -> None:
+    """fp16: the scales, skipped updates and losses of one device with ``torch.amp.GradScaler``."""
+    graph = capture(copy.deepcopy(net), batch(0), dtype="float16", autocast=True).graph
+    masters = dict(copy.deepcopy(net).named_parameters())
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)
+    expected, scaler = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-15, growth_interval=3)
+        for _ in range(2)
+    )  # 2**40 and 2**25 overflow by whatever plan, 2**10 by none
+    model = autoparallel.parallelize(
+        copy.deepcopy(net), example_batch=batch(0), precision="fp16", parallel=parallel
+    )
+    step = autoparallel.Step(
+        model, build_optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), scaler=scaler
+    )
+    num_skipped = 0
+    for index in range(12):
+        given = batch(index, LARGE if index == 8 else 0.0)
+        halves = {name: each.detach().half().requires_grad_() for name, each in masters.items()}
+        inputs = {name: each.half() for name, each in given.items()}
+        loss = run(graph, {**halves, **inputs})
+        assert loss.dtype == torch.float32
+        expected.scale(loss).backward()
+        for name, each in masters.items():
+            each.grad = halves[name].grad.float()
+        before = expected.get_scale()
+        expected.step(optimizer)
+        expected.update()
+        num_skipped += expected.get_scale() < before
+        found = step(given)
+        assert scaler.get_scale() == expected.get_scale(), index
+        assert step.skipped_steps == num_skipped, index
+        torch.testing.assert_close(float(found), loss.item(), rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert num_skipped > 2
+    state = step.state_dict()
+    assert state["scaler"] == expected.state_dict()
+    assert state["skipped_steps"] == num_skipped
+    default = autoparallel.Step(
+        autoparallel.parallelize(
+            copy.deepcopy(net), example_batch=batch(0), precision="fp16", parallel=parallel
+        )
+    )
+    default(batch(0))
+    assert default.state_dict()["scaler"]["growth_interval"] == 2000
+
+
 def check_stopped(net: nn.Module, parallelized: Callable[[nn.Module], nn.Module]) -> None:
     """The error names the layer that overflows, and the weights are as before."""
     model = parallelized(copy.deepcopy(net))
@@ -174,6 +223,8 @@ def main(plans: list[str]) -> None:
         sys.stdout.write(f"equal {parallel}\n")
         check_guarded(net, parallelized)
         check_stopped(net, parallelized)
+        if "RANK" in os.environ:  # alone, a model keeps its own precision
+            check_half(net, parallel)
         sys.stdout.write(f"guarded {parallel}\n")
 
 

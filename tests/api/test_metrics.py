@@ -116,6 +116,7 @@ def test_a_figure_that_is_not_finite_is_null_in_a_line_of_json(tmp_path: Path) -
     assert line == {
         "step": 3, "loss": None, "grad_norm": 1.5, "lr": 0.1, "tokens_per_second": 8.0,
         "memory_bytes": 10, "seconds": 0.5, "skipped_steps": 0,
+        "loss_scale": None,
     }  # fmt: skip
 
 

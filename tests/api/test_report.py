@@ -30,7 +30,7 @@ def test_no_line_is_wider_than_80_columns() -> None:
 def test_the_head_names_the_model_the_batch_and_the_cluster() -> None:
     head = describe(pipeline_plan()).splitlines()[:6]
     assert head[0] == "llama.py  8.03 B parameters  layers=8"
-    assert head[1] == "batch 64 × 4096 tokens, bf16, adamw, on 8xH100 (8 × H100-SXM)"
+    assert head[1] == "batch 64 × 4096 tokens, bf16, eager, adamw, on 8xH100 (8 × H100-SXM)"
     assert head[3].startswith("2 stages of dp=2 tp=2 · ZeRO 1 · no recomputation")
     assert "step 2.10 s" in head[4]
     assert "memory 55.0 of 72.0 GiB" in head[4]

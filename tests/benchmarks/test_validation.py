@@ -12,7 +12,7 @@ from benchmarks.validation.pricing import Result
 from benchmarks.validation.published import published
 from benchmarks.validation.run import DATA, TABLES, Report, main, report
 from benchmarks.validation.run import Pricer as PricerOfRuns
-from benchmarks.validation.scores import kendall_tau, regrets, score
+from benchmarks.validation.scores import compile_gains, kendall_tau, regrets, score
 from benchmarks.validation.tables import Run, Skipped, padded, read
 from benchmarks.validation.vtrain import single_node
 
@@ -150,3 +150,16 @@ def test_gradients_are_accumulated_as_the_row_says() -> None:
     assert (bf16.second_gradients, bf16.accumulation) == (0.5, 4.5)
     assert (fp16.second_gradients, fp16.accumulation) == (0.0, 3.0)
     assert (one.num_microbatches, one.program.accumulation) == (1, 0.0)
+
+
+def test_the_gain_of_compiling_is_within_five_points_of_the_published_one(tmp_path: Path) -> None:
+    lines = (DATA / "published_runs.csv").read_text(encoding="utf-8").splitlines()
+    names = ("titan_8B_8gpu_eager,", "titan_8B_8gpu_compile,")
+    pair = tuple(line for line in lines if any(name in line for name in names))
+    rows = read(write(tmp_path, pair, RUNS_HEADER), published)
+    results = [PricerOfRuns().result(row) for row in rows if isinstance(row, Run)]
+    (gain,) = compile_gains([each for each in results if isinstance(each, Result)])
+    assert gain.measured == pytest.approx(6667 / 5762 - 1, abs=1e-3)
+    assert abs(gain.predicted - gain.measured) < 0.05
+    assert gain.measured_bytes is not None
+    assert abs(gain.predicted_bytes - gain.measured_bytes) < 0.02

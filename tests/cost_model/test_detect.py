@@ -125,7 +125,6 @@ def test_a_driver_name_finds_its_preset(name: str, gigabytes: int, preset: str |
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpus_are_found() -> None:
     cluster = detect_local()
     assert cluster.num_devices == torch.cuda.device_count()

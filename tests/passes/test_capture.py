@@ -299,3 +299,25 @@ def test_a_graph_of_integers_made_floats_is_the_same_in_every_dtype() -> None:
     x = torch.randn(2, 3, 8)
     graphs = [capture(meta(Positions), (x,), dtype=dtype).graph for dtype in ("float32", "float64")]
     assert len({graph.fingerprint for graph in graphs}) == 1
+
+
+class NamesDevices(nn.Module):
+    """A forward of a script for one GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.arange(4.0, device="cuda").cuda(0)
+        y = self.linear(x.cuda()) * weights + torch.zeros(4, device=torch.device("cuda", 0))
+        return (y * x.new_ones(4, device="cuda")).to("cuda").mean()
+
+
+def test_devices_that_a_forward_names_are_ignored() -> None:
+    with torch.device("meta"):
+        model = NamesDevices()
+    graph = capture(model, {"x": torch.randn(2, 4)}).graph
+    assert not any("device" in str(value) and "cuda" in str(value) for node in graph
+                   for value in (node.args, node.kwargs))  # fmt: skip
+    assert graph.spec(graph.loss).shape == ()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autoparallel.cost_model.memory import communicator_bytes
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.deferred_init import plain_build
@@ -176,7 +177,7 @@ def test_gradients_grow_while_activations_go() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_is_seen_in_every_category(zero: int) -> None:
-    plan, graph, blocks = planned("gpt", f"dp=2,zero={zero},microbatches=2", 32)
+    plan, graph, blocks = planned("gpt", f"dp=2,zero={zero},microbatches=4", 32)
     (found,) = exact_memory(plan, graph, blocks)
     assert found is not None
     whole = sum(p.spec.num_bytes for p in graph.parameters)
@@ -246,7 +247,8 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     assert first["activations"] > 1.5 * last["activations"]
 
 
-def test_a_program_whose_shapes_depend_on_values_keeps_its_figures() -> None:
+def test_a_program_with_an_op_that_takes_no_fake_tensors_keeps_its_figures() -> None:
+    """PyTorch's grouped products of float32."""
     target = load_target("hf:tests/zoo/mixtral", {})
     options = PlanOptions(global_batch=4, seq=16, forced=parse_parallel("dp=1"))
     program = capture_target(target, options)
@@ -254,3 +256,17 @@ def test_a_program_whose_shapes_depend_on_values_keeps_its_figures() -> None:
     assert exact_memory(plan, program.graph, program.blocks) == (None,)
     found = with_exact_memory(plan, program.graph, program.blocks)
     assert found.stages == plan.stages
+
+
+def test_on_gpus_the_search_counts_no_more_communicators_than_there_are() -> None:
+    """Of two ranks of a pipeline: of both, and one for what each sends the other."""
+    target = target_of("mlp_mixer")
+    options = PlanOptions(global_batch=8, forced=parse_parallel("pp=2,microbatches=4"))
+    program = capture_target(target, options)
+    plan = plan_program(program, target, parse_cluster("2xH100"), options)
+    for stage, found in zip(
+        plan.stages, exact_memory(plan, program.graph, program.blocks), strict=True
+    ):
+        assert found is not None
+        assert found["communicators"] == communicator_bytes("cuda", 3)
+        assert stage.prediction.memory_bytes["reserve"] <= found["reserve"] + found["communicators"]

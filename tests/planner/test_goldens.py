@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.program import Dtype, Program
 from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
@@ -64,12 +64,14 @@ def encoder(num_layers: int, hidden: int, seq: int) -> Program:
 
 
 @cache
-def gpt(num_layers: int, hidden: int, num_heads: int, seq: int, vocab: int) -> Program:
+def gpt(
+    num_layers: int, hidden: int, num_heads: int, seq: int, vocab: int, dtype: Dtype = "bfloat16"
+) -> Program:
     with torch.device("meta"):
         model = GPT(
             n_layer=num_layers, d_model=hidden, n_head=num_heads, seq=seq, vocab=vocab, tied=False
         )
-    return capture(model, example_batch(2, seq), dtype="bfloat16")
+    return capture(model, example_batch(2, seq), dtype=dtype)
 
 
 def planned(program: Program, cluster: str, request: Request) -> Plan:
@@ -178,8 +180,8 @@ def test_pipeline_across_slow_links_and_tensors_inside_fast_ones() -> None:
     by tensors. Under 1F1B, the schedule of their day: one that splits backwards fills the waits of
     more and smaller stages, and the second host then has two.
     """
-    program = gpt(4, 4096, 32, 512, 2048)
-    request = Request(4, precision="bf16", forced=Forced(schedule="1f1b"))
+    program = gpt(4, 4096, 32, 512, 2048, "float16")
+    request = Request(4, precision="fp16", forced=Forced(schedule="1f1b"))
     found = planned(program, "2x4xV100@ethernet-10g", request)
     assert [(stage.devices, stage.mesh.axes, stage.mesh.shape) for stage in found.stages] == [
         ((0, 1, 2, 3), ("tp",), (4,)),
@@ -203,12 +205,12 @@ def test_2d_meshes_lose_to_1d_meshes_on_one_nvlink_host(
 
     Nothing is fitted to these rows: the rate is that of 4 V100s with all links between them.
     """
-    program = gpt(8, hidden, num_heads, 1024, 25600)
+    program = gpt(8, hidden, num_heads, 1024, 25600, "float16")
     measured = ALPA_SECONDS[num_devices]
     predicted = {}
     for tp in measured:
         forced = Forced(dp=num_devices // tp, tp=tp, pp=1, recompute="full", num_microbatches=1)
-        request = Request(8, precision="bf16", forced=forced)
+        request = Request(8, precision="fp16", forced=forced)
         found = planned(program, f"{num_devices}xV100-16GB", request)
         predicted[tp] = found.prediction.step_seconds
     assert sorted(measured, key=predicted.__getitem__)[-1] == 2

@@ -13,6 +13,7 @@ from small_graphs import mlp
 
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.cost_model.profile.case import OpCase
+from autoparallel.passes import ops as ops  # registers the ops of the namespace autoparallel
 from autoparallel.passes.prove import node_layouts
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.layout import Mesh, local_shape
@@ -99,3 +100,26 @@ def test_a_free_view_has_no_case_and_one_whose_backward_works_has() -> None:
     found = op_case(cut, (whole,), (half,), work(cut, (whole,), (half,)))
     assert found is not None
     assert json.loads(found.arguments) == [[{"tensor": 0}, 1, 0, 4], {}]
+
+
+def test_causal_attention_of_split_positions_is_measured_as_the_last_part() -> None:
+    """Not as the op itself, which would align the mask of a part to its upper left corner."""
+    specs = [TensorSpec((2, 4, length, 8), "float32", requires_grad=True) for length in (16, 4)]
+    whole, part = specs
+    args = (Ref("q"), Ref("k"), Ref("v"), None, 0.0, True)
+    node = Node(
+        "op", "op", "aten.scaled_dot_product_attention.default", args, {"scale": 0.5}, (whole,)
+    )
+    inputs = (part, whole, whole)
+    priced = work(node, inputs, (part,))
+    assert priced.flops_forward == 2 * (2 * 4 * (4 * 16 - 4 * 4 // 2)) * (8 + 8)
+    case = op_case(node, inputs, (part,), priced)
+    assert case is not None
+    assert case.op == "autoparallel.lower_right_attention.default"
+    call = build_call(case, "cpu")
+    args, kwargs = call.prepare()
+    assert kwargs == {"dropout_p": 0.0, "scale": 0.5}
+    assert call.op(*args, **kwargs).shape == part.shape
+    alone = op_case(node, (whole,) * 3, (whole,), work(node, (whole,) * 3, (whole,)))
+    assert alone is not None
+    assert alone.op == node.op

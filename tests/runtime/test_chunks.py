@@ -21,6 +21,7 @@ from autoparallel.passes.stage_cut import boundaries
 from autoparallel.passes.stage_program import build_stage
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_schedule import schedule_of, splits_backward
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.executor import StageExecutor
@@ -28,7 +29,6 @@ from autoparallel.runtime.handover import Handover, split_boundaries
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
 from autoparallel.runtime.pipeline import Hooks, PipelineRunner
-from autoparallel.runtime.plan_schedule import schedule_of, splits_backward
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
 

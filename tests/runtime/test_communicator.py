@@ -42,6 +42,9 @@ def _check(dtype: torch.dtype) -> None:
         assert torch.equal(maximum, torch.maximum(parts[0].long(), parts[1].long()).to(dtype))
         if dtype != torch.bool:
             assert torch.equal(communicator.all_reduce(own, axis), parts[0] + parts[1])
+        else:  # Compared as bytes: 2 would be true, and not equal to true.
+            either = communicator.all_reduce(own, axis).view(torch.uint8)
+            assert torch.equal(either, (parts[0] | parts[1]).view(torch.uint8))
         assert torch.equal(own, _tensor(rank, dtype)), "a collective wrote into its input"
 
 

@@ -50,7 +50,6 @@ def test_a_step_is_counted_by_category() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_allocates_what_is_counted() -> None:
     device = torch.device("cuda")
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to(device)

@@ -361,11 +361,11 @@ def test_progress_names_stage_microbatch_and_what_is_waited_for():
         ONE,
         {0: ToyExecutor(0, places, 0, 1)},
         Exchange([[]], schedule=ONE, stages=places, rank=0, device=CPU),
-        hooks=Hooks(progress=told.append),
+        hooks=Hooks(progress=lambda what, waits_for: told.append(what)),
     )
     runner.step(full_batch(1))
-    assert told[0] == "0F0: computing (stage 0, micro-batch 0)"
-    assert told[2] == "0REDUCE: completing the gradients of stage 0"
+    assert told[:2] == ["beginning a step", "0F0: computing (stage 0, micro-batch 0)"]
+    assert told[3] == "0REDUCE: completing the gradients of stage 0"
     assert runner.timings == ()
 
 

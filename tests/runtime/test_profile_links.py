@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import run_processes
+from torch.distributed.distributed_c10d import _world
 
 from autoparallel.cost_model.collectives import group_of
 from autoparallel.cost_model.profile.case import OpCase, TensorCase, canonical
@@ -14,6 +15,7 @@ from autoparallel.runtime.profile_links import (
     COLLECTIVES,
     STATES,
     Links,
+    Meshes,
     measure_links,
     neighbours,
     partition_of,
@@ -28,12 +30,18 @@ SIZES = (1 << 12, 1 << 20)
 
 def links_of_all_kinds() -> list[tuple[str, list[tuple[int, float, int]]]]:
     found = []
+    meshes, before = Meshes(CPU), len(_world.pg_map)
     for kind in (*COLLECTIVES, *STATES, "p2p"):
         for partition in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
             own = measure_links(
-                Links(kind, partition, SIZES), device=CPU, case_seconds=0.005, until=lambda: False
-            )
+                Links(kind, partition, SIZES), device=CPU, case_seconds=0.005,
+                until=lambda: False, meshes=meshes,
+            )  # fmt: skip
             found.append((kind, [(t.num_bytes, t.seconds, t.repeats) for t in own]))
+    made = len(_world.pg_map) - before
+    meshes.close()
+    assert made <= 2 * 2, "communicators are made once for each arrangement of ranks"
+    assert len(_world.pg_map) == before, "and destroyed"
     return found
 
 
@@ -47,8 +55,11 @@ def test_every_kind_is_measured_in_every_partition_and_all_ranks_know_the_same()
 
 
 def links_of_a_part() -> int:
-    links = Links("all_reduce", ((0, 1),), SIZES)
-    found = list(measure_links(links, device=CPU, case_seconds=0.005, until=lambda: False))
+    links, meshes = Links("all_reduce", ((0, 1),), SIZES), Meshes(CPU)
+    found = list(
+        measure_links(links, device=CPU, case_seconds=0.005, until=lambda: False, meshes=meshes)
+    )
+    meshes.close()
     return len(found)
 
 
@@ -64,7 +75,8 @@ def stopped_after_one() -> int:
         return len(asked) > 1
 
     links = Links("all_gather", ((0, 1),), (64, 128, 256))
-    return len(list(measure_links(links, device=CPU, case_seconds=0.001, until=until)))
+    found = measure_links(links, device=CPU, case_seconds=0.001, until=until, meshes=Meshes(CPU))
+    return len(list(found))
 
 
 def test_rank_0_stops_all_when_the_time_is_up() -> None:

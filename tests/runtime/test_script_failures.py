@@ -80,10 +80,23 @@ dist.destroy_process_group()
 """
 
 
-def test_a_script_may_end_while_its_watchdog_asks_the_store(tmp_path):
-    """A thread that comes back to an ending interpreter aborted the process, two times of three."""
+LAST_COLLECTIVE = """
+import torch
+import torch.distributed as dist
+from autoparallel.runtime.membership import join
+
+join("cpu", 0)
+total = torch.ones(1)
+for _ in range(20):
+    dist.all_reduce(total)
+"""
+
+
+@pytest.mark.parametrize("text", [ENDING, LAST_COLLECTIVE], ids=["watchdog", "collective"])
+def test_a_script_may_end_while_a_thread_is_at_work(tmp_path, text):
+    """A thread that takes the lock of an ending interpreter aborted a third of the processes."""
     script = tmp_path / "ending.py"
-    script.write_text(ENDING)
+    script.write_text(text)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
         str(script),

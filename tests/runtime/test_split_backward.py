@@ -30,6 +30,7 @@ from autoparallel.passes.capture import capture
 from autoparallel.passes.constants import evaluate
 from autoparallel.passes.program import Program
 from autoparallel.passes.stage_program import build_stage
+from autoparallel.passes.weight_gradients import HALVES, WeightGradients, defer
 from autoparallel.planner.schedules.check import check_schedule
 from autoparallel.planner.schedules.messages import complete
 from autoparallel.planner.schedules.schedules import build_schedule
@@ -41,7 +42,6 @@ from autoparallel.runtime.mesh import build_meshes, stages_of_rank
 from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 from autoparallel.runtime.stage import StageModule
 from autoparallel.runtime.tied import find_tied
-from autoparallel.runtime.weight_gradients import HALVES, WeightGradients, defer
 
 aten = torch.ops.aten
 

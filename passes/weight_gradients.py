@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..passes.compiled_runs import OF_WEIGHTS
+
 aten = torch.ops.aten
 
 
@@ -283,6 +285,7 @@ def defer(
         sources = _sources(node, made_of, parameters.keys(), shared)
         if sources:
             made_of[node] = sources
+            node.meta[OF_WEIGHTS] = True
         halves = HALVES.get(node.target) if node.op == "call_function" else None
         if halves is not None and _fits(node, halves, made_of):
             late.update(*(made_of[node.args[p]] for p in halves.weights if _given(node, p)))

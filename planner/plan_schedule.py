@@ -17,10 +17,10 @@ from ..cost_model.actions import (
     Schedule,
     compute_only,
 )
-from ..planner.inter_op.branches import reduced
-from ..planner.plan import Plan
-from ..planner.schedules.messages import complete
-from ..planner.schedules.schedules import build_schedule
+from .inter_op.branches import reduced
+from .plan import Plan
+from .schedules.messages import complete
+from .schedules.schedules import build_schedule
 
 
 def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:

@@ -1,0 +1,124 @@
+"""Cutting a block's graph into what a compiler gets: its runs of plain tensor ops.
+
+In: a block's graph as one rank runs it, and a function that compiles. Out: the same graph, in
+which each run of ``aten`` ops is one call of what that function returns; a run ends at the first
+other op that reads one of its values. Everything else runs as before: collectives and what else a
+rank calls of its own, parameters, random numbers, ops that put off their weights' gradients, ops
+that are marked for recomputation, and, where the block is recomputed in parts, products that may
+be kept. A compiled run is therefore one node of autograd's graph, with tensors between them.
+
+Runs are named canonically: those of equal blocks have equal texts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from ..planner.graph import Node
+from ..planner.replay import is_costly
+
+aten = torch.ops.aten
+
+OF_WEIGHTS = "of weights alone"
+"""In the ``meta`` of nodes whose gradient is computed apart from the rest of the block's."""
+
+FEWEST_OPS = 2
+"""Kernels that a run has at least: of one alone there is nothing to fuse."""
+
+_SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Ops to be compiled together. ``text`` is equal for equal runs.
+
+    ``module`` takes tensors and returns the tuple of what others read.
+    """
+
+    module: fx.GraphModule
+    text: str
+
+
+def compile_runs(
+    module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
+) -> None:
+    """Replaces the runs of a block's graph by calls of ``compiled(run)``, in place.
+
+    ``in_parts``: the block is recomputed but for products that are kept.
+    """
+    for nodes in list(_runs(module.graph, in_parts=in_parts)):
+        _replace(module.graph, nodes, compiled)
+    module.graph.lint()
+    module.recompile()
+
+
+def _runs(graph: fx.Graph, *, in_parts: bool) -> Iterator[list[fx.Node]]:
+    run: list[fx.Node] = []
+    own: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_plain(node, in_parts=in_parts) or _is_part_of(node, run):
+            run.append(node)
+            own.add(node)
+        elif node.op == "output" or not own.isdisjoint(node.all_input_nodes):
+            if sum(_is_kernel(each) for each in run) >= FEWEST_OPS:
+                yield run
+            run, own = [], set()
+
+
+def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
+    if target.namespace != "aten" or target in _SEEDED or target._schema.is_mutable:
+        return False
+    if node.meta.get(OF_WEIGHTS) or any(tag in target.tags for tag in tags):
+        return False
+    return not (in_parts and is_costly(Node("", "op", f"aten.{target._overloadpacket.__name__}")))
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is one of several results of an op."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_part_of(node: fx.Node, run: list[fx.Node]) -> bool:
+    return _is_part(node) and node.args[0] in run
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
+
+
+def _replace(
+    graph: fx.Graph, nodes: list[fx.Node], compiled: Callable[[Run], Callable[..., object]]
+) -> None:
+    own = set(nodes)
+    inputs = list(dict.fromkeys(
+        each for node in nodes for each in node.all_input_nodes if each not in own
+    ))  # fmt: skip
+    outputs = [node for node in nodes if any(user not in own for user in node.users)]
+    call = compiled(_run_of(nodes, inputs, outputs))
+    with graph.inserting_after(nodes[-1]):
+        made = graph.create_node("call_function", call, tuple(inputs), name="compiled")
+    with graph.inserting_after(made):
+        for index, node in reversed(list(enumerate(outputs))):
+            part = graph.call_function(operator.getitem, (made, index))
+            node.replace_all_uses_with(part)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _run_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Run:
+    body = fx.Graph()
+    known = {node: body.placeholder(f"x{at}") for at, node in enumerate(inputs)}
+    for at, node in enumerate(nodes):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+        known[node] = body.create_node(node.op, node.target, args, kwargs, name=f"y{at}")
+    body.output(tuple(known[node] for node in outputs))
+    return Run(fx.GraphModule(nn.Module(), body, class_name="Run"), str(body))

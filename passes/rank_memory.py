@@ -1,0 +1,157 @@
+"""The fullest moment of a rank: its row of the schedule, action by action, in bytes.
+
+In: a schedule, a pipeline rank, what each of its stages holds and what a micro-batch of it takes,
+the bytes of messages. Out: the bytes of its stages at the moment when all of them together hold the
+most, or None where a stage cannot be run on fake tensors.
+
+A stage holds its states from step to step; its gradients from its first backward on; what a
+micro-batch keeps from its forward to its backward, or to the gradients of weights where these are
+put off. The stage that computes holds besides what its forward or backward takes at its fullest.
+Messages are those of ``planner.schedules.messages_held``. At the step's end there are all
+gradients, and no activation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..cost_model.actions import (
+    COMPUTE,
+    FORWARD,
+    INPUT_BACKWARD,
+    STEP,
+    WEIGHT_BACKWARD,
+    Action,
+    Schedule,
+    last_before_reduce,
+)
+from ..planner.schedules.messages_held import MessageBytes, messages_held
+from .saved_tensors import BUFFERS, INPUTS, Moment, StageActivations
+from .state_traffic import COMMUNICATION, GATHERED, GRADIENTS
+from .storages import SAVED
+
+Bytes = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """A stage's ``states`` by category, gradients among them, and ``run``: a micro-batch of it.
+
+    ``holds_inputs``: parts of the batch are copied to the device, and not read where they are.
+    ``keeps_gathered``: ZeRO gathers the parameters once per step.
+    """
+
+    states: Mapping[str, float]
+    run: Callable[[Moment], StageActivations | None]
+    holds_inputs: bool
+    keeps_gathered: bool
+
+
+def fullest_moment(
+    schedule: Schedule,
+    rank: int,
+    stages: Mapping[int, StageBytes],
+    messages: MessageBytes,
+    most: int,
+) -> dict[int, Bytes] | None:
+    """By stage, as numbered in the schedule, the bytes by category. ``most``: see
+    ``messages_held``."""
+    row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
+    for action, num_bytes in messages_held(schedule, rank, messages, most):
+        if action.kind in COMPUTE:
+            if not row.compute(action, num_bytes):
+                return None
+        elif action.kind == STEP:
+            row.step(action, num_bytes if schedule.is_asynchronous else 0.0)
+    return row.fullest
+
+
+@dataclass
+class _Row:
+    """A rank at some point of its row."""
+
+    schedule: Schedule
+    stages: Mapping[int, StageBytes]
+    lasts: frozenset[Action]
+    peak: float = -1.0
+    fullest: dict[int, Bytes] = field(default_factory=dict)
+    waiting: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    late: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    with_gradients: set[int] = field(default_factory=set)
+    updated: set[int] = field(default_factory=set)
+
+    def compute(self, action: Action, message_bytes: float) -> bool:
+        """Whether the stage could be run on fake tensors."""
+        run = self.stages[action.stage].run(self._moment(action))
+        if run is None:
+            return False
+        stage, share = action.stage, self._share(action)
+        if action.kind == FORWARD:
+            self._note(stage, run.forward, message_bytes)
+            self.waiting[stage] += share
+            return True
+        if action.kind == WEIGHT_BACKWARD:
+            self.late[stage] -= share
+            self._note(stage, run.weights, message_bytes)
+        else:
+            self.waiting[stage] -= share
+            self._note(stage, run.backward, message_bytes)
+            if action.kind == INPUT_BACKWARD:
+                self.late[stage] += share
+                return True
+        self.with_gradients.add(stage)
+        self.updated.discard(stage)
+        return True
+
+    def step(self, action: Action, message_bytes: float) -> None:
+        self.updated.add(action.stage)
+        self._note(None, {}, message_bytes)
+
+    def _moment(self, action: Action) -> Moment:
+        """Where in the step the action is: gradients may be there, or complete after it."""
+        stage = action.stage
+        is_first = stage not in self.with_gradients
+        if action.kind == FORWARD:
+            is_only = is_first and self.schedule.num_microbatches == 1
+            return Moment(is_first=is_first, is_last=is_only)
+        is_last = action in self.lasts
+        if action.kind == INPUT_BACKWARD:
+            is_last = action._replace(kind=WEIGHT_BACKWARD) in self.lasts
+        return Moment(is_first=is_first or stage in self.updated, is_last=is_last)
+
+    def _share(self, action: Action) -> float:
+        slices = self.schedule.slices
+        return slices[action.slice] / sum(slices) if slices else 1
+
+    def _note(self, running: int | None, taken: Mapping[str, int], message_bytes: float) -> None:
+        """The moment, if it is the fullest so far."""
+        found = {stage: self._resting(stage, stage == running) for stage in self.stages}
+        last = found[next(iter(found)) if running is None else running]
+        for name, size in taken.items():
+            if name != INPUTS:
+                last[name] = last.get(name, 0.0) + size
+            elif running is not None and self.stages[running].holds_inputs:
+                last[BUFFERS] = last.get(BUFFERS, 0.0) + size
+        last[COMMUNICATION] = last.get(COMMUNICATION, 0.0) + message_bytes
+        total = sum(sum(own.values()) for own in found.values())
+        if total > self.peak:
+            self.peak, self.fullest = total, found
+
+    def _resting(self, stage: int, runs: bool) -> Bytes:
+        """What a stage holds, but for what the micro-batch takes that it ``runs``."""
+        own = self.stages[stage]
+        found = {name: size for name, size in own.states.items() if name != GRADIENTS}
+        if stage in self.with_gradients and not runs:
+            found[GRADIENTS] = own.states.get(GRADIENTS, 0.0)
+        run = own.run(Moment(is_first=True, is_last=self.schedule.num_microbatches == 1))
+        if run is None:
+            return found
+        inputs = run.inputs * self.waiting[stage]
+        found[SAVED] = run.kept * self.waiting[stage] - inputs + run.late * self.late[stage]
+        found[BUFFERS] = inputs if own.holds_inputs else 0.0
+        if not runs:
+            found[BUFFERS] += run.forward.get(BUFFERS, 0)
+            found[GATHERED] = run.backward.get(GATHERED, 0) if own.keeps_gathered else 0.0
+        return found

@@ -1,0 +1,58 @@
+"""What the ranks of a configuration hold beside their stages: messages, and communicators.
+
+In: a configuration's schedule and mesh, what its stages send. Out: by pipeline rank the bytes of
+``communication``, the most that its messages take while it computes (``messages_held``), and of
+``communicators``: one of all devices, one for each axis of the mesh with more than one device, one
+for each direction between a device and its like in another rank of the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ...cost_model.actions import Schedule
+from ...cost_model.memory import communicator_bytes, reserve_bytes
+from ..graph import Graph, Ref
+from ..layout import Mesh
+from ..pricing.structure import Run
+from ..schedules.messages_held import MessageBytes, messages_held, sends_kept
+
+
+def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
+    """What a stage sends of a micro-batch, where each of ``parts`` devices has its share."""
+    specs = ((graph.spec(Ref(name, index)), count) for (name, index), count in run.sent.items())
+    return sum(spec.num_bytes * count for spec, count in specs) / parts
+
+
+def beside_stages(
+    schedule: Schedule, sent: Sequence[float], mesh: Mesh, kind: Literal["cuda", "cpu"]
+) -> tuple[Mapping[str, float], ...]:
+    """By pipeline rank; ``sent`` by part of the model, but for the last one.
+
+    >>> from ..schedules.schedules import build_schedule
+    >>> mesh = Mesh(("dp", "tp"), (4, 2))
+    >>> beside_stages(build_schedule("1f1b", 2, 8), [1e6], mesh, "cuda")[0]["communicators"]
+    1250000000.0
+    """
+    pairs: dict[tuple[int, int], float] = {}
+    for source, targets in enumerate(schedule.wiring.consumers):
+        for target in targets:
+            size = sent[schedule.part(source)]
+            pairs |= {(source, target): size, (target, source): size}
+    messages = MessageBytes(pairs, pairs)
+    most = sends_kept(schedule, is_gpu=kind != "cpu")
+    ranks = schedule.stage_rank
+    lanes = {(ranks[s], ranks[t]) for s, t in pairs if ranks[s] != ranks[t]}
+    found = []
+    for rank in range(schedule.num_ranks):
+        held = max((size for _, size in messages_held(schedule, rank, messages, most)), default=0.0)
+        is_world = schedule.num_ranks == 1 and len(mesh.shape) == 1
+        count = sum(size > 1 for size in mesh.shape) + sum(rank in lane for lane in lanes)
+        count += schedule.num_ranks * mesh.size > 1 and not is_world
+        found.append({
+            "communication": held,
+            "communicators": float(communicator_bytes(kind, count)),
+            "reserve": float(reserve_bytes(kind, 0)),
+        })  # fmt: skip
+    return tuple(found)

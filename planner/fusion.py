@@ -1,0 +1,274 @@
+"""Which ops a compiler fuses into one kernel, and what is left for each of them to move.
+
+In: the captured graph and its blocks. Out: the same graph, in which each op of a fused group
+says what of its traffic goes through memory (``Fused``); prices and memory follow from that.
+
+A group is a connected set of elementwise ops, normalizations, reductions, copies and views of
+one block between which no other op (a product, attention, a gather, an op of the user's) lies:
+equal ``depth``, the largest number of other ops on any way to a node. It is what TorchInductor's
+scheduler makes one kernel of (Ansel et al. 2024, "PyTorch 2", ASPLOS, section 4). The kernel reads
+what comes from outside of the group once and writes what others read; values in between stay in
+registers. Its backward is one kernel too, and one more where parameters get gradients, which are
+sums over the rows.
+
+What a group keeps for its backward is chosen as by the min-cut partitioner (same source, section
+3.3): a value that some gradient reads is kept as it is, or is computed again from what the group
+reads, whichever adds fewer bytes. Sums are never computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from .graph import Blocks, Fused, Graph, Node, Ref
+from .rules.saved import saved
+from .rules.table import packet
+from .rules.work import FAMILIES_FUSED, family_of
+
+_APART = frozenset(
+    (
+        *("sort", "argsort", "topk", "cumsum", "cumprod", "logcumsumexp", "cummax", "median"),
+        *("index", "index_select", "gather", "scatter", "scatter_add", "scatter_reduce"),
+        *("index_add", "index_copy", "index_fill", "index_put", "one_hot", "histc", "prod"),
+        *("max_pool1d", "max_pool2d", "max_pool3d", "batch_norm", "instance_norm"),
+        *("_native_batch_norm_legit_functional", "bernoulli", "rand", "randn"),
+        *("dropout", "feature_dropout"),
+    )
+)
+"""Ops of fused families that run as kernels of their own."""
+
+
+def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
+    """The graph as it runs compiled."""
+    found: dict[str, Fused] = {}
+    for block in blocks.blocks:
+        for group in _groups(graph, block.nodes):
+            found |= group.fused
+    nodes = tuple(
+        replace(node, fused=found[node.name]) if node.name in found else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=nodes)
+
+
+def is_fusible(node: Node) -> bool:
+    """Whether a compiler makes its own kernel of an op, which others can be part of.
+
+    >>> [is_fusible(Node("n", "op", f"aten.{op}")) for op in ("mul.Tensor", "linear.default")]
+    [True, False]
+    """
+    return (
+        node.kind == "op"
+        and node.op.startswith("aten.")
+        and node.rule is None
+        and packet(node.op) not in _APART
+        and family_of(node) in FAMILIES_FUSED
+    )
+
+
+def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
+    """The groups of a block that have an op that is no view."""
+    depth: dict[str, int] = {}
+    member: dict[str, list[str]] = {}
+    for name in names:
+        node = graph[name]
+        own = max((depth.get(ref.name, 0) for ref in node.inputs), default=0)
+        if not is_fusible(node):
+            depth[name] = own + 1
+            continue
+        depth[name] = own
+        group = [name]
+        for ref in node.inputs:
+            other = member.get(ref.name)
+            if other is not None and depth[ref.name] == own and other is not group:
+                other += group
+                group = other
+        for each in group:
+            member[each] = group
+    order = {name: at for at, name in enumerate(names)}
+    for group in {id(each): each for each in member.values()}.values():
+        found = _Group(graph, tuple(sorted(group, key=order.__getitem__)), names)
+        if found.kernels:
+            yield found
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ops of a fused kernel, in order."""
+
+    graph: Graph
+    names: tuple[str, ...]
+    block: tuple[str, ...]
+    nodes: Mapping[str, Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", {name: self.graph[name] for name in self.names})
+
+    @cached_property
+    def kernels(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if not self._is_view(name))
+
+    def _is_view(self, name: str) -> bool:
+        return family_of(self.graph[name]) == "view"
+
+    def root(self, ref: Ref) -> Ref:
+        """What a value is a view of, followed within the group."""
+        return self._bases(ref)[-1]
+
+    def _bases(self, ref: Ref) -> list[Ref]:
+        """A value, and one after the other what it is a view of within the group."""
+        found = [ref]
+        while found[-1].name in self.nodes and self._is_view(found[-1].name):
+            found.append(self.nodes[found[-1].name].inputs[0])
+        return found
+
+    @cached_property
+    def _reads(self) -> dict[tuple[str, int], Ref]:
+        """Where the group reads memory: an op, the position of its input, and the value; each
+        value once, and none that is a part of another one."""
+        parts: dict[Ref, dict[Ref, tuple[str, int]]] = {}
+        for name in self.kernels:
+            for position, ref in enumerate(self.nodes[name].inputs):
+                root = self.root(ref)
+                if root.name not in self.nodes:
+                    parts.setdefault(root, {}).setdefault(ref, (name, position))
+        return {
+            at: root
+            for root, places in parts.items()
+            for ref, at in places.items()
+            if places.keys().isdisjoint(self._bases(ref)[1:])
+        }
+
+    @cached_property
+    def _outside(self) -> frozenset[Ref]:
+        """The values that others read, also through views."""
+        found = {self.root(self.graph.loss)}
+        found.update(map(self.root, self.graph.updates.values()))
+        for name, node in self.nodes.items():
+            for user in self.graph.users[name]:
+                if user not in self.nodes:
+                    found.update(
+                        self.root(ref) for ref in self.graph[user].inputs if ref.name == node.name
+                    )
+        return frozenset(ref for ref in found if ref.name in self.nodes)
+
+    @cached_property
+    def _kept(self) -> frozenset[Ref]:
+        """The values, of the group's own and of those it reads, that its backward reads."""
+        wanted: dict[Ref, None] = {}
+        for name in self.kernels:
+            node = self.nodes[name]
+            wanted |= dict.fromkeys(map(self.root, saved(node, self.graph)))
+            if packet(node.op) == "cross_entropy_loss" and node.spec.requires_grad:
+                wanted[self.root(node.inputs[0])] = None  # in place of its log-probabilities
+        kept = {ref for ref in wanted if ref.name not in self.nodes}
+        for ref in sorted(wanted.keys() - kept, key=lambda ref: self.names.index(ref.name)):
+            sources = self._sources(ref)
+            added = sum(self._bytes(each) for each in sources - kept)
+            kept |= sources if added <= self._bytes(ref) else {ref}
+        return frozenset(kept)
+
+    def _bytes(self, ref: Ref) -> int:
+        """What keeping a value adds: nothing where it is there anyway."""
+        node = self.graph[ref.name]
+        if node.kind in ("parameter", "constant", "buffer"):
+            return 0
+        spec = self.graph.spec(ref)
+        if ref.name in self.nodes and ref in self._outside and self._is_kept_outside(ref):
+            return 0
+        return spec.num_bytes
+
+    def _is_kept_outside(self, ref: Ref) -> bool:
+        return any(
+            any(self.root(each) == ref for each in saved(self.graph[user], self.graph))
+            for name in self.names
+            for user in self.graph.users[name]
+            if user not in self.nodes
+        )
+
+    def _sources(self, ref: Ref) -> set[Ref]:
+        """What a value of the group is computed again from."""
+        found: set[Ref] = set()
+        waiting = [ref]
+        while waiting:
+            each = self.root(waiting.pop())
+            is_sum = each != ref and each.name in self.nodes and _is_sum(self.nodes[each.name])
+            if each.name not in self.nodes or is_sum:
+                found.add(each)
+            elif _is_sum(self.nodes[each.name]):
+                return {ref}
+            else:
+                waiting += self.nodes[each.name].inputs
+        return found
+
+    def _forks(self, root: Ref) -> bool:
+        """Whether ops after the group read a value too, so that the group's backward, which
+        comes after theirs, adds their gradient to its own."""
+        return any(
+            user not in self.nodes and self._order.get(user, -1) > self._order[self.names[0]]
+            for user in self.graph.users[root.name]
+        )
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: at for at, name in enumerate(self.block)}
+
+    def _passes_on(self, name: str) -> bool:
+        """Whether an op's gradient is its inputs', which are then nothing to compute."""
+        node = self.nodes[name]
+        shapes = {self.graph.spec(ref).shape for ref in node.inputs}
+        inside = [user for user in self.graph.users[name] if user in self.nodes]
+        inside += [ref.name for ref in node.inputs if self.root(ref).name in self.nodes]
+        return packet(node.op) == "add" and len(node.inputs) > 1 and len(shapes) == 1 and not inside
+
+    @cached_property
+    def fused(self) -> dict[str, Fused]:
+        """What each op moves. The kernels are counted at the last op that is no view."""
+        trained = any(
+            self.graph[root.name].kind == "parameter" and self.graph.spec(root).requires_grad
+            for root in self._reads.values()
+        )
+        found: dict[str, Fused] = {}
+        for name, node in self.nodes.items():
+            wants = any(spec.requires_grad for spec in node.outputs)
+            own = [Ref(name, index) for index in range(len(node.outputs))]
+            reads = tuple(at for at in range(len(node.inputs)) if (name, at) in self._reads)
+            is_free = self._passes_on(name)
+            is_last = name == self.kernels[-1]
+            found[name] = Fused(
+                reads=reads,
+                writes=tuple(r.index for r in own if r in self._outside or r in self._kept),
+                reads_gradients=tuple(
+                    r.index
+                    for r in own
+                    if r in self._outside and self.graph.spec(r).requires_grad and not is_free
+                ),
+                gradients=() if is_free or not wants else tuple(self._gradients(name, reads)),
+                keeps_inputs=tuple(at for at in reads if self._reads[name, at] in self._kept),
+                keeps_outputs=tuple(r.index for r in own if r in self._kept),
+                kernels_forward=int(is_last),
+                kernels_backward=(1 + trained) * is_last * wants * (not is_free),
+            )
+        return found
+
+    def _gradients(self, name: str, reads: Iterable[int]) -> Iterator[int]:
+        """The positions of inputs whose gradient is written; twice where another is added.
+
+        A sum's gradient is that of each of its inputs: it is written once.
+        """
+        node, is_written = self.nodes[name], False
+        for at in reads:
+            root = self._reads[name, at]
+            if not self.graph.spec(node.inputs[at]).requires_grad:
+                continue
+            if packet(node.op) != "add" or not is_written:
+                yield at
+            is_written = True
+            if self.graph[root.name].kind == "op" and self._forks(root):
+                yield at
+
+
+def _is_sum(node: Node) -> bool:
+    return family_of(node) == "reduction"

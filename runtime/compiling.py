@@ -1,0 +1,80 @@
+"""Compiling what blocks compute, once for all that are equal.
+
+In: the graphs of a rank's blocks. Out: the same graphs, whose runs of plain ops
+(``passes.compiled_runs``) are compiled by inductor, the compiler of ``torch.compile``, when they
+first run. The graphs are captured already, so its tracer of Python is left out. A run is compiled
+for the shapes, strides and dtypes of its inputs, and for whether they want gradients: equal
+blocks share what was compiled, a micro-batch of another size is compiled by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..passes.compiled_runs import Run, compile_runs
+from ..planner.errors import AutoparallelError, RunError
+
+Compiled = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(eq=False)
+class BlockCompiler:
+    """What a process has compiled, by text and inputs."""
+
+    compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
+
+    def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
+        """Has the runs of a block's graph compiled when they first run, in place.
+
+        ``in_parts``: the block is recomputed but for products that are kept.
+        """
+        compile_runs(graph, lambda run: _CompiledRun(self, run, block), in_parts=in_parts)
+
+
+@dataclass(eq=False)
+class _CompiledRun:
+    """A run in the graph of a block; what it compiles others may use."""
+
+    compiler: BlockCompiler
+    run: Run
+    block: str
+    __name__: str = "compiled"
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        key = (self.run.text, torch.is_grad_enabled(), *map(_form, inputs))
+        found = self.compiler.compiled.get(key)
+        if found is None:
+            found = self.compiler.compiled[key] = self._compile(inputs)
+        return found(*inputs)
+
+    def _compile(self, inputs: tuple[Tensor, ...]) -> Compiled:
+        """Raises RunError AP823 where inductor fails."""
+        import torch._inductor as inductor
+
+        try:
+            with _disable_current_modes():
+                found: Any = inductor.compile(copy.deepcopy(self.run.module), list(inputs))
+        except (AutoparallelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            text = str(error).strip().splitlines() or [""]
+            raise RunError(
+                "AP823",
+                f"the block {self.block} cannot be compiled",
+                why=f"{type(error).__name__}: {text[0]}",
+                where=f"its run of {self.run.text.count(chr(10))} ops",
+                fix="run without compilation: --no-compile, or compile=False",
+            ) from error
+        compiled: Compiled = found
+        return compiled
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

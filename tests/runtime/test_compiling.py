@@ -1,0 +1,183 @@
+"""Compiled blocks: what is compiled, how often, and that it computes what the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+
+from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.passes.capture import capture
+from autoparallel.passes.collectives import Alone
+from autoparallel.passes.compiled_runs import Run, compile_runs
+from autoparallel.passes.program import Program
+from autoparallel.passes.random_ops import Draws
+from autoparallel.passes.stage_program import StageProgram, build_stage
+from autoparallel.passes.weight_gradients import WeightGradients
+from autoparallel.planner.errors import RunError
+from autoparallel.planner.evaluate import at_microbatch
+from autoparallel.planner.plan import Recompute
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.search import plan
+from autoparallel.runtime.compiling import BlockCompiler
+from autoparallel.runtime.stage import StageBlock
+
+ROWS, WIDTH, LAYERS = 4, 8, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown: Tensor = self.up(self.norm(x))
+        shrunk: Tensor = self.down(grown.sigmoid() * grown)
+        return x + shrunk
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@cache
+def program() -> Program:
+    with torch.device("meta"):
+        model = Net()
+    batch = {"x": torch.empty((ROWS, WIDTH), device="meta")}
+    return capture(model, batch, dtype="float64")
+
+
+def stage_program(mode: Recompute) -> StageProgram:
+    """The whole model as the only stage of one device, with the same weights every time."""
+    forced = Forced(dp=1, tp=1, pp=1, num_microbatches=1, recompute=mode)
+    captured = program()
+    request = Request(ROWS, forced=forced, precision="fp64")
+    found = plan(captured.graph, captured.blocks, parse_cluster("cpu:1"), request)
+    built = build_stage(
+        at_microbatch(captured.graph, found), captured.blocks, found,
+        stage_index=0, coordinates=(0,), communicator=Alone(),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for block in built.blocks:
+        module = block.module.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return built
+
+
+def trained(
+    mode: Recompute, compiler: BlockCompiler | None, *, splits: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss and the gradients of all parameters, after a forward and a backward."""
+    own = stage_program(mode)
+    store = WeightGradients() if splits else None
+    known = {"x": torch.randn((ROWS, WIDTH), generator=torch.Generator().manual_seed(1)).double()}
+    modules = []
+    for position, block in enumerate(own.blocks):
+        deferring = None if store is None else (store, position)
+        module = StageBlock(block, Draws(), deferring, (), compiler)
+        outputs = module(*(known[key] for key in block.inputs))
+        known.update(zip(block.outputs, outputs, strict=True))
+        modules.append(module)
+    assert own.loss is not None
+    loss = known[own.loss]
+    if store is None:
+        loss.backward()  # type: ignore[no-untyped-call]
+    else:
+        with store.collecting(0):
+            loss.backward()  # type: ignore[no-untyped-call]
+        store.run(0)
+    gradients = [parameter.grad for each in modules for parameter in each.graph.parameters()]
+    return loss.detach(), [gradient for gradient in gradients if gradient is not None]
+
+
+def compilations() -> int:
+    return int(counters["aot_autograd"]["total"])
+
+
+def test_equal_blocks_share_one_compilation() -> None:
+    """Three equal layers and what comes before and after them: three kinds of blocks."""
+    kinds = {block.kind for block in program().blocks.blocks}
+    compiler, before = BlockCompiler(), compilations()
+    loss, gradients = trained("none", compiler)
+    own = stage_program("none")
+    compiled = [b for b in own.blocks if _num_runs(b.module)]
+    assert len(compiled) >= LAYERS
+    assert compilations() - before == len({b.kind for b in compiled}) <= len(kinds)
+    assert len(compiler.compiled) == compilations() - before
+    expected, truth = trained("none", None)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients, truth, rtol=1e-10, atol=1e-12)
+    trained("none", compiler)
+    assert len(compiler.compiled) == compilations() - before
+
+
+def _num_runs(module: fx.GraphModule) -> int:
+    return len(_runs_of(module, in_parts=False))
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.linear.default
+
+
+def _runs_of(module: fx.GraphModule, *, in_parts: bool) -> list[Run]:
+    """What is to be compiled of a block, whose graph then calls it."""
+    found: list[Run] = []
+
+    def keep(run: Run) -> Callable[..., object]:
+        found.append(run)
+
+        def call(*inputs: Tensor) -> object:
+            return run.module(*inputs)
+
+        return call
+
+    compile_runs(module, keep, in_parts=in_parts)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(mode: Recompute, splits: bool) -> None:
+    loss, gradients = trained(mode, BlockCompiler(), splits=splits)
+    expected, truth = trained(mode, None, splits=splits)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients, truth, rtol=1e-10, atol=1e-12)
+
+
+def test_where_products_are_kept_they_run_between_what_is_compiled() -> None:
+    module = stage_program("selective").blocks[1].module
+    runs = _runs_of(module, in_parts=True)
+    assert runs
+    assert not any("linear" in run.text for run in runs)
+    assert sum(_is_product(node) for node in module.graph.nodes) == 2
+
+
+def test_a_run_that_cannot_be_compiled_names_its_block_and_the_way_out() -> None:
+    """A product of shapes that do not fit stands for what inductor has no kernel for."""
+    own = stage_program("none").blocks[1]
+    graph = own.module.graph
+    product = next(node for node in graph.nodes if _is_product(node))
+    product.args = (product.args[0], product.args[0], product.args[2])
+    block = StageBlock(own, Draws(), compiler=BlockCompiler())
+    with pytest.raises(RunError, match=f"block {own.name} cannot be compiled") as found:
+        block(torch.randn((ROWS, WIDTH), dtype=torch.float64))
+    assert found.value.code == "AP823"
+    assert "--no-compile" in str(found.value)

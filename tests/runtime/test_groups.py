@@ -1,0 +1,55 @@
+"""How long the collectives of a run may take: longer than its watchdog waits."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_processes
+
+from autoparallel.planner.errors import DeviceMemoryError
+from autoparallel.runtime.groups import MARGIN_SECONDS, allow_seconds, new_group
+from autoparallel.runtime.membership import join
+from autoparallel.runtime.process import describe
+
+
+def limit(group: dist.ProcessGroup | None) -> float:
+    backend = group._get_backend(torch.device("cpu"))
+    return backend.options._timeout.total_seconds()
+
+
+def limits() -> list[float]:
+    """Of groups made before and after the limit of the default group is raised."""
+    world = dist.group.WORLD
+    before = dist.new_group([0, 1], timeout=timedelta(seconds=50))
+    alone = dist.new_group([1])
+    found = [limit(world), limit(before)]
+    join("cpu", dist.get_rank(), 4000.0)
+    found += [limit(world), limit(before), limit(new_group([0, 1])), limit(new_group())]
+    allow_seconds(10.0)
+    return [*found, limit(world)] + ([limit(alone)] if dist.get_rank() else [])
+
+
+def test_groups_that_are_there_and_new_ones_have_a_minute_more_than_the_watchdog() -> None:
+    first, second = run_processes(2, limits, backend="gloo", timeout_seconds=120.0)
+    raised = 4000.0 + MARGIN_SECONDS
+    assert first == [120.0, 50.0, raised, raised, raised, raised, raised]
+    assert second == [*first, raised]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda "
+        "error, NCCL version 2.27.5\nLast error:\nCuda failure 2 'out of memory'",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 'out of memory'",
+        "CUDA error: out of memory",
+    ],
+)
+def test_memory_that_runs_out_in_nccl_is_a_memory_error(text: str) -> None:
+    found = describe(RuntimeError(text), 1, 4)
+    assert isinstance(found, DeviceMemoryError)
+    assert found.code == "AP803"
