@@ -2,8 +2,8 @@
 
 In: the graph at micro-batch size and the nodes of a stage. Out: a ``Counting``, whose
 program takes one micro-batch's inputs and gives the targets of the stage's class losses and
-the values that count as totals (``Graph.accumulation``). Both depend on the batch alone, so
-a step can run it on every micro-batch before the first forward.
+the values that count as totals (``Graph.accumulation``). Both depend on the batch and on counted
+random numbers alone, so a step can run it on every micro-batch before the first forward.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .localize import (
     total_key,
     value_key,
 )
+from .random_ops import Draws
 
 _IGNORE_INDEX = -100
 
@@ -48,7 +49,8 @@ class Counting:
     """``program(*inputs)`` gives the values ``outputs`` of one micro-batch; None where these are
     the inputs.
 
-    ``inputs`` are names: of the batch, of constants, and of buffers, in this order.
+    ``inputs`` are names: of the batch, of constants, and of buffers, in this order. Random ops
+    draw for ``draws``, which the stage's forwards share.
     ``totals`` maps the key of each total to the output that it sums.
     """
 
@@ -58,25 +60,30 @@ class Counting:
     losses: tuple[Counted, ...]
     totals: Mapping[str, str]
     num_microbatches: int
+    draws: Draws
 
     @property
     def leaves(self) -> tuple[str, ...]:
         """The names of the constants and buffers that it reads."""
         return tuple(node.name for node in self.inputs if node.kind != "input")
 
-    def evaluate(self, value_of: Callable[[Node, int], Tensor]) -> dict[str, Tensor]:
-        """Each key's value for the step, from ``value_of(input, microbatch)``.
+    def evaluate(
+        self, value_of: Callable[[Node, int], Tensor], first: int = 0
+    ) -> dict[str, Tensor]:
+        """Each key's value for the micro-batches from ``first`` on, from
+        ``value_of(input, microbatch)``.
 
         A count is the mean over the micro-batches, since the step's loss is their mean; a
         total is their sum.
         """
         counts: dict[str, Tensor] = {}
         with torch.no_grad():
-            for microbatch in range(self.num_microbatches):
+            for microbatch in range(first, first + self.num_microbatches):
                 read = {node.name: value_of(node, microbatch) for node in self.inputs}
                 values = read
                 if self.program is not None:
-                    results = self.program(*read.values())
+                    with self.draws.repeated(self.draws.key, microbatch):
+                        results = self.program(*read.values())
                     values = dict(zip(self.outputs, results, strict=True))
                 for key, value in self._of_microbatch(values).items():
                     counts[key] = counts[key] + value if key in counts else value
@@ -123,7 +130,9 @@ def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
     return tuple(dict.fromkeys((*totals, *(ref for node in counted for ref in node.inputs[1:]))))
 
 
-def build_counting(graph: Graph, keys: Iterable[str], num_microbatches: int) -> Counting | None:
+def build_counting(
+    graph: Graph, keys: Iterable[str], num_microbatches: int, draws: Draws
+) -> Counting | None:
     """The counting that gives ``keys``; None where there are none."""
     wanted = set(keys)
     if not wanted:
@@ -142,7 +151,7 @@ def build_counting(graph: Graph, keys: Iterable[str], num_microbatches: int) -> 
         tuple(node.name for node in order if node.kind == "op"),
         {node.name: whole for node in leaves}, {}, {value_key(ref): whole for ref in outputs},
     )  # fmt: skip
-    alone = Rank(Mesh(("whole",), (1,)), (0,), Alone())
+    alone = Rank(Mesh(("whole",), (1,)), (0,), Alone(), draws)
     program = localize_block(
         graph, interface, layouts=layouts, rank=alone, num_microbatches=num_microbatches
     )
@@ -150,6 +159,7 @@ def build_counting(graph: Graph, keys: Iterable[str], num_microbatches: int) -> 
         program if operations else None, leaves, tuple(value_key(ref) for ref in outputs),
         tuple(_counted(graph, node) for node in counted),
         {key: value_key(ref) for key, ref in totals.items()}, num_microbatches,
+        draws,
     )  # fmt: skip
 
 

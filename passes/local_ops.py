@@ -286,7 +286,7 @@ _MEANS = (
     "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss",
 )  # fmt: skip
 _SIZED = (
-    "expand", "zeros", "ones", "full", "empty", "rand", "randn",
+    "expand", "zeros", "ones", "full", "empty",
     "new_zeros", "new_ones", "new_full", "new_empty",
 )  # fmt: skip
 _VIEWS = ("view", "reshape", "_unsafe_view", "view_copy", "squeeze")

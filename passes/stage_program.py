@@ -220,9 +220,9 @@ def build_stage(
         constants={n: h for n, h in leaves.items()
                    if isinstance(h, Held) and of_kind[n] == "constant"},
         receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
-        draws=stage.rank.draws,
+        draws=draws,
         counting=build_counting(whole if of_slice is None else of_slice.whole,
-                                stage.counts(nodes), plan.num_microbatches),
+                                stage.counts(nodes), plan.num_microbatches, draws),
         updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
         kept=kept, share=share,
     )  # fmt: skip

@@ -28,7 +28,6 @@ _Form = tuple[Any, ...]
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
 _MEAN = 1
-_RANDOM = frozenset(("rand", "randn", "randint", "bernoulli", "rand_like", "randn_like", "dropout"))
 
 _FILLS = frozenset(
     ("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like",
@@ -120,7 +119,8 @@ def _has_classes(graph: Graph, node: Node) -> bool:
 
 
 def is_data(graph: Graph, ref: Ref) -> bool:
-    """Whether a value depends on the batch and on constants alone, and has no gradient."""
+    """Whether a value depends on the batch, constants and counted random numbers alone, and has
+    no gradient."""
     pending, seen = [ref.name], set[str]()
     while pending:
         node = graph[pending.pop()]
@@ -128,7 +128,7 @@ def is_data(graph: Graph, ref: Ref) -> bool:
             continue
         seen.add(node.name)
         is_changing = node.kind == "parameter" or node.name in graph.updates
-        if is_changing or packet(node.op) in _RANDOM or any(s.requires_grad for s in node.outputs):
+        if is_changing or any(s.requires_grad for s in node.outputs):
             return False
         pending.extend(source.name for source in node.inputs)
     return True

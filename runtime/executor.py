@@ -186,14 +186,14 @@ class StageExecutor:
                 yield dict.fromkeys(loss.key for loss in counting.losses)
                 return
         values = {} if counting is None else self._counted_inputs(counting.inputs)
+
+        def value_of(node: Node, microbatch: int) -> Tensor:
+            if node.kind != "input":
+                return self._whole[node.name].to(self.stage.device)
+            return values[node.name, microbatch]
+
         for first in range(0, self.num_microbatches, self.per_update):
-
-            def value_of(node: Node, microbatch: int, first: int = first) -> Tensor:
-                if node.kind != "input":
-                    return self._whole[node.name].to(self.stage.device)
-                return values[node.name, first + microbatch]
-
-            yield {} if counting is None else counting.evaluate(value_of)
+            yield {} if counting is None else counting.evaluate(value_of, first)
 
     def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
         """Every micro-batch's whole value of the inputs that the stage's counting reads."""

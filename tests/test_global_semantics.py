@@ -43,6 +43,8 @@ LOSSES = {
     "masked": {"loss": "masked"},
     "normalized": {"loss": "normalized"},
     "nll": {"loss": "nll"},
+    "mean of random ones": {"loss": "mean", "is_random": True},
+    "masked at random": {"loss": "masked", "is_random": True},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (MASKED, settings) for name, settings in LOSSES.items()},
@@ -57,11 +59,13 @@ CASES = {
     + [(model, p) for model in ("average", "wide_resnet") for p in ("dp=2", "tp=2")]
     + [("wide_resnet", "pp=2"), ("wide_resnet", "dp=2,recompute=full")]
     + [("wide_resnet", "dp=2,microbatches=2"), ("average", "dp=2,microbatches=2")]
+    + [("diffusion", "dp=2,zero=3,microbatches=2")]
     + [
         (model, p) for model in ("unet", "diffusion", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")
     ],
     4: [(model, "dp=2,pp=2,microbatches=4") for model in LOSSES]
-    + [("wide_resnet", "dp=2,tp=2"), ("unet", "dp=2,pp=2,microbatches=2")],
+    + [("wide_resnet", "dp=2,tp=2")]
+    + [(model, "dp=2,pp=2,microbatches=2") for model in ("unet", "diffusion")],
 }
 
 

@@ -59,6 +59,7 @@ MORE = {
         *(Case("gpt", (1, 4, 3), 2, f"zero={zero}") for zero in (1, 2, 3)),
         *(Case("square", (1, 4, 3), 2, f"zero={zero}") for zero in (1, 2)),
         *(Case(loss, (3, 4, 1), 2) for loss in LOSSES),
+        *(Case(f"{loss} at random", (3, 4, 1), 2) for loss in ("mean", "masked")),
         Case("dropout", (3, 4, 1), 2), Case("gpt", (3, 4, 1), 2, "recompute=full")),
     4: (Case("gpt", (3, 5), 2, "tp=2"), Case("gpt", (1, 3), 2, "tp=2,zero=3")),
 }  # fmt: skip
@@ -75,7 +76,8 @@ def target(model: str) -> Target:
         return load_target("tests/models/gpt_dropout.py", {})
     if model == "square":
         return load_target("tests/models/regression.py", {})
-    return load_target("tests/models/masked_lm.py", {"loss": model})
+    loss = model.removesuffix(" at random")
+    return load_target("tests/models/masked_lm.py", {"loss": loss, "is_random": loss != model})
 
 
 @cache

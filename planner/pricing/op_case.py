@@ -183,7 +183,7 @@ _CONVOLUTIONS = (
 _LOCALIZE: Mapping[str, Localize] = {
     **{name: _size_at(1) for name in ("expand", "new_zeros", "new_ones", "new_full", "new_empty")},
     **{name: _size_at(1) for name in ("view", "reshape", "_unsafe_view", "view_copy")},
-    **{name: _size_at(0) for name in ("zeros", "ones", "full", "empty", "rand", "randn")},
+    **{name: _size_at(0) for name in ("zeros", "ones", "full", "empty")},
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _split),
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     "repeat": _repeat,

@@ -23,17 +23,22 @@ class Layer(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """``loss``: "mean", "weighted", "sum", "masked", "normalized", "nll"."""
+    """``loss``: "mean", "weighted", "sum", "masked", "normalized", "nll".
 
-    def __init__(self, loss: str, smoothing: float) -> None:
+    With ``is_random`` the forward itself draws which half of the labels count.
+    """
+
+    def __init__(self, loss: str, smoothing: float, *, is_random: bool) -> None:
         super().__init__()
-        self.loss, self.smoothing = loss, smoothing
+        self.loss, self.smoothing, self.is_random = loss, smoothing, is_random
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.register_buffer("class_weight", torch.linspace(0.5, 2, VOCABULARY))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        if self.is_random:
+            labels = labels.masked_fill(torch.rand(labels.shape) < 0.5, IGNORED)
         x = self.tokens(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -55,8 +60,10 @@ class MaskedLM(nn.Module):
         return (rows * mask).sum() / mask.sum().clamp(min=1) + 0.1 * (logits**2).mean() + decay
 
 
-def build_model(loss: str = "mean", smoothing: float = 0.0) -> nn.Module:
-    return MaskedLM(loss, smoothing)
+def build_model(
+    loss: str = "mean", smoothing: float = 0.0, *, is_random: bool = False
+) -> nn.Module:
+    return MaskedLM(loss, smoothing, is_random=is_random)
 
 
 def example_batch(global_batch: int) -> dict[str, Tensor]:
