@@ -195,10 +195,8 @@ class _Given(Prices):
         is_attention = node.op.startswith("aten.scaled_dot_product_attention")
         if not is_attention or not argument(node, 5, "is_causal", False):
             return found
-        queries, keys = inputs[0].shape[-2], inputs[1].shape[-2]
-        if queries >= keys:
-            return found
-        last = 2 - queries / keys  # the pairs of the rank with the last positions, of half of all
+        share = min(1.0, inputs[0].shape[-2] / inputs[1].shape[-2])  # of the positions
+        last = 2 - share  # the work of the rank with the last positions, in equal parts
         return found._replace(forward=found.forward / last, backward=found.backward / last)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
