@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..planner.errors import CaptureError
 from ..planner.graph import Graph
 from . import random_ops  # registers the ops
 from .distributions import DISTRIBUTIONS
@@ -53,11 +54,12 @@ class counter_random(TorchFunctionMode):  # noqa: N801
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:
-            where = user_source("".join(traceback.format_stack()))
-            raise uncounted(f"{func.__name__} with a generator", where)
+            raise _refused(f"{func.__name__} with a generator")
         replacement = _REPLACEMENTS.get(func)
-        if replacement is None or "out" in kwargs:
+        if replacement is None:
             return func(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            raise _refused(f"{func.__name__} with out=")
         return replacement(self, *args, **kwargs)
 
     def dropped(self, x: Tensor, p: float) -> Tensor:
@@ -67,6 +69,8 @@ class counter_random(TorchFunctionMode):  # noqa: N801
 
     def uniform(self, like: Tensor) -> Tensor:
         """The next numbers in [0, 1), of the shape and dtype of ``like``."""
+        if like.is_complex():
+            raise _refused("a function of complex numbers")
         options = self._next(like)
         result: Tensor = torch.ops.autoparallel.counter_uniform(like.detach(), **options)
         return result
@@ -79,6 +83,11 @@ class counter_random(TorchFunctionMode):  # noqa: N801
             options["start"] = [0] * x.dim()
             options["start"][dim] = self.microbatch * x.shape[dim]
         return options
+
+
+def _refused(function: str) -> CaptureError:
+    """AP211 of a call that cannot be counted, at the user's line that is running."""
+    return uncounted(function, user_source("".join(traceback.format_stack())))
 
 
 def batch_dims(graph: Graph) -> dict[int, int]:

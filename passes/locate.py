@@ -72,8 +72,9 @@ def uncounted(function: str, where: str) -> CaptureError:
         f"the model draws random numbers by {function}, which is not supported",
         why="every rank would draw other numbers, from a generator of its own",
         where=where,
-        fix="use torch.rand, randn, randint, normal, exponential_ or dropout without a generator, "
-        "or draw the numbers with the batch and give them to the model as an input",
+        fix="call torch.rand, randn, randint, normal, exponential_ or dropout in the forward "
+        "itself (not through a function of torch that calls it) and without a generator, or draw "
+        "the numbers with the batch and give them to the model as an input",
     )
 
 

@@ -124,6 +124,8 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "rrelu": lambda x: functional.rrelu(x, training=True),
     "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.1, True),
     "random": lambda x: torch.empty_like(x).random_(),
+    "a function of complex numbers": lambda x: torch.randn(x.shape, dtype=torch.complex64).real,
+    "rand with out=": lambda x: torch.rand(x.shape, out=torch.empty(x.shape)),
     "rand with a generator": lambda x: torch.rand(x.shape, generator=torch.Generator()),
 }
 
