@@ -16,23 +16,20 @@ HERE = Path(__file__).resolve().parent
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ONE_AT_A_TIME = ("api", "benchmarks")
-"""Folders whose tests start processes, and wait for them with a limit to their patience."""
-
 IMPATIENT = ("failures", "launch", "profile")
-"""What names of files in ``runtime`` have whose tests do so too."""
+"""What names of files in ``runtime`` have whose tests wait for processes with little patience."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers (``-n``) one has all tests that are impatient with processes; what
-    verifies plans on processes stays together, as cases share a run; the others go file by file."""
+    """Of several workers (``-n``) one has all tests that are impatient with processes, or measure
+    them; the others go file by file, as the cases of a file share what they prepare."""
     for item in items:
         place = item.path.relative_to(HERE)
-        is_whole = len(place.parts) == 1
-        is_impatient = place.parts[0] in ONE_AT_A_TIME or (
+        is_impatient = place.parts[0] == "benchmarks" or (
             place.parts[0] == "runtime" and any(word in place.name for word in IMPATIENT)
         )
-        group = "processes" if is_impatient else "root" if is_whole else place
+        group = "processes" if is_impatient else place
         item.add_marker(pytest.mark.xdist_group(str(group)))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
