@@ -30,11 +30,14 @@ MOST_SECONDS = 20.0
 ENOUGH = 3
 """Changes that are named."""
 
-FACTORS = (1.05, 1.3, 2.0, 4.0, 16.0, 1e6)
-"""Limits of memory under which the nearest plan is sought."""
+FACTORS = (1.05, 1.3, 2.0, 4.0, 16.0)
+"""Limits of memory under which the nearest plan is sought, and then none."""
+
+UNLIMITED = 1e6
+"""Times the limit: no limit."""
 
 EXTRA_SECONDS = 10.0
-"""The nearest plan may take so much longer than the changes."""
+"""The plan without a limit may take so long, and nearer ones so much longer than the changes."""
 
 MOST_TIMES = 64
 """The most times as many devices that are tried."""
@@ -77,17 +80,29 @@ def with_nearest_change(
 
 
 def _nearest(cluster: Cluster, request: Request, search: Search, until: float) -> Plan | None:
-    """The plan for the least of a few larger limits that gives one."""
+    """The plan for the least of a few larger limits that gives one.
+
+    The one without a limit comes first and has its own time, so that there is a plan to name
+    however long the changes took.
+    """
     limit = _limit_bytes(cluster, request)
+
+    def plan(factor: float, seconds: float) -> Plan | None:
+        more = replace(request, memory_limit_bytes=int(limit * factor))
+        return _tried(search, cluster, replace(more, time_limit_seconds=seconds))
+
+    most = plan(UNLIMITED, EXTRA_SECONDS)
+    if most is None:
+        return None
+    until = max(until, time.perf_counter()) + EXTRA_SECONDS
     for factor in FACTORS:
-        left = until + EXTRA_SECONDS - time.perf_counter()
-        if left <= 0:
-            return None
-        more = replace(request, memory_limit_bytes=int(limit * factor), time_limit_seconds=left)
-        found = _tried(search, cluster, more)
-        if found is not None:
-            return found
-    return None
+        left = until - time.perf_counter()
+        if left <= 0 or limit * factor >= most.prediction.peak_memory_bytes:
+            break
+        nearer = plan(factor, left)
+        if nearer is not None:
+            return nearer
+    return most
 
 
 def _limit_bytes(cluster: Cluster, request: Request) -> int:
