@@ -1,13 +1,15 @@
-"""Cutting a block's graph into what a compiler gets: its runs of plain tensor ops.
+"""Replaces runs of plain tensor ops in a block's graph by compiled functions.
 
-In: a block's graph as one rank runs it, and a function that compiles. Out: the same graph, in
-which each run of ``aten`` ops is one call of what that function returns; a run ends at the first
-other op that reads one of its values. Everything else runs as before: collectives and what else a
-rank calls of its own, parameters, random numbers, ops that put off their weights' gradients, ops
-that are marked for recomputation, and, where the block is recomputed in parts, products that may
-be kept. A compiled run is therefore one node of autograd's graph, with tensors between them.
+In: the graph of a block as one rank executes it, and a compiler: a function from a run to a
+callable. Out: the same graph, in which each run is one call of its compiled function. A run is a
+sequence of ``aten`` ops; it ends before the first other op that reads one of its values.
 
-Runs are named canonically: those of equal blocks have equal texts.
+These ops are never part of a run: collectives, ops of this package, counted random numbers, ops
+whose weight gradients are computed later, ops that are marked for recomputation, and, in a block
+of which only a part is recomputed, matrix products whose results may be kept.
+
+The text of a run does not depend on the names in its graph, so equal blocks have equal texts and
+can share what was compiled.
 """
 
 from __future__ import annotations
@@ -25,19 +27,20 @@ from ..planner.replay import is_costly
 aten = torch.ops.aten
 
 OF_WEIGHTS = "of weights alone"
-"""In the ``meta`` of nodes whose gradient is computed apart from the rest of the block's."""
+"""Marks, in ``meta``, the nodes whose gradients are computed after those of the block's inputs."""
 
 FEWEST_OPS = 2
-"""Kernels that a run has at least: of one alone there is nothing to fuse."""
+"""A run of fewer kernels is not compiled: there is nothing to fuse."""
 
 _SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Ops to be compiled together. ``text`` is equal for equal runs.
+    """Ops to be compiled together. Equal runs have equal ``text``.
 
-    ``module`` takes tensors and returns the tuple of what others read.
+    ``module`` takes the tensors that the run reads and returns a tuple of those that ops outside
+    of it read.
     """
 
     module: fx.GraphModule
@@ -47,9 +50,9 @@ class Run:
 def compile_runs(
     module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
 ) -> None:
-    """Replaces the runs of a block's graph by calls of ``compiled(run)``, in place.
+    """Replaces each run of a block's graph by a call of ``compiled(run)``, in place.
 
-    ``in_parts``: the block is recomputed but for products that are kept.
+    ``in_parts``: the backward recomputes the block except its matrix products, which are kept.
     """
     for nodes in list(_runs(module.graph, in_parts=in_parts)):
         _replace(module.graph, nodes, compiled)

@@ -1,19 +1,20 @@
-"""Which ops a compiler fuses into one kernel, and what is left for each of them to move.
+"""Predicts which ops a compiler fuses into one kernel, and the memory traffic that remains.
 
-In: the captured graph and its blocks. Out: the same graph, in which each op of a fused group
-says what of its traffic goes through memory (``Fused``); prices and memory follow from that.
+In: the captured graph and its blocks. Out: the same graph, in which each op of a fused group has
+a ``Fused``: which of its inputs, outputs and gradients go through memory. Prices and memory are
+computed from that.
 
-A group is a connected set of elementwise ops, normalizations, reductions, copies and views of
-one block between which no other op (a product, attention, a gather, an op of the user's) lies:
-equal ``depth``, the largest number of other ops on any way to a node. It is what TorchInductor's
-scheduler makes one kernel of (Ansel et al. 2024, "PyTorch 2", ASPLOS, section 4). The kernel reads
-what comes from outside of the group once and writes what others read; values in between stay in
-registers. Its backward is one kernel too, and one more where parameters get gradients, which are
-sums over the rows.
+A group is a connected set of elementwise ops, normalizations, reductions, copies and views of one
+block. No other op (a matrix product, attention, a gather, an op of the user's) lies between two of
+its members: they have the same ``depth``, the largest number of other ops on a path that leads to
+a node. TorchInductor's scheduler makes one kernel of such a group (Ansel et al. 2024, "PyTorch 2",
+ASPLOS, section 4). The kernel reads each input of the group once and writes only what ops outside
+of the group read; other values stay in registers. The backward of a group is one kernel as well,
+and a second one where parameters get gradients, as those are sums over rows.
 
-What a group keeps for its backward is chosen as by the min-cut partitioner (same source, section
-3.3): a value that some gradient reads is kept as it is, or is computed again from what the group
-reads, whichever adds fewer bytes. Sums are never computed again.
+What a group keeps for its backward follows the min-cut partitioner (same source, section 3.3): a
+value that a gradient reads is kept, or computed again from the inputs of the group, whichever adds
+fewer bytes. Reductions are never computed again.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _APART = frozenset(
         *("dropout", "feature_dropout"),
     )
 )
-"""Ops of fused families that run as kernels of their own."""
+"""Ops that belong to a fusible family but run as kernels of their own."""
 
 
 def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
-    """The graph as it runs compiled."""
+    """The graph with a ``Fused`` for each op that a compiler fuses."""
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
         for group in _groups(graph, block.nodes):
@@ -54,7 +55,7 @@ def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def is_fusible(node: Node) -> bool:
-    """Whether a compiler makes its own kernel of an op, which others can be part of.
+    """Whether a compiler generates the kernel of an op itself, so that others can be fused with it.
 
     >>> [is_fusible(Node("n", "op", f"aten.{op}")) for op in ("mul.Tensor", "linear.default")]
     [True, False]
@@ -69,7 +70,7 @@ def is_fusible(node: Node) -> bool:
 
 
 def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
-    """The groups of a block that have an op that is no view."""
+    """The groups of a block, except those of views alone."""
     depth: dict[str, int] = {}
     member: dict[str, list[str]] = {}
     for name in names:
@@ -96,7 +97,7 @@ def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
 
 @dataclass(frozen=True)
 class _Group:
-    """The ops of a fused kernel, in order."""
+    """The ops of one fused kernel: ``names`` in the order of ``block``, the names of all nodes."""
 
     graph: Graph
     names: tuple[str, ...]
@@ -126,8 +127,10 @@ class _Group:
 
     @cached_property
     def _reads(self) -> dict[tuple[str, int], Ref]:
-        """Where the group reads memory: an op, the position of its input, and the value; each
-        value once, and none that is a part of another one."""
+        """The values that the group reads from memory, by the op and the position of its input.
+
+        Each value is read once; a view of a value that is read as a whole is not read again.
+        """
         parts: dict[Ref, dict[Ref, tuple[str, int]]] = {}
         for name in self.kernels:
             for position, ref in enumerate(self.nodes[name].inputs):
@@ -143,7 +146,7 @@ class _Group:
 
     @cached_property
     def _outside(self) -> frozenset[Ref]:
-        """The values that others read, also through views."""
+        """The group's values that ops outside of it read, directly or through views."""
         found = {self.root(self.graph.loss)}
         found.update(map(self.root, self.graph.updates.values()))
         for name, node in self.nodes.items():
@@ -156,7 +159,7 @@ class _Group:
 
     @cached_property
     def _kept(self) -> frozenset[Ref]:
-        """The values, of the group's own and of those it reads, that its backward reads."""
+        """The values that the group's backward reads: its own or those that it reads itself."""
         wanted: dict[Ref, None] = {}
         for name in self.kernels:
             node = self.nodes[name]
@@ -171,7 +174,7 @@ class _Group:
         return frozenset(kept)
 
     def _bytes(self, ref: Ref) -> int:
-        """What keeping a value adds: nothing where it is there anyway."""
+        """The bytes that keeping a value adds: none where it is in memory anyway."""
         node = self.graph[ref.name]
         if node.kind in ("parameter", "constant", "buffer"):
             return 0
@@ -189,7 +192,7 @@ class _Group:
         )
 
     def _sources(self, ref: Ref) -> set[Ref]:
-        """What a value of the group is computed again from."""
+        """The values from which a value of the group can be computed again."""
         found: set[Ref] = set()
         waiting = [ref]
         while waiting:
@@ -204,8 +207,10 @@ class _Group:
         return found
 
     def _forks(self, root: Ref) -> bool:
-        """Whether ops after the group read a value too, so that the group's backward, which
-        comes after theirs, adds their gradient to its own."""
+        """Whether ops after the group read a value too.
+
+        The group's backward runs after theirs and then adds its gradient to theirs.
+        """
         return any(
             user not in self.nodes and self._order.get(user, -1) > self._order[self.names[0]]
             for user in self.graph.users[root.name]
@@ -216,7 +221,7 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Whether an op's gradient is its inputs', which are then nothing to compute."""
+        """Whether the gradient of an op's output is that of its inputs: nothing is computed."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]
@@ -225,7 +230,7 @@ class _Group:
 
     @cached_property
     def fused(self) -> dict[str, Fused]:
-        """What each op moves. The kernels are counted at the last op that is no view."""
+        """The ``Fused`` of each op. The last op that is no view stands for the kernels."""
         trained = any(
             self.graph[root.name].kind == "parameter" and self.graph.spec(root).requires_grad
             for root in self._reads.values()
@@ -254,9 +259,9 @@ class _Group:
         return found
 
     def _gradients(self, name: str, reads: Iterable[int]) -> Iterator[int]:
-        """The positions of inputs whose gradient is written; twice where another is added.
+        """The positions of inputs whose gradients are written; twice where another is added.
 
-        A sum's gradient is that of each of its inputs: it is written once.
+        All inputs of an addition have the same gradient, which is written once.
         """
         node, is_written = self.nodes[name], False
         for at in reads:

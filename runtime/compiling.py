@@ -1,10 +1,10 @@
-"""Compiling what blocks compute, once for all that are equal.
+"""Compiles the blocks of a rank with inductor; equal blocks are compiled once.
 
-In: the graphs of a rank's blocks. Out: the same graphs, whose runs of plain ops
-(``passes.compiled_runs``) are compiled by inductor, the compiler of ``torch.compile``, when they
-first run. The graphs are captured already, so its tracer of Python is left out. A run is compiled
-for the shapes, strides and dtypes of its inputs, and for whether they want gradients: equal
-blocks share what was compiled, a micro-batch of another size is compiled by itself.
+In: the graphs of a rank's blocks. Out: the same graphs, in which the runs of plain ops
+(``passes.compiled_runs``) are compiled when they are first called. The graphs are captured already,
+so ``torch.compile``'s tracer is not needed; inductor is called directly. A run is compiled for the
+shapes, strides and dtypes of its inputs and for whether they require gradients: equal blocks share
+one compilation, and a micro-batch of another size needs another one.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class BlockCompiler:
-    """What a process has compiled, by text and inputs."""
+    """The functions that a process has compiled, by text of the run and form of its inputs."""
 
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
-        """Has the runs of a block's graph compiled when they first run, in place.
+        """Replaces the runs of a block's graph by functions compiled at their first call, in place.
 
-        ``in_parts``: the block is recomputed but for products that are kept.
+        ``in_parts``: see ``compile_runs``.
         """
         compile_runs(graph, lambda run: _CompiledRun(self, run, block), in_parts=in_parts)
 
 
 @dataclass(eq=False)
 class _CompiledRun:
-    """A run in the graph of a block; what it compiles others may use."""
+    """A run of one block. What it compiles is shared through ``compiler``."""
 
     compiler: BlockCompiler
     run: Run

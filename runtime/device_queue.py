@@ -1,11 +1,10 @@
-"""A device's queue of work, which the host fills ahead of it.
+"""The queue of a device: events that tell its progress, and copies that do not block the host.
 
-In: what the host has given a device to do. Out: how far the device has come, and copies between
-its memory and the host's that neither of them waits for. On a GPU every call returns before its
-work is done, ``Work.wait`` of a message or a collective too: it only has the device wait. On a CPU
-the host does the work itself.
+On a GPU a call returns when its work is queued, not when it is done. This holds for ``Work.wait``
+of a message or a collective too, which only makes the device wait. On a CPU the host does the
+work itself, within the call.
 
-``QUEUES`` has a class for each type of device. Only ``CudaQueue`` calls ``torch.cuda``.
+``QUEUES`` has one class for each type of device. Only ``CudaQueue`` calls ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A place in the queue of a device, as ``torch.cuda.Event`` is."""
+    """A point in the queue of a device, like ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether the device has passed it; never waits."""
+        """Whether the device has reached it. Does not block."""
 
     def synchronize(self) -> None:
-        """Has the host wait until the device has passed it."""
+        """Blocks the host until the device has reached it."""
 
 
 class Waitable(Protocol):
-    """What a collective returns that is under way, as ``torch.distributed.Work`` is."""
+    """A collective that has been started, like ``torch.distributed.Work``."""
 
     def wait(self) -> Any: ...
 
 
 class HostCopy(NamedTuple):
-    """A copy in host memory, which is there once ``event`` is done."""
+    """A copy of a device's tensor in host memory. It is complete when ``event`` is reached."""
 
     tensor: Tensor
     event: Event
 
 
 class DeviceQueue(Protocol):
-    """The queue of one device. ``runs_behind``: its host may be ahead of it."""
+    """The queue of one device. ``runs_behind``: calls return before their work is done."""
 
     @property
     def device(self) -> torch.device: ...
@@ -51,26 +50,26 @@ class DeviceQueue(Protocol):
     def runs_behind(self) -> bool: ...
 
     def mark(self, event: Event | None = None) -> Event:
-        """An event that is done when all is that the device was given to do so far.
+        """An event that is reached when all work that was queued so far is done.
 
-        ``event`` is one of this queue that is used again.
+        ``event``: an earlier one of this queue, to be used again in place of a new one.
         """
 
     def to_device(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors on the device, of those in host memory copies that nobody waits for."""
+        """The tensors on the device. Those in host memory are copied without blocking."""
 
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
-        """A copy of ``tensor``, which ``work`` fills, if any; None where it is host memory."""
+        """A copy of ``tensor`` once ``work`` has filled it; None if it is in host memory."""
 
 
 class _Passed:
-    """An event of a device that is never behind."""
+    """An event that has always been reached."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Returns at once."""
 
 
 PASSED = _Passed()
@@ -78,7 +77,7 @@ PASSED = _Passed()
 
 @dataclass(frozen=True, slots=True)
 class HostQueue:
-    """Of a device that works while its host calls it: a CPU."""
+    """A CPU: the work is done when the call returns."""
 
     device: torch.device
     runs_behind: bool = False
@@ -95,7 +94,7 @@ class HostQueue:
 
 @dataclass(frozen=True, slots=True)
 class CudaQueue:
-    """Of a GPU. Inputs and figures are copied on streams of their own, beside its computation."""
+    """A GPU. Inputs and figures are copied on their own streams, beside the computation."""
 
     device: torch.device
     runs_behind: bool = True
@@ -153,10 +152,10 @@ def packed_copies(
     empty: Callable[[int, torch.dtype], Tensor],
     copy: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """``copy`` of every tensor, called once for each dtype: they lie in one piece of memory.
+    """Copies of all tensors by one call of ``copy`` per dtype, on their values in one flat tensor.
 
-    ``empty(num_elements, dtype)`` makes the memory that ``copy`` reads. Tensors that are the same
-    memory are copied once.
+    ``empty(num_elements, dtype)`` allocates that flat tensor. Tensors that share their memory are
+    copied once.
 
     >>> parts = [torch.tensor([1, 2]), torch.tensor([[3.0]]), torch.tensor([4])]
     >>> packed_copies(parts, lambda n, dtype: torch.empty(n, dtype=dtype), torch.clone)
@@ -176,12 +175,12 @@ def packed_copies(
 
 
 def _memory(part: Tensor) -> tuple[Any, ...]:
-    """What two tensors share that are the same values in the same memory."""
+    """Equal for two tensors that are the same values in the same memory."""
     return part.data_ptr(), part.dtype, tuple(part.shape), part.stride()
 
 
 def _slots(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive pieces of flat memory in the shapes of ``like``."""
+    """Consecutive pieces of a flat tensor, in the shapes of ``like``."""
     sizes = [each.numel() for each in like]
     pieces = torch.split(whole, sizes) if sizes else ()
     return [piece.view(each.shape) for piece, each in zip(pieces, like, strict=True)]
@@ -195,5 +194,5 @@ QUEUES: Mapping[str, Callable[[torch.device], DeviceQueue]] = {
 
 @cache
 def queue_of(device: torch.device) -> DeviceQueue:
-    """The queue of a device of this process, of which there is one."""
+    """The queue of a device; each process has one per device."""
     return QUEUES[device.type](device)

@@ -1,9 +1,9 @@
-"""Process groups with a limit that lets a watchdog speak first.
+"""Process groups whose time limit is a minute longer than the watchdog's.
 
-In: how long a rank may make no progress. Out: groups whose collectives may take a minute longer.
-NCCL ends a process whose collective takes longer than the limit of its group, 10 minutes unless one
-is given, and says neither which action it was at nor which rank failed to come. A group that torch
-makes has torch's own limit, not that of the default group.
+NCCL ends a process whose collective exceeds the time limit of its group (by default 10 minutes)
+and names neither the action nor the rank that did not come. The watchdog does, so its limit has to
+end first. ``torch.distributed.new_group`` uses torch's default limit, not the default group's;
+``new_group`` of this module uses the default group's.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _allow(group: Any, limit: timedelta) -> None:
 
 
 def _backends(group: Any) -> Iterator[Any]:
-    """The backends of a group that this rank is in, of those that have limits."""
+    """The backends of a group that have a time limit; none where this rank is no member."""
     if not isinstance(group, dist.ProcessGroup):
-        return  # it stands for a group of other ranks
+        return  # torch's placeholder for a group that this rank is not in
     for device in group._device_types:
         backend = group._get_backend(device)
         if hasattr(getattr(backend, "options", None), "_timeout"):

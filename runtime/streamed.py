@@ -1,9 +1,9 @@
 """A forward and backward on a device that holds the weights of one op at a time.
 
-In: a model on the CPU and a device. Out: a context for its forward. Each op gets copies of the
-parameters that it reads on the device; what autograd saves for the backward waits on the CPU
-and comes back when the backward asks for it. Gradients end beside their parameters, on the CPU.
-So a model trains that the device could not hold, at the speed of the link to the host.
+In: a model on the CPU, and a device. Out: a context for the model's forward. Each op gets copies of
+its parameters on the device. What autograd saves is moved to the CPU, and back when the backward
+reads it. Gradients arrive beside their parameters, on the CPU. A model can thus be computed on a
+device that could not hold it, at the speed of the link between device and host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FACTS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "ndim", "requires_grad", "is_leaf", "grad")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
-"""What is asked of a parameter without reading its values."""
+"""Functions that read no values of a parameter."""
 
 
 @contextmanager
 def streamed(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[None]:
-    """While inside, ``model`` computes on ``device``; a backward of it may run afterwards.
+    """Within the context ``model`` computes on ``device``; its backward may run afterwards.
 
-    ``tell`` is given what is computed, again and again, also in that backward.
+    ``tell`` is called with what is being computed, in the forward and in the backward.
     """
     place_buffers(model, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -48,7 +48,7 @@ def streamed(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[Non
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves the buffers of ``model`` alone; ops write them in place."""
+    """Moves the buffers of ``model``, which ops write in place; parameters stay."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -1,13 +1,13 @@
-"""A device that runs behind its host, emulated on gloo: ``lagging``.
+"""``lagging``: a backend over gloo that emulates a device which runs behind its host.
 
-Messages and collectives are a queue, which a thread of the process works off in order, as a GPU
-does its stream: one that waits for another rank holds up all that were begun after it. What a GPU
-promises its host, and no more:
+Messages and collectives are queued, and a thread of the process executes them in order, like the
+stream of a GPU: one that waits for another rank blocks all that were queued after it.
 
-1. ``Work.wait`` returns though the work is not done. It gives the queue ``grace_seconds``: until
-   then what the host computes is right.
-2. An event is done when all work is that was waited for before it, and what that queued behind.
-3. Who reads a figure of a step (``HostCopy``) is blocked until its event is done.
+1. ``Work.wait`` returns after at most ``grace_seconds``, also if the work is not done. While every
+   work ends within that time, what the host computes is right.
+2. An event is reached when the work that was last waited for, and all work queued before it, is
+   done.
+3. Reading a figure of a step (``HostCopy``) blocks until its event is reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "lagging"
 
 
 class Device:
-    """The queue, its thread, how many works were begun and are done, and the last waited for."""
+    """The queue and its thread. Works are numbered from 1 in the order in which they are queued."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -41,18 +41,21 @@ class Device:
         threading.Thread(target=self._run, name="device", daemon=True).start()
 
     def begin(self, work: Callable[[], None]) -> int:
-        """Adds ``work`` to the queue; its number."""
+        """Adds ``work`` to the queue and returns its number."""
         self.num_begun += 1
         self._works.put(work)
         return self.num_begun
 
     def wait(self, number: int) -> None:
-        """Until work ``number`` is done."""
+        """Blocks until work ``number`` is done."""
         with self._changed:
             self._changed.wait_for(lambda: self.num_done >= number)
 
     def give_time(self, number: int) -> None:
-        """Until work ``number`` is done, or the queue has made no use of its time."""
+        """Blocks until work ``number`` is done, for ``grace_seconds`` at most.
+
+        A queue that has used up this time once gets none until it moves again.
+        """
         with self._changed:
             self._is_stuck = not self._changed.wait_for(
                 lambda: self.num_done >= number, 0.0 if self._is_stuck else self.grace_seconds

@@ -105,7 +105,7 @@ def read(output: str) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plans and runs every case; the exit code."""
+    """Plans and runs every case. Returns 0 if all passed, and 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("output")
     parser.add_argument("models", nargs="+")

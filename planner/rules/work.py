@@ -56,7 +56,7 @@ class Work:
 
 
 FAMILIES_FUSED: frozenset[Family] = frozenset(("norm", "elementwise", "copy", "reduction", "view"))
-"""Whose kernels a compiler writes itself."""
+"""The families of ops whose kernels a compiler generates, and so can fuse."""
 
 _FREE: Work = Work("view", 0, 0, 0, 0, kernels_forward=0, kernels_backward=0)
 

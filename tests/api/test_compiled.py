@@ -1,4 +1,4 @@
-"""Compiled blocks as a user asks for them: a plan that says so, and runs that differ from it."""
+"""The option to compile blocks: in plans, their files and reports, and in runs that override it."""
 
 from __future__ import annotations
 
