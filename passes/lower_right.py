@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 LOWER_RIGHT = "autoparallel.lower_right_attention.default"
 
@@ -31,6 +30,8 @@ def lower_right_attention(
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
     if rows != columns and query.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
+
         mask = causal_lower_right(rows, columns)
     elif rows != columns:
         every = torch.ones(rows, columns, dtype=torch.bool, device=query.device)

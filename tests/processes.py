@@ -1,7 +1,7 @@
 """Running a function on several gloo processes of this machine.
 
-A fork server imports torch once; each rank is forked from it, so a run of a few ranks
-starts in a fraction of a second. Ranks find each other through a file.
+A fork server imports torch and this package once; each rank is forked from it, so a run of a few
+ranks starts in a fraction of a second. Ranks find each other through a file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "torch.utils.checkpoint",
+    "torch._inductor.codecache",
+    "torch.export._trace",
+    "autoparallel.module",
+    "autoparallel.planning",
+    "autoparallel.worker",
+    "pytest",
 ]
 
 
