@@ -26,6 +26,10 @@ PLANS = {
     "trainer": ("dp=2", "tp=2", "dp=2,zero=3,microbatches=2"),
     "fabric": ("dp=2,zero=2", "tp=2"),
 }
+COMPILED = {
+    "gpt": ("dp=2,zero=2 compiled", "tp=2 compiled"),
+    "stepped": ("pp=2,microbatches=4 compiled",),
+}
 
 
 def launched() -> None:
@@ -40,9 +44,10 @@ def _adopted(script: str, plans: Sequence[str], arguments: Sequence[Any]) -> dic
     for plan in plans:
 
         def adopt(model: nn.Module, example: Any, plan: str = plan, **options: Any) -> nn.Module:
+            parallel, _, compiled = plan.partition(" ")
             return autoparallel.parallelize(
-                model, example_batch=example, global_batch=8, parallel=plan, profile="analytic",
-                **options,
+                model, example_batch=example, global_batch=8, parallel=parallel,
+                profile="analytic", compile=bool(compiled), **options,
             )  # fmt: skip
 
         alone = [autoparallel.one_process()] if script in ("trainer", "fabric") else []
@@ -50,13 +55,22 @@ def _adopted(script: str, plans: Sequence[str], arguments: Sequence[Any]) -> dic
     return found
 
 
-@pytest.mark.parametrize("script", PLANS)
-def test_a_script_computes_what_it_computes_alone(script: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("script", "plans"),
+    [pytest.param(*case, id=case[0]) for case in PLANS.items()]
+    + [
+        pytest.param(*case, id=f"{case[0]} compiled", marks=pytest.mark.slow)
+        for case in COMPILED.items()
+    ],
+)
+def test_a_script_computes_what_it_computes_alone(
+    script: str, plans: Sequence[str], tmp_path: Any
+) -> None:
     if script == "fabric":
         pytest.importorskip("lightning_fabric")
     arguments = [str(tmp_path)] if script == "trainer" else []
     expected = getattr(adopted_scripts, script)(lambda model, example, **_: model, *arguments)
-    for results in run_processes(2, _adopted, script, PLANS[script], arguments):
+    for results in run_processes(2, _adopted, script, plans, arguments):
         for plan, found in results.items():
             assert [name for name, _ in found] == [name for name, _ in expected]
             for (name, value), (_, truth) in zip(found, expected, strict=True):
