@@ -93,8 +93,7 @@ def join_training(
             fix="give loss_fn to parallelize, or plan with microbatches=1",
         )
     plan = as_asked(plan, options.compiled, rank=rank)
-    if device.type == "cuda":
-        tell_difference(plan, rank)
+    tell_difference(plan, rank)
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
     trainer = Trainer(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets

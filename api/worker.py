@@ -84,8 +84,7 @@ def train(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
         is_given=resume is not None, start=start,
     )  # fmt: skip
-    if device.type == "cuda":
-        set_as_planned(plan, worker.rank)
+    set_as_planned(plan, worker.rank)
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,78 @@ def test_a_model_file_that_sets_torch_is_planned_as_it_sets_it(tmp_path: Path) -
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert loads(done.stdout).tf32 == ("conv", "matmul")
+
+
+CLUSTER = """
+[[hosts]]
+num_devices = 2
+link = "loopback"
+device = { preset = "cpu", peak_flops = { tfloat32 = 120e9 } }
+"""
+"""CPUs with a figure for TF32, so that a machine without GPUs goes the same way as one with."""
+
+SCRIPT = """
+import sys, torch, autoparallel
+from torch import nn
+
+if "high" in sys.argv:
+    torch.set_float32_matmul_precision("high")
+model = autoparallel.parallelize(
+    nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)),
+    example_batch=(torch.zeros(8, 16),), loss_fn=lambda out, batch: out.square().mean(),
+    cluster="cluster.toml", profile="analytic", tf32="all",
+)
+autoparallel.Step(model)((torch.ones(8, 16),))
+print("matmuls", torch.backends.cuda.matmul.allow_tf32)
+"""
+SMALL = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Linear(16, 64)
+
+def example_batch(global_batch, seq=None):
+    return {"input": torch.zeros(global_batch, 16)}
+
+def loss_fn(outputs, batch):
+    return outputs.square().mean()
+"""
+
+
+def outputs_of(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    (folder / "cluster.toml").write_text(CLUSTER)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_processes_of_a_run_are_set_as_planned(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(SMALL)
+    common = ("model.py", "--cluster", "cluster.toml", "--profile", "analytic")
+    done = outputs_of(tmp_path, "autoparallel", "run", *common, "--tf32", "all", "--steps", "1")
+    said = "convolutions and matmuls in TF32, as planned; torch was set to convolutions"
+    assert done.stderr.count(said) == 1
+    assert "fp32 (TF32 convolutions and matmuls)" in done.stdout
+    done = outputs_of(tmp_path, "autoparallel", "run", *common, "--steps", "1")
+    assert "as planned" not in done.stderr
+
+
+@pytest.mark.parametrize("setting", ["default", "high"])
+def test_a_script_under_torchrun_keeps_its_settings(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = outputs_of(
+        tmp_path,
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "script.py",
+        setting,
+    )
+    said = "priced with convolutions and matmuls in TF32, this script's torch computes convolutions"
+    assert done.stderr.count(said) == (1 if setting == "default" else 0)
+    assert done.stdout.split() == ["matmuls", str(setting == "high")] * 2
