@@ -42,6 +42,7 @@ from autoparallel.runtime.profile_links import agree
 from autoparallel.runtime.shared import gather_values, share_in_place, share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.targets import Target
+from autoparallel.tf32 import tell_difference, with_choice
 
 
 def join_training(
@@ -92,6 +93,7 @@ def join_training(
             fix="give loss_fn to parallelize, or plan with microbatches=1",
         )
     plan = as_asked(plan, options.compiled, rank=rank)
+    tell_difference(plan, rank)
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
     trainer = Trainer(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets
@@ -189,6 +191,8 @@ def _planned(
     processes, on one machine.
     """
     text, leader = None, None
+    if cluster is not None:
+        cluster = with_choice(cluster, options.tf32)
     with ExitStack() as shown:
         if cluster is not None and is_wanted(options, cluster) and under_torchrun_here(cluster):
             bar = shown.enter_context(shown_progress(options.measure_seconds))

@@ -26,6 +26,7 @@ from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
+from autoparallel.cost_model.profile.torch_tf32 import torch_computing
 from autoparallel.passes.program import Program
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Graph
@@ -89,6 +90,11 @@ class BlockTodo:
     graph: Graph
     block: Block
     accumulates: bool
+    tf32: tuple[str, ...] = ()
+
+    @property
+    def case(self) -> OpCase:
+        return block_case(self.graph, self.block, self.tf32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +210,9 @@ class Leader:
         counts: dict[str, int] = {}
         for block in self.program.blocks.blocks:
             counts[block.kind] = counts.get(block.kind, 0) + 1
+        tf32 = self.cluster.device(0).tf32 or ()
         for at, block in blocks_of(plan, graph, self.program.blocks):
-            if block_case(at, block) in known.ops:
+            if block_case(at, block, tf32) in known.ops:
                 continue
             seconds = sum(seconds_by_ops(at, block, self.cluster, known))
             weight = seconds * counts[block.kind] * plan.num_microbatches
@@ -214,10 +221,9 @@ class Leader:
             while BLOCK_ROUNDS * SLOWER * seconds > share and rows % 2 == 0 and graph.batch_dims:
                 rows, seconds = rows // 2, seconds / 2
             part = at.with_batch_size(rows) if rows != at.batch_size else at
-            case = block_case(part, block)
-            if case in known.ops or case.key() in failures:
+            todo = BlockTodo(part, block, plan.num_microbatches > 1, tf32)
+            if todo.case in known.ops or todo.case.key() in failures:
                 continue
-            todo = BlockTodo(part, block, plan.num_microbatches > 1)
             wanted = max(BLOCK_ROUNDS * SLOWER * seconds, share / len(counts))
             yield Todo(todo, weight, max(LEAST_SECONDS, min(MOST_SECONDS, wanted)))
 
@@ -312,10 +318,11 @@ def _measured(
         return time.perf_counter() > ends
 
     if isinstance(what, BlockTodo):
-        found = measure_everywhere(
-            what.graph, what.block, device=device, accumulates=what.accumulates, seconds=seconds
-        )
-        yield block_case(what.graph, what.block), found
+        with torch_computing(what.tf32):
+            found = measure_everywhere(
+                what.graph, what.block, device=device, accumulates=what.accumulates, seconds=seconds
+            )
+        yield what.case, found
     elif isinstance(what, LinkTodo):
         meshes = Meshes(device)
         for each in measure_links(
@@ -348,7 +355,7 @@ def _name(todo: Todo) -> str:
 def _key(todo: Todo) -> object:
     what = todo.what
     if isinstance(what, BlockTodo):
-        return block_case(what.graph, what.block)
+        return what.case
     if isinstance(what, LinkTodo):
         return what.place, what.links.num_bytes
     return what

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from autoparallel.collection import rare_collections
+from autoparallel.cost_model.tf32 import FAMILIES, Tf32
 from autoparallel.planner.cache.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Float32Ops, Plan, Precision
@@ -55,6 +56,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 class PlanOptions:
     """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
 
+    ``tf32``: which float32 products compute in TF32; None is as torch is set in this process.
     ``compiled``: blocks run compiled; None is no, and of a plan that is there what it says.
     ``database`` is the file of measured times, None the user's own. So many ``measure_seconds``
     are spent at most on measuring what a plan for this machine asks for.
@@ -65,6 +67,7 @@ class PlanOptions:
     micro_batch: int | None = None
     precision: Precision = "fp32"
     float32_ops: Float32Ops = "autocast"
+    tf32: Tf32 | None = None
     compiled: bool | None = None
     optimizer: str = "adamw"
     memory_limit_bytes: int | None = None
@@ -94,6 +97,8 @@ class PlanOptions:
                 "AP113",
                 f"float32_ops {self.float32_ops!r} is not one of {', '.join(get_args(Float32Ops))}",
             )
+        if self.tf32 is not None and self.tf32 not in FAMILIES:
+            raise UsageError("AP113", f"tf32 {self.tf32!r} is not one of {', '.join(FAMILIES)}")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(
                 "AP114", f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}"
@@ -131,9 +136,10 @@ def make_plan(
     """
     from autoparallel.cached_capture import with_kept_memory
     from autoparallel.passes.stage_memory import num_ops
+    from autoparallel.tf32 import with_choice
 
     observe("cluster", 0, 1)
-    cluster = find_cluster(cluster_text)
+    cluster = with_choice(find_cluster(cluster_text), options.tf32)
     observe("cluster", 1, 1)
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)

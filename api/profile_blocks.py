@@ -13,6 +13,7 @@ import torch
 
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.records import Measurement
+from autoparallel.cost_model.profile.torch_tf32 import torch_computing
 from autoparallel.planner.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.whole_block import block_case
@@ -31,6 +32,7 @@ class BlockTodo:
     blocks: tuple[tuple[Graph, Block], ...] = ()
     accumulates: bool = False
     seconds: float = 0.0
+    tf32: tuple[str, ...] = ()
 
 
 def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Block], ...]:
@@ -53,13 +55,14 @@ def todo_of(
     plan: Plan, graph: Graph, blocks: Blocks, *, known: Callable[[OpCase], bool], seconds: float
 ) -> BlockTodo:
     """The blocks of a plan that are not known; ``seconds`` are for all."""
+    tf32 = plan.cluster.device(0).tf32 or ()
     new = tuple(
         (at, block)
         for at, block in blocks_of(plan, graph, blocks)
-        if not known(block_case(at, block))
+        if not known(block_case(at, block, tf32))
     )
     each = min(MOST_SECONDS, seconds / max(len(new), 1))
-    return BlockTodo(new, plan.num_microbatches > 1, each)
+    return BlockTodo(new, plan.num_microbatches > 1, each, tf32)
 
 
 def measure_blocks(
@@ -70,7 +73,8 @@ def measure_blocks(
     assert shared is not None
     for graph, block in shared.blocks:
         worker.watchdog.progress(f"measuring {block.name} in one piece")
-        found = measure_everywhere(
-            graph, block, device=device, accumulates=shared.accumulates, seconds=shared.seconds
-        )
-        yield block_case(graph, block), found
+        with torch_computing(shared.tf32):
+            found = measure_everywhere(
+                graph, block, device=device, accumulates=shared.accumulates, seconds=shared.seconds
+            )
+        yield block_case(graph, block, shared.tf32), found

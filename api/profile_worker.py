@@ -55,6 +55,7 @@ from autoparallel.runtime.profile_ops import OpTime, measure_ops
 from autoparallel.runtime.profile_update import SIZES, measure_updates
 from autoparallel.runtime.shared import share_text
 from autoparallel.targets import Target, load_target
+from autoparallel.tf32 import with_choice
 
 MOST_ROUNDS = 4
 LINK_SHARE = 0.3
@@ -123,6 +124,7 @@ def profile(
             opened = stack.enter_context(Database(database))
             shown = stack.enter_context(shown_progress(budget))
             chosen = plan_options(**options)
+            on = with_choice(on, chosen.tf32)
             leader = _Leader(worker, loaded, on, chosen, opened, shown, budget)
         for _ in range(MOST_ROUNDS):
             worker.watchdog.progress("waiting for what to measure")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.passes.counter_random import batch_dims
 from autoparallel.passes.deferred_init import Deferred, Init, plain_build
@@ -42,6 +43,7 @@ from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, rows_or_tokens, summary
 from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
+from autoparallel.tf32 import set_as_planned
 
 VERIFIED_STEPS = 2
 MIXED_DEVICES = "Expected all tensors to be on the same device"
@@ -82,6 +84,7 @@ def train(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
         is_given=resume is not None, start=start,
     )  # fmt: skip
+    set_as_planned(plan, worker.rank)
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
@@ -154,9 +157,8 @@ def verify(
     worker: Worker, *, plan_path: str, dtype: str, seed: int, compiled: bool | None = None
 ) -> dict[str, Any]:
     """Compares the plan's run with one device; the result as plain data."""
-    # By default a GPU's float32 convolutions round to TF32, further than verification tolerates.
-    torch.backends.cudnn.allow_tf32 = False
     plan, target = load_job(plan_path)
+    set_torch(())  # TF32 rounds float32 products further than verification tolerates.
     plan = as_asked(plan, compiled, rank=worker.rank)
     precision: Precision = "fp64" if dtype == "fp64" else "fp32"
     plan = replace(plan, model=replace(plan.model, precision=precision))

@@ -45,7 +45,8 @@ class Device:
     drain. ``issue_seconds`` is what the host takes to issue one, so that a run of ops takes
     at least their number times that. ``num_units`` are the units (SMs) that the tiles of a
     matrix product are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is
-    what one device costs, None where nobody said.
+    what one device costs, None where nobody said. ``tf32`` are the families whose float32
+    products run in TensorFloat-32; None, where nobody said, counts as none.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Device:
     issue_seconds: float = 0.0
     num_units: int = 0
     dollars_per_hour: float | None = None
+    tf32: tuple[str, ...] | None = None
 
     @property
     def speed(self) -> str:
@@ -67,7 +69,7 @@ class Device:
         figures = (
             self.name, self.kind, self.memory_bytes_per_second, sorted(self.peak_flops.items()),
             sorted(self.efficiency.items()), self.launch_seconds, self.issue_seconds,
-            self.num_units,
+            self.num_units, self.tf32 or (),
         )  # fmt: skip
         return repr(figures)
 
@@ -279,4 +281,12 @@ def _worst(devices: Sequence[Device]) -> Device:
         sources={"name": "the worst of each figure of devices that work together"},
         issue_seconds=max(device.issue_seconds for device in devices),
         num_units=slowest.num_units,
+        tf32=_common_tf32(devices),
     )
+
+
+def _common_tf32(devices: Sequence[Device]) -> tuple[str, ...] | None:
+    """The families that all of these compute in TF32; None where nobody said of any."""
+    if all(device.tf32 is None for device in devices):
+        return None
+    return tuple(sorted(set.intersection(*(set(device.tf32 or ()) for device in devices))))

@@ -56,6 +56,7 @@ from typing import Any
 from .cluster import Cluster, ClusterError, Device, Host, Link
 from .presets import find_link, find_preset
 from .quantity import parse_bytes, parse_rate
+from .tf32 import FAMILIES
 from .wires import WIRES, Wires, wires_among
 
 SWITCH = "switch"
@@ -169,7 +170,7 @@ def _toml(value: Any) -> str:
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
@@ -350,6 +351,13 @@ def _kind(value: Any, at: str) -> str:
     return str(value)
 
 
+def _families(value: Any, at: str) -> tuple[str, ...]:
+    known = FAMILIES["all"]
+    if not isinstance(value, list | tuple) or any(each not in known for each in value):
+        raise ClusterError(f"expected a list of {' and '.join(known)}, found {value!r}", at)
+    return tuple(sorted(set(value)))
+
+
 def _map_of(convert: _Convert) -> _Convert:
     def convert_all(value: Any, at: str) -> dict[str, Any]:
         table = _table(value, at)
@@ -370,6 +378,7 @@ _DEVICE_FIELDS: Mapping[str, _Convert] = {
     "issue_seconds": _number,
     "num_units": lambda value, at: _count(value, at) if value != 0 else 0,
     "dollars_per_hour": _number,
+    "tf32": _families,
     "sources": _map_of(_text),
 }
 _LINK_FIELDS: Mapping[str, _Convert] = {

@@ -24,14 +24,16 @@ Azure/AI-benchmarking-guide) and on H100 in FP8 (4 to 6 µs).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .cluster import Device
+from .cluster import Cluster, Device
 from .products import Product, alignment, attention_seconds, product_bytes, product_seconds
+from .tf32 import product_dtype
 
 COMPUTE_FAMILIES = frozenset({"matmul", "attention", "conv"})
 MEMORY_FAMILIES = frozenset({"norm", "elementwise", "copy"})
@@ -74,13 +76,14 @@ class Rate:
 def rate(device: Device, family: str, dtype: str) -> Rate:
     """The rate of ``family`` in ``dtype`` on ``device``.
 
-    An unknown family is taken as "elementwise".
+    An unknown family is taken as "elementwise". Float32 products of the families that the
+    device computes in TF32 run at its peak for that.
     """
     computes = family in COMPUTE_FAMILIES
     known = family if computes or family in MEMORY_FAMILIES else "elementwise"
     efficiency = device.efficiency.get(known, 1.0)
     if computes:
-        flops_per_second = peak_flops(device, dtype) * efficiency
+        flops_per_second = peak_flops(device, product_dtype(device, known, dtype)) * efficiency
         bytes_per_second = device.memory_bytes_per_second * device.efficiency.get("copy", 1.0)
     else:
         flops_per_second = peak_flops(device, "float64" if dtype == "float64" else "float32")
@@ -226,3 +229,15 @@ def peak_flops(device: Device, dtype: str) -> float:
         if other in peaks:
             return peaks[other] * factor
     return peaks["float32"] if "float32" in peaks else max(peaks.values())
+
+
+def least_seconds(cluster: Cluster, flops: Mapping[str, float], dtype: str) -> float:
+    """Seconds of FLOPs, by family, at the peaks of all devices together, computed in ``dtype``."""
+    by_peak: dict[float, float] = {}
+    for family, number in flops.items():
+        peak = sum(
+            peak_flops(host.device, product_dtype(host.device, family, dtype)) * host.num_devices
+            for host in cluster.hosts
+        )
+        by_peak[peak] = by_peak.get(peak, 0.0) + number
+    return sum(number / peak for peak, number in by_peak.items())

@@ -23,6 +23,8 @@ import psutil
 from .cluster import Cluster, ClusterError, Device, Host, Link
 from .link_presets import LINKS
 from .presets import PRESETS, Preset
+from .profile.torch_tf32 import torch_computing
+from .tf32 import TFLOAT32
 
 BFLOAT16_CAPABILITY = (8, 0)
 """The first compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
@@ -323,9 +325,12 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
     size = 4096
     peak = {}
     has_bfloat16 = torch.cuda.get_device_capability(where) >= BFLOAT16_CAPABILITY
-    for dtype in ("float32", *(("bfloat16",) if has_bfloat16 else ()), "float16"):
-        left = torch.randn(size, size, device=where, dtype=getattr(torch, dtype))
-        peak[dtype] = 2 * size**3 / seconds(partial(torch.mm, left, left))
+    since_ampere = (TFLOAT32, "bfloat16") if has_bfloat16 else ()
+    for dtype in ("float32", *since_ampere, "float16"):
+        held = "float32" if dtype == TFLOAT32 else dtype
+        left = torch.randn(size, size, device=where, dtype=getattr(torch, held))
+        with torch_computing(("matmul",) if dtype == TFLOAT32 else ()):
+            peak[dtype] = 2 * size**3 / seconds(partial(torch.mm, left, left))
     source = torch.ones(2**26, device=where)
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))

@@ -1,6 +1,7 @@
 """Devices by name, with the links they usually come with; every figure with its source.
 
-Peaks are dense (no structured sparsity) and, in float32, without TF32. Memory is what
+Peaks are dense (no structured sparsity); those in float32 are without TF32, which has its own
+("tfloat32", half of bfloat16's by the vendor's data sheets). Memory is what
 nvidia-smi shows. Facts compiled from vendors' data sheets and published measurements.
 """
 
@@ -264,11 +265,11 @@ _A10G = _gpu(
     "A10G",
     memory_mib=23028,
     bandwidth_gb=600,
-    tflops={"float32": 31.2, "bfloat16": 70, "float16": 70},
+    tflops={"float32": 31.2, "tfloat32": 35, "bfloat16": 70, "float16": 70},
     efficiency=_families(0.75, 0.45, 0.45, 0.83),
     sources=_sources(
         "float32: Lightning throughput.py; bfloat16: commonly quoted, disputed (the A10's data "
-        "sheet says 125, the A10G has fewer tensor cores)",
+        "sheet says 125, the A10G has fewer tensor cores); tfloat32: half of that",
         "Baseten, A10 vs A10G",
         _ESTIMATE,
         _ESTIMATE,

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
+from ..cost_model.tf32 import has_tf32
 from .layout import Mesh
 from .strategy import NodeLayout
 
@@ -234,6 +235,14 @@ class Plan:
     def num_chunks(self) -> int:
         """How many stages share their devices; 1 where each has its own."""
         return len(self.stages) // len({frozenset(stage.devices) for stage in self.stages})
+
+    @property
+    def tf32(self) -> tuple[str, ...] | None:
+        """The families whose float32 products run in TF32 on a device of the cluster; None where
+        the plan does not say, or no device has TF32."""
+        devices = [host.device for host in self.cluster.hosts if has_tf32(host.device)]
+        said = [device.tf32 for device in devices if device.tf32 is not None]
+        return tuple(sorted({name for each in said for name in each})) if said else None
 
     @property
     def has_pipeline(self) -> bool:

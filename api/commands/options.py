@@ -50,6 +50,14 @@ Float32OpsOption = Annotated[
         "list) or none",
     ),
 ]
+Tf32Option = Annotated[
+    str | None,
+    typer.Option(
+        "--tf32",
+        help="float32 products in TF32 on GPUs that have it: none, convolutions or all; else as "
+        "torch is set, which is convolutions unless the model's file says otherwise",
+    ),
+]
 CompileOption = Annotated[
     bool | None,
     typer.Option(
@@ -179,6 +187,7 @@ def plan_options(
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
     float32_ops: Float32OpsOption = "autocast",
+    tf32: Tf32Option = None,
     compile: CompileOption = None,
     optimizer: OptimizerOption = "adamw",
     memory_limit: MemoryLimitOption = None,

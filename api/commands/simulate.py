@@ -21,6 +21,7 @@ from autoparallel.commands.options import (
     SeqOption,
     SetOption,
     TargetArgument,
+    Tf32Option,
     plan_options,
     print_json,
     stdout_console,
@@ -71,6 +72,7 @@ def simulate(
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
     float32_ops: Float32OpsOption = "autocast",
+    tf32: Tf32Option = None,
     optimizer: OptimizerOption = "adamw",
     layers_per_stage: LayersOption = None,
     overlap: OverlapOption = False,
@@ -86,8 +88,8 @@ def simulate(
     own, rest = split_parallel(parallel)
     options = plan_options(
         global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
-        float32_ops=float32_ops, optimizer=optimizer, parallel=rest, pin=pin, profile=profile,
-        database=database,
+        float32_ops=float32_ops, tf32=tf32, optimizer=optimizer, parallel=rest, pin=pin,
+        profile=profile, database=database,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
     from autoparallel.planner.precision import check_precision
@@ -101,9 +103,11 @@ def simulate(
     from autoparallel.planning import basis_for, capture_target
     from autoparallel.progress import progress
     from autoparallel.targets import load_target
+    from autoparallel.tf32 import with_choice
 
     beside = Overlap(slowdown or MEASURED_SLOWDOWN) if overlap or slowdown else None
     loaded = load_target(target, parse_settings(settings or ()))
+    found = with_choice(found, options.tf32)
     with progress() as observe:
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)

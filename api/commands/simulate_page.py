@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.compute import peak_flops
+from autoparallel.cost_model.compute import least_seconds
 from autoparallel.cost_model.memory import policy
 from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.cost_model.timeline import Timeline
@@ -48,7 +50,8 @@ class SimulatedStep:
     cluster: Cluster
     num_tokens: int
     has_tokens: bool
-    flops: float
+    flops: Mapping[str, float]
+    """By family."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,9 +61,7 @@ class SimulatedStep:
     def model_flops_utilization(self) -> float:
         own = self.priced.configuration
         dtype = policy(own.precision, own.optimizer).compute_dtype
-        hosts = self.cluster.hosts
-        peak = sum(peak_flops(host.device, dtype) * host.num_devices for host in hosts)
-        return self.flops / self.timeline.step_seconds / peak
+        return least_seconds(self.cluster, self.flops, dtype) / self.timeline.step_seconds
 
 
 def simulated(
@@ -98,7 +99,7 @@ def simulated(
     count = configuration.num_microbatches
     return SimulatedStep(
         priced, timeline, cluster, rows * count * (length or 1), length is not None,
-        model_flops(graph) * count,
+        model_flops(graph, count),
     )  # fmt: skip
 
 
@@ -130,13 +131,14 @@ def check_layers(program: Program, configuration: Configuration) -> tuple[int, .
     return layers
 
 
-def model_flops(graph: Graph) -> float:
-    """FLOPs forward and backward of one micro-batch, nothing recomputed."""
-    total = 0.0
+def model_flops(graph: Graph, num_microbatches: int) -> Mapping[str, float]:
+    """FLOPs forward and backward of micro-batches by family, nothing recomputed."""
+    total = Counter[str]()
     for node in graph.nodes:
         if node.kind == "op":
             found = work(node, input_specs(node, graph), node.outputs)
-            total += found.flops_forward + found.flops_backward
+            flops = found.flops_forward + found.flops_backward
+            total[found.family] += num_microbatches * flops
     return total
 
 

@@ -24,7 +24,7 @@ DtypeOption = Annotated[
 ]
 
 
-@planning(without=("precision", "float32_ops"), global_batch=8, measure_seconds=0.0)
+@planning(without=("precision", "float32_ops", "tf32"), global_batch=8, measure_seconds=0.0)
 def verify(
     source: SourceArgument,
     *,

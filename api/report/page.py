@@ -40,6 +40,7 @@ from autoparallel.report.words import (
     ranks_text,
     seconds_text,
 )
+from autoparallel.tf32 import families_text
 
 WIDTH = 80
 BAR_WIDTH = 28
@@ -105,12 +106,20 @@ def header(plan: Plan) -> RenderableType:
         f"  {settings}" if settings else "",
     )  # fmt: skip
     second = Text(
-        f"{batch}, {model.precision}, {'compiled' if plan.compiled else 'eager'}, "
+        f"{batch}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "
         f"{model.optimizer}, on {plan.cluster.name}"
         f" ({device_text(plan)})",
         style="dim",
     )
     return Group(first, second)
+
+
+def precision_text(plan: Plan) -> str:
+    """The precision, and of fp32 on devices with TF32 what computes in that."""
+    found = plan.model.precision
+    if found != "fp32" or plan.tf32 is None:
+        return found
+    return f"{found} (TF32 {families_text(plan.tf32)})" if plan.tf32 else f"{found} (no TF32)"
 
 
 def of_text(used: float, limit: float) -> str:

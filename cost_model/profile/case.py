@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from ..tf32 import TFLOAT32
 
 Product = tuple[int, int, int, int]
 
@@ -56,7 +58,8 @@ class OpCase:
     arguments in call order, repeats repeated; ``arguments`` all its arguments as
     ``canonical`` writes them. ``flops`` and ``num_bytes`` are forward and backward;
     ``products`` are (batch, m, n, k) of each matrix product of the forward, for attention
-    (batch·heads, queries, keys, head size).
+    (batch·heads, queries, keys, head size). ``tf32`` are the families whose float32 products
+    this runs in TF32.
     """
 
     op: str
@@ -66,14 +69,18 @@ class OpCase:
     flops: tuple[float, float] = field(default=(0.0, 0.0), compare=False)
     num_bytes: tuple[float, float] = field(default=(0.0, 0.0), compare=False)
     products: tuple[Product, ...] = field(default=(), compare=False)
+    tf32: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """What is run, as text: op, tensors, arguments."""
-        return f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
+        """What is run, as text: op, tensors, arguments, and what of it is in TF32."""
+        text = f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
+        return text + (f" tf32={','.join(self.tf32)}" if self.tf32 else "")
 
     @property
     def dtype(self) -> str:
         """The dtype that is computed in: of the first floating tensor, else of the first."""
+        if self.tf32:
+            return TFLOAT32
         floating = [t.dtype for t in self.tensors if is_floating(t.dtype)]
         return floating[0] if floating else self.tensors[0].dtype if self.tensors else ""
 
@@ -131,13 +138,18 @@ def case_to_json(case: OpCase) -> dict[str, Any]:
         "flops": list(case.flops),
         "num_bytes": list(case.num_bytes),
         "products": [list(product) for product in case.products],
+        "tf32": list(case.tf32),
     }
 
 
-def case_from_json(values: Mapping[str, Any]) -> OpCase:
-    """A case from what ``case_to_json`` made. Raises ``ProfileError`` for anything else."""
+def case_from_json(values: Mapping[str, Any], *, on_gpu: bool = False) -> OpCase:
+    """A case from what ``case_to_json`` made. Raises ``ProfileError`` for anything else.
+
+    Earlier versions did not write ``tf32`` and measured on GPUs as torch does by default: with
+    convolutions in TF32.
+    """
     try:
-        return OpCase(
+        case = OpCase(
             op=str(values["op"]),
             tensors=tuple(
                 TensorCase(tuple(map(int, shape)), str(dtype), bool(requires_grad))
@@ -148,7 +160,11 @@ def case_from_json(values: Mapping[str, Any]) -> OpCase:
             flops=_pair(values["flops"]),
             num_bytes=_pair(values["num_bytes"]),
             products=tuple(_product(product) for product in values["products"]),
+            tf32=tuple(map(str, values.get("tf32", ()))),
         )
+        unsaid = on_gpu and "tf32" not in values and case.family in ("conv", "block")
+        has_float32 = any(tensor.dtype == "float32" for tensor in case.tensors)
+        return replace(case, tf32=("conv",)) if unsaid and has_float32 else case
     except (KeyError, TypeError, ValueError) as error:
         raise ProfileError(f"not an op case: {error!r}", str(values)[:200]) from error
 

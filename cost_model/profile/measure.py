@@ -31,6 +31,7 @@ from .clocks import CpuClock, GpuClock, backward_of
 from .database import Database
 from .environment import Environment, difference, environment_of
 from .records import Measurement
+from .torch_tf32 import torch_computing
 
 _RUN_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
@@ -95,10 +96,11 @@ def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> 
 
     _check_memory(case, device)
     try:
-        call = build_call(case, device)
-        backward = backward_of(call)
-        clock = GpuClock(call, backward) if device == "cuda" else CpuClock(call, backward)
-        return _repeat(clock, budget)
+        with torch_computing(case.tf32):
+            call = build_call(case, device)
+            backward = backward_of(call)
+            clock = GpuClock(call, backward) if device == "cuda" else CpuClock(call, backward)
+            return _repeat(clock, budget)
     except MeasureError:
         raise
     except _RUN_ERRORS as error:

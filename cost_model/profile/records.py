@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,11 @@ def _read_line(line: str, where: str) -> Record:
         raise DatabaseError(f"not a record of a profile: {error}", where) from error
 
 
+def case_of(values: Mapping[str, Any], environment: Environment) -> OpCase:
+    """The case that was measured in an environment."""
+    return case_from_json(values, on_gpu=environment.kind == "cuda")
+
+
 def _to_json(record: Record) -> dict[str, Any]:
     values: dict[str, Any] = {"environment": astuple(record.environment)}
     if isinstance(record.item, Transfer):
@@ -155,4 +160,4 @@ def _from_json(values: dict[str, Any]) -> Record:
         return Record(environment, transfer, None, measured_at)
     forward, backward, repeats, spread = values["measurement"]
     measurement = Measurement(float(forward), float(backward), int(repeats), float(spread))
-    return Record(environment, case_from_json(values["op"]), measurement, measured_at)
+    return Record(environment, case_of(values["op"], environment), measurement, measured_at)

@@ -29,11 +29,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Localize = Callable[[Node, Specs, Specs], Arguments]
 
 
-def op_case(node: Node, inputs: Specs, outputs: Specs, work: Work) -> OpCase | None:
+def op_case(
+    node: Node, inputs: Specs, outputs: Specs, work: Work, *, in_tf32: bool = False
+) -> OpCase | None:
     """The case of a node at local shapes; None where nothing is to be measured.
 
     So it is of an op that does no work forward nor backward, and of one with an argument
     that cannot be written down. ``work`` is the op's at the same shapes.
+    ``in_tf32``: its products are.
     """
     if not (work.flops_forward or work.bytes_forward or work.flops_backward or work.bytes_backward):
         return None
@@ -52,6 +55,7 @@ def op_case(node: Node, inputs: Specs, outputs: Specs, work: Work) -> OpCase | N
         flops=(work.flops_forward, work.flops_backward),
         num_bytes=(work.bytes_forward, work.bytes_backward),
         products=tuple(getattr(work, "products_forward", ())),
+        tf32=(work.family,) if in_tf32 else (),
     )
 
 

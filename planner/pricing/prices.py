@@ -25,6 +25,7 @@ from ...cost_model.collectives import Group, Library, collective_seconds, group_
 from ...cost_model.compute import host_seconds, work_seconds
 from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
 from ...cost_model.profile.lookup import Profile, level_of
+from ...cost_model.tf32 import TFLOAT32, product_dtype
 from ..graph import Node, TensorSpec
 from ..layout import Layout, Mesh, conversion_steps, held_layout, local_shape
 from ..layout import boundary_layout as boundary_layout
@@ -231,7 +232,8 @@ class Prices:
         analytic = Priced(*work_seconds(self.device, work, node.spec.dtype), "spec", *issue)
         if (self.profile is None and self.asked is None) or node.fused is not None:
             return analytic
-        case = op_case(node, inputs, outputs, work)
+        in_tf32 = product_dtype(self.device, work.family, node.spec.dtype) == TFLOAT32
+        case = op_case(node, inputs, outputs, work, in_tf32=in_tf32)
         known = self.profile.op(case) if self.profile is not None and case is not None else None
         bare = analytic
         if known is not None:

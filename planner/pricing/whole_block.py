@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...cost_model.cluster import Cluster
@@ -65,8 +65,11 @@ def block_inputs(graph: Graph, block: Block) -> tuple[Ref, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def block_case(graph: Graph, block: Block) -> OpCase:
-    """A block on one device at the graph's batch size, as it is kept in a profile."""
+def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase:
+    """A block on one device at the graph's batch size, as it is kept in a profile.
+
+    ``tf32`` are the families that the device computes in TF32.
+    """
     return OpCase(
         op=BLOCK_OP,
         tensors=tuple(
@@ -76,7 +79,15 @@ def block_case(graph: Graph, block: Block) -> OpCase:
         arguments=canonical([_digest(graph, block)], {}),
         family=FAMILY,
         num_bytes=_bytes(graph, block),
+        tf32=_tf32_of(graph, block, tf32) if tf32 else (),
     )
+
+
+def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str, ...]:
+    """Of these families those that the block has float32 products of."""
+    nodes = [graph[name] for name in block.nodes if graph[name].spec.dtype == "float32"]
+    works = (default_rules.work(each, input_specs(each, graph), each.outputs) for each in nodes)
+    return tuple(sorted({work.family for work in works} & set(families)))
 
 
 def whole_blocks(
@@ -124,12 +135,13 @@ def _compared(
     measured: Mapping[str, list[tuple[OpCase, Measurement]]],
 ) -> _Compared | None:
     """The nearest block of this kind that was measured, beside its ops; None if none was."""
-    own = block_case(graph, block)
-    same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0])]
+    tf32 = cluster.device(0).tf32 or ()
+    own = block_case(graph, block, tf32)
+    same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0], tf32)]
     if not same:
         return None
     case, found = min(same, key=lambda each: abs(sum(each[0].num_bytes) - sum(own.num_bytes)))
-    rows = _rows(graph, block, case)
+    rows = _rows(graph, block, case, tf32)
     assert rows is not None
     graph = graph.with_batch_size(rows)
     summed = seconds_by_ops(graph, block, cluster, profile)
@@ -153,7 +165,7 @@ def seconds_by_ops(
     return forward, backward
 
 
-def _rows(graph: Graph, block: Block, case: OpCase) -> int | None:
+def _rows(graph: Graph, block: Block, case: OpCase, tf32: Collection[str]) -> int | None:
     """The batch size at which the block has the case's inputs; None if there is none."""
     refs = block_inputs(graph, block)
     if len(refs) != len(case.tensors):
@@ -167,7 +179,7 @@ def _rows(graph: Graph, block: Block, case: OpCase) -> int | None:
             break
     if rows < 1 or (rows != graph.batch_size and not graph.batch_dims):
         return None
-    return rows if block_case(graph.with_batch_size(rows), block) == case else None
+    return rows if block_case(graph.with_batch_size(rows), block, tf32) == case else None
 
 
 def _digest(graph: Graph, block: Block) -> str:

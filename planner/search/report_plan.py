@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...cost_model.cluster import Cluster
-from ...cost_model.compute import peak_flops
+from ...cost_model.compute import least_seconds
 from ..graph import Node
 from ..inter_op.branches import Places, stage_edges
 from ..inter_op.inter_op import StageChoice
@@ -335,26 +335,25 @@ def _gathers(held: Layout, wanted: Layout) -> bool:
 def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Prediction:
     structure, prices = best.answers[0][0].structure, best.answers[0][0].prices
     rows = best.rows / structure.graph.batch_size  # of unequal shares the graph has others
-    flops = model_flops(structure, prices) * best.num_microbatches * rows
-    dtype = prices.policy.compute_dtype
-    peak = sum(peak_flops(host.device, dtype) * host.num_devices for host in cluster.hosts)
+    flops = model_flops(structure, prices)
+    least = least_seconds(cluster, flops, prices.policy.compute_dtype)
     tokens = request.global_batch * (request.seq or 1)
     return Prediction(
         step_seconds=best.step_seconds,
         bubble_fraction=best.bubble_fraction,
         tokens_per_second=tokens / best.step_seconds,
-        model_flops_utilization=flops / best.step_seconds / peak,
+        model_flops_utilization=least * best.num_microbatches * rows / best.step_seconds,
         peak_memory_bytes=round(best.peak_bytes),
         sources={},
     )
 
 
-def model_flops(structure: Structure, prices: Prices) -> float:
-    """FLOPs forward and backward of one micro-batch, nothing recomputed."""
-    graph, total = structure.graph, 0.0
+def model_flops(structure: Structure, prices: Prices) -> Mapping[str, float]:
+    """FLOPs forward and backward of one micro-batch by family, nothing recomputed."""
+    graph, total = structure.graph, Counter[str]()
     counts = Counter(block.kind for block in structure.blocks.blocks)
     for kind, block in structure.blocks.kinds.items():
         for node in map(graph.__getitem__, block.nodes):
             work = prices.rules.work(node, input_specs(node, graph), node.outputs)
-            total += counts[kind] * (work.flops_forward + work.flops_backward)
+            total[work.family] += counts[kind] * (work.flops_forward + work.flops_backward)
     return total

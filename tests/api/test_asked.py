@@ -28,7 +28,7 @@ def test_every_command_that_plans_takes_the_same_options() -> None:
     shared = names(plan_options)
     assert shared <= names(plan)
     assert shared <= names(run)
-    assert shared - {"precision", "float32_ops"} <= names(verify)
+    assert shared - {"precision", "float32_ops", "tf32"} <= names(verify)
     alone = {"profile", "measure_seconds", "objective", "price", "deadline"}
     assert shared - alone <= names(profile)
 

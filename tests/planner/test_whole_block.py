@@ -10,6 +10,7 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Measurement
+from autoparallel.cost_model.tf32 import with_tf32
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.basis import Basis
@@ -87,6 +88,23 @@ def test_the_check_walks_with_the_same_factors() -> None:
     assert evaluate(GRAPH, BLOCKS, found, ON, basis=basis).step_seconds == pytest.approx(
         found.prediction.step_seconds
     )
+
+
+def test_a_block_measured_in_full_float32_is_not_one_in_tf32() -> None:
+    full, of_convolutions, fast = (
+        block_case(GRAPH, LAYER, tf32) for tf32 in ((), ("conv",), ("conv", "matmul"))
+    )
+    assert full == of_convolutions != fast  # A layer has matmuls, no convolution.
+    assert fast.tf32 == ("matmul",)
+    host = ON.hosts[0]
+    peaks = {**host.device.peak_flops, "tfloat32": 1e13}
+    device = replace(host.device, kind="cuda", peak_flops=peaks)
+    on = with_tf32(replace(ON, hosts=(replace(host, device=device),)), ("conv", "matmul"))
+    for known, is_used in ((full, False), (fast, True)):
+        profile = Profile(HERE, {known: Measurement(1e-3, 2e-3, 9, 0.0)})
+        found = whole_blocks(GRAPH, BLOCKS, on, Basis(profile), precision="fp32").profile
+        assert found is not None
+        assert set(LAYER.nodes).issubset(found.factors) == is_used
 
 
 def test_equal_blocks_are_one_case_and_others_are_not() -> None:

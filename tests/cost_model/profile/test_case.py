@@ -32,6 +32,35 @@ def test_equal_work_has_one_key_and_any_difference_another() -> None:
     assert linear(4, 8, 16).key() == linear(4, 8, 16).key()
 
 
+def test_work_in_tf32_is_other_work_than_in_full_float32() -> None:
+    full = linear(4, 8, 16)
+    fast = replace(full, tf32=("matmul",))
+    assert fast != full
+    assert fast.key() != full.key()
+    assert (full.dtype, fast.dtype) == ("float32", "tfloat32")
+    assert case_from_json(json.loads(json.dumps(case_to_json(fast)))) == fast
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "on_gpu", "tf32"),
+    [
+        ("conv", "float32", True, ("conv",)),
+        ("block", "float32", True, ("conv",)),
+        ("matmul", "float32", True, ()),
+        ("conv", "bfloat16", True, ()),
+        ("conv", "float32", False, ()),
+    ],
+)
+def test_old_records_are_of_torchs_default(
+    family: str, dtype: str, on_gpu: bool, tf32: tuple[str, ...]
+) -> None:
+    tensors = tuple(replace(each, dtype=dtype) for each in linear(4, 8, 16).tensors)
+    written = case_to_json(replace(linear(4, 8, 16), family=family, tensors=tensors))
+    assert case_from_json(written, on_gpu=on_gpu).tf32 == ()
+    del written["tf32"]
+    assert case_from_json(written, on_gpu=on_gpu).tf32 == tf32
+
+
 def test_features_are_no_part_of_the_key() -> None:
     case = linear(4, 8, 16)
     other = replace(case, flops=(1.0, 2.0), family="elementwise", products=())

@@ -44,6 +44,21 @@ def test_a_measurement_is_found_by_environment_and_case_alone(tmp_path: Path) ->
         assert database.all(replace(GPU, driver="551")) == {}
 
 
+def test_a_convolution_of_an_earlier_version_is_not_one_in_full_float32() -> None:
+    full = replace(linear(4, 8, 16), family="conv")
+    fast = replace(full, tf32=("conv",))
+    with Database(":memory:") as database:
+        database.put(GPU, full, FAST)
+        old = "UPDATE ops SET body = json_remove(body, '$.tf32')"
+        database._connection.execute(old)
+        assert database.all(GPU) == {fast: FAST}
+        assert database.get(GPU, full) is None
+        slow = replace(FAST, forward_seconds=5e-3)
+        database.put(GPU, full, slow)
+        database.put(GPU, fast, FAST)
+        assert database.all(GPU) == {full: slow, fast: FAST}
+
+
 def test_what_is_put_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "p.sqlite"
     with Database(path) as database:
