@@ -36,13 +36,12 @@ def balanced_strategies(
 
     Of attention of a sequence to itself, where each rank has two positions or more.
     """
-    node, dim = case.node, case.rank - 2
-    is_causal = packet(node.op) == "scaled_dot_product_attention" and bool(
-        argument(node, 5, "is_causal", False)
-    )
-    if not is_causal or axis_size == 1 or len(case.inputs) != 3:
+    is_attention = packet(case.node.op) == "scaled_dot_product_attention"
+    if not is_attention or axis_size == 1 or len(case.inputs) != 3:
         return ()
-    (query, key, _), out = case.inputs, case.outputs[0]
+    if not case.argument(5, "is_causal", False):
+        return ()
+    (query, key, _), out, dim = case.inputs, case.outputs[0], case.rank - 2
     num_rows = query.shape[dim] // axis_size // 2
     if not num_rows or query.shape[dim] != key.shape[-2]:
         return ()
