@@ -105,7 +105,7 @@ _ATTENTION_BACKWARD = 2.5
 _BALANCED_KERNELS = 5, 11
 """Forward: two of attention, two copies of what is sent, one of both results together. Backward:
 two of attention, two copies of what is sent, one of the queries' gradients together; of keys and
-values each two that pad what the second attention adds, and the sum."""
+values each two that pad what the second attention adds, and the sum. Bytes count the copies."""
 
 
 def family_of(node: Node) -> Family:
@@ -260,6 +260,9 @@ def _bytes(
     kept += sum(outputs[index].num_bytes for index in saved_outputs(node))
     if name == "cross_entropy_loss":
         kept += inputs[0].num_bytes
+    if name == "balanced_attention":
+        query, key, value = (spec.num_bytes for spec in inputs[:3])
+        return read + query + 4 * made, 4 * made + gradients + kept + query + 4 * (key + value)
     return read + made, made + gradients + kept
 
 
