@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -200,14 +201,20 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
     def seconds(flops: float, num_bytes: float, *, backward: bool) -> float:
         if flops <= 0 and num_bytes <= 0:
             return 0.0
-        busy = attention_seconds(
-            device,
-            work.products_forward[0],
-            flops,
-            flops_per_second=1 / own.seconds_per_flop,
-            backward=backward,
+        all_pairs = sum(map(prod, work.products_forward))
+        busy = sum(
+            attention_seconds(
+                device,
+                product,
+                flops * prod(product) / all_pairs,
+                flops_per_second=1 / own.seconds_per_flop,
+                backward=backward,
+            )
+            for product in work.products_forward
         )
-        return own.launch_seconds + max(busy, num_bytes * own.seconds_per_byte)
+        kernels = work.kernels_backward if backward else work.kernels_forward
+        launches = own.launch_seconds * max(kernels, 1)
+        return launches + max(busy, num_bytes * own.seconds_per_byte)
 
     return (
         seconds(work.flops_forward, work.bytes_forward, backward=False),

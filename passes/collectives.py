@@ -54,6 +54,13 @@ class Communicator(Protocol):
         """Part i along ``split_dim`` goes to rank i; what comes is joined along ``concat_dim``."""
         ...
 
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        """The tensor of the rank at the other end of the axis: of n - 1 - i for rank i.
+
+        Both have the same shape and dtype.
+        """
+        ...
+
 
 class Alone:
     """The communicator of a mesh of one rank: nothing is ever sent."""
@@ -74,6 +81,9 @@ class Alone:
         return tensor.clone()
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        return tensor.clone()
+
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.clone()
 
 
@@ -198,6 +208,24 @@ def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator)
             tensor = _Conversion.apply(tensor, step, communicator)  # type: ignore[no-untyped-call]
         else:
             tensor = _value_of(tensor, step, communicator)
+    return tensor
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: int, communicator: Communicator) -> Tensor:
+        ctx.axis, ctx.communicator = axis, communicator
+        return communicator.swap(tensor.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.communicator.swap(gradients[0].contiguous(), ctx.axis), None, None
+
+
+def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> Tensor:
+    """The tensor of the rank at the other end of each axis, differentiably: its own inverse."""
+    for axis in axes:
+        tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
     return tensor
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..planner.layout import REPLICATE, Step, shard
-from .collectives import Rank, convert
+from .collectives import Rank, convert, swap
 from .local_loss import part_of
+from .lower_right import attend_upto, halved
 
 
 def split_embedding(
@@ -34,16 +35,26 @@ def split_embedding(
 def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
-    """Causal attention of queries whose positions are split over ``axes``; keys are whole.
+    """Causal attention of queries whose positions are split over ``axes``; keys are whole."""
+    start, _ = part_of(rank, query.shape[-2], axes)
+    return attend_upto(start + query.shape[-2], query, key, value, **options)
 
-    No query sees a key behind the part's last position: those are cut off.
+
+def balanced_causal_attention(
+    rank: Rank, query: Tensor, key: Tensor, value: Tensor,
+    *, axes: tuple[int, ...], balanced: tuple[int, ...], **options: Any,
+) -> Tensor:  # fmt: skip
+    """The same, in which each rank computes the second half of its partner's queries for its own.
+
+    The partner is at the other end of each axis of ``balanced``; see ``planner.rules.balanced``.
     """
     start, _ = part_of(rank, query.shape[-2], axes)
-    seen = start + query.shape[-2]
-    result: Tensor = torch.ops.autoparallel.lower_right_attention(
-        query, key.narrow(-2, 0, seen), value.narrow(-2, 0, seen), **options
-    )
-    return result
+    partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
+    kept, sent = halved(query)
+    taken = swap(sent, balanced, rank.communicator)
+    own = attend_upto(start + kept.shape[-2], kept, key, value, **options)
+    other = attend_upto(partner_start + query.shape[-2], taken, key, value, **options)
+    return torch.cat([own, swap(other, balanced, rank.communicator)], -2)
 
 
 def exchanged_split(

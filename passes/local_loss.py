@@ -138,12 +138,18 @@ def _classes(
     return _Classes(start, total, axes, ignore_index, smoothing)
 
 
-def part_of(rank: Rank, local_size: int, axes: tuple[int, ...]) -> tuple[int, int]:
-    """Where a rank's part of a dimension split over ``axes`` starts, and the whole size."""
+def part_of(
+    rank: Rank, local_size: int, axes: tuple[int, ...], *, mirrored: tuple[int, ...] = ()
+) -> tuple[int, int]:
+    """Where a rank's part of a dimension split over ``axes`` starts, and the whole size.
+
+    With ``mirrored`` that of the rank at the other end of these axes.
+    """
     position, parts = 0, 1
     for axis in axes:
-        size = rank.communicator.size(axis)
-        position, parts = position * size + rank.communicator.coordinate(axis), parts * size
+        size, own = rank.communicator.size(axis), rank.communicator.coordinate(axis)
+        own = size - 1 - own if axis in mirrored else own
+        position, parts = position * size + own, parts * size
     return position * local_size, parts * local_size
 
 

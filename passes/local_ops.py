@@ -21,11 +21,16 @@ import torch
 from ..planner.errors import PlanError
 from ..planner.graph import Node, Ref, TensorSpec, map_refs
 from ..planner.layout import local_region
-from ..planner.strategy import NodeLayout
+from ..planner.strategy import NodeLayout, balanced_axes
 from .batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from .collectives import Rank
 from .experts import split_experts
-from .local_functions import exchanged_split, split_causal_attention, split_embedding
+from .local_functions import (
+    balanced_causal_attention,
+    exchanged_split,
+    split_causal_attention,
+    split_embedding,
+)
 from .local_indexing import gather, index, index_select
 from .local_loss import MEAN, cross_entropy, nll_loss
 from .local_op import Call, LocalOp
@@ -214,7 +219,11 @@ def _attention(op: LocalOp) -> Call:
         return op.call()
     options = {name: op[name] for name in ("dropout_p", "scale", "enable_gqa")}
     args = (op["query"], op["key"], op["value"])
-    return Call(op.rank.bound(split_causal_attention), args, options | {"axes": axes})
+    options["axes"] = axes
+    if balanced := balanced_axes(op.layout):
+        options["balanced"] = balanced
+        return Call(op.rank.bound(balanced_causal_attention), args, options)
+    return Call(op.rank.bound(split_causal_attention), args, options)
 
 
 def _experts(op: LocalOp) -> Call:

@@ -1,4 +1,7 @@
-"""Causal attention of a sequence's last queries: ``autoparallel::lower_right_attention``.
+"""Causal attention of some of a sequence's queries, by runs of positions.
+
+``autoparallel::lower_right_attention`` is that of the last queries, ``balanced_attention`` that of
+two runs: each half of its queries is the last of the keys up to an end of its own.
 
 With L queries and S keys, query i sees the keys up to S - L + i: the mask is aligned to its lower
 right corner, where ``is_causal`` of PyTorch's attention aligns it to the upper left one. On a GPU
@@ -6,6 +9,9 @@ no mask is written: FlashAttention has this alignment (Dao 2023, FlashAttention-
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,3 +46,39 @@ def lower_right_attention(
         query, key, value, mask, dropout_p, is_causal=mask is None, scale=scale,
         enable_gqa=enable_gqa,
     )  # fmt: skip
+
+
+_BALANCED = "autoparallel::balanced_attention"
+torch.library.define(
+    _BALANCED,
+    "(Tensor query, Tensor key, Tensor value, int[] ends, float? scale=None, "
+    "bool enable_gqa=False) -> Tensor",
+)
+
+
+@torch.library.impl(_BALANCED, "CompositeImplicitAutograd")
+def balanced_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int],
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The first half of the queries, the larger one, ends at ``ends[0]``, the other at ``[1]``."""
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    halves = zip(halved(query), ends, strict=True)
+    return torch.cat([attend_upto(end, own, key, value, **options) for own, end in halves], -2)
+
+
+def halved(query: Tensor) -> tuple[Tensor, ...]:
+    """Queries in two halves along their positions, of which the first is no shorter."""
+    length = query.shape[-2]
+    return torch.split(query, [length - length // 2, length // 2], -2)
+
+
+def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Causal attention of queries of which the last is at position ``end`` - 1.
+
+    No query sees a key behind it: those are cut off.
+    """
+    result: Tensor = torch.ops.autoparallel.lower_right_attention(
+        query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **options
+    )
+    return result

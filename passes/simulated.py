@@ -67,6 +67,9 @@ class ThreadCommunicator:
         size, mine = self.size(axis), self.coordinate(axis)
         return torch.cat([part.chunk(size, split_dim)[mine] for part in found], concat_dim)
 
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        return self._exchange(axis, ("swap",), tensor)[self.size(axis) - 1 - self.coordinate(axis)]
+
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:
     """A communicator for each rank of ``mesh``, in rank order."""

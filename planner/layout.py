@@ -205,7 +205,8 @@ def local_region(
     return tuple(box)
 
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap"]
+"""In a swap ranks r and n - 1 - r of the group send each other a tensor: no conversion needs it."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),

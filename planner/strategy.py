@@ -51,12 +51,25 @@ class NodeLayout:
     labels: tuple[str, ...] = ()
 
 
+BALANCED = "balanced"
+"""The label of causal attention whose ranks swap halves of their queries (``rules.balanced``)."""
+
+
+def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
+    """The axes on which the ranks of a causal attention swap halves of their queries."""
+    if BALANCED not in layout.labels:
+        return ()
+    return tuple(axis for axis, label in enumerate(layout.labels) if label == BALANCED)
+
+
 def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
     """What of a node's layout says how large its parts are: by tensor and axis the dimension
-    that is split, -1 where none is. Compute and bytes kept follow from it alone."""
-    return tuple(
+    that is split, -1 where none is, then the axes that balance attention. Compute and bytes kept
+    follow from it alone."""
+    dims = [
         tuple([placement.dim for placement in each]) for each in (*layout.inputs, *layout.outputs)
-    )
+    ]
+    return (*dims, balanced_axes(layout))
 
 
 def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:

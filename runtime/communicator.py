@@ -89,6 +89,23 @@ class ProcessCommunicator:
         )
         return torch.cat(received.unbind(0), concat_dim)
 
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        """The tensor of the rank at the other end of ``axis``, which gets this one.
+
+        One all-to-all in which each rank has something for one other.
+        """
+        size = self.size(axis)
+        if size == 1:
+            return tensor.detach()
+        given = _as_bytes(tensor.detach().contiguous()).flatten()
+        counts = [0] * size
+        counts[size - 1 - self.coordinate(axis)] = given.numel()
+        received = torch.empty_like(given)
+        dist.all_to_all_single(
+            received, given, counts, counts, group=self.device_mesh.get_group(axis)
+        )
+        return received.view(tensor.dtype).view(tensor.shape)
+
 
 def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
     """``size`` equal chunks along ``dim`` in a new leading dimension, contiguous."""

@@ -18,7 +18,13 @@ from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, REPLICATE, Layout, divides, shard
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.strategy import AxisStrategy, InnerCollective, NodeLayout, combine
+from autoparallel.planner.strategy import (
+    AxisStrategy,
+    InnerCollective,
+    NodeLayout,
+    balanced_axes,
+    combine,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -48,7 +54,7 @@ def op_options(node: Node, graph: Graph, prices: Prices, batch_axes: Sequence[in
         _axis_strategies(node, graph, size, batch=axis in batch_axes)
         for axis, size in enumerate(shape)
     ]
-    found: dict[tuple[object, object], Option] = {}
+    found: dict[tuple[object, ...], Option] = {}
     for strategies in product(*per_axis):
         assert not any(each.groups for each in strategies)
         layout = combine(strategies)
@@ -58,7 +64,7 @@ def op_options(node: Node, graph: Graph, prices: Prices, batch_axes: Sequence[in
         if not all(divides(s.shape, each, shape) for s, each in zip(specs, layouts, strict=True)):
             continue
         inner = tuple((axis, c) for axis, each in enumerate(strategies) for c in each.collectives)
-        key = (layout.inputs, layout.outputs)
+        key = (layout.inputs, layout.outputs, balanced_axes(layout))
         if key not in found or len(inner) < len(found[key].inner):
             found[key] = Option(layout, inner)
     return list(found.values())

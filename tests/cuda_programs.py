@@ -72,7 +72,10 @@ from autoparallel.options import parse_parallel  # noqa: E402
 from autoparallel.passes.collectives import Rank  # noqa: E402
 from autoparallel.passes.constants import evaluate_constants  # noqa: E402
 from autoparallel.passes.experts import run_experts  # noqa: E402
-from autoparallel.passes.local_functions import split_causal_attention  # noqa: E402
+from autoparallel.passes.local_functions import (  # noqa: E402
+    balanced_causal_attention,
+    split_causal_attention,
+)
 from autoparallel.passes.local_loss import cross_entropy  # noqa: E402
 from autoparallel.passes.program import Program  # noqa: E402
 from autoparallel.passes.random_ops import random_bits  # noqa: E402
@@ -273,6 +276,10 @@ def watch_functions() -> dict[str, Any]:
             "causal attention of split positions": lambda: split_causal_attention(
                 rank, made(2, 4, 8, 16), made(2, 2, 16, 16), made(2, 2, 16, 16),
                 axes=(0,), dropout_p=0.0, scale=None, enable_gqa=True,
+            ),
+            "balanced causal attention": lambda: balanced_causal_attention(
+                rank, made(2, 4, 8, 16), made(2, 2, 16, 16), made(2, 2, 16, 16),
+                axes=(0,), balanced=(0,), scale=None, enable_gqa=True,
             ),
         }  # fmt: skip
         for name, call in calls.items():

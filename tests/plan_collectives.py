@@ -15,7 +15,7 @@ from autoparallel.planner import rules
 from autoparallel.planner.graph import Block, Blocks, Graph, Ref
 from autoparallel.planner.layout import INVARIANT, Layout, conversion_steps
 from autoparallel.planner.plan import Plan, StagePlan
-from autoparallel.planner.strategy import NodeLayout
+from autoparallel.planner.strategy import BALANCED, NodeLayout, balanced_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class _Walk:
                 way
                 for way in rules.axis_strategies(node, self.graph, size)
                 if (way.inputs, way.outputs) == ends
+                and (way.label == BALANCED) == (axis in balanced_axes(layout))
             ]
             for item in min(ways, key=lambda way: len(way.collectives)).collectives if ways else ():
                 direction = "backward" if item.backward else "forward"

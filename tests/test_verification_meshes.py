@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -19,6 +21,7 @@ from autoparallel.options import parse_parallel
 from autoparallel.planner.layout import shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
+from autoparallel.planner.strategy import BALANCED, NodeLayout, balanced_axes
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 
@@ -29,6 +32,13 @@ FOUR = (
     ("llama", "cp=2,pp=2,microbatches=4"),
     ("mixtral", "ep=4,microbatches=2"),
     ("mixtral", "ep=2,tp=2"),
+)
+BALANCED_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))
+BALANCED_FOUR = (
+    ("gpt", "cp=4"),
+    ("gpt", "cp=2,tp=2,microbatches=2,recompute=full"),
+    ("llama", "dp=2,cp=2,zero=3,microbatches=2"),
+    ("llama", "cp=2,pp=2,microbatches=4,recompute=selective"),
 )
 EIGHT = (("llama", "dp=2,cp=2,tp=2"), ("mixtral", "dp=2,ep=2,tp=2,zero=1"))
 
@@ -50,13 +60,34 @@ def planned(model: str, parallel: str) -> Plan:
     return found
 
 
+def balanced(plan: Plan) -> Plan:
+    """The plan with its attention balanced on "cp", whether that gains or not."""
+
+    def relabelled(layout: NodeLayout, cp: int) -> NodeLayout:
+        labels = [
+            BALANCED if axis == cp and label == "q" else label
+            for axis, label in enumerate(layout.labels)
+        ]
+        return replace(layout, labels=tuple(labels))
+
+    stages = []
+    for stage in plan.stages:
+        cp = stage.mesh.axes.index("cp")
+        layouts = {name: relabelled(layout, cp) for name, layout in stage.layouts.items()}
+        assert any(balanced_axes(layout) == (cp,) for layout in layouts.values())
+        stages.append(replace(stage, layouts=layouts))
+    return replace(plan, stages=tuple(stages))
+
+
 Case = tuple[str, str]
 
 
 @cache
-def results(num_ranks: int, cases: tuple[Case, ...]) -> dict[Case, Verification]:
+def results(
+    num_ranks: int, cases: tuple[Case, ...], change: Callable[[Plan], Plan] = lambda plan: plan
+) -> dict[Case, Verification]:
     """Every case of that many ranks, run in one set of processes."""
-    plans = [(model, dumps(planned(model, parallel))) for model, parallel in cases]
+    plans = [(model, dumps(change(planned(model, parallel)))) for model, parallel in cases]
     found = run_processes(num_ranks, verify_all, plans, timeout_seconds=500)
     return dict(zip(cases, found[0], strict=True))
 
@@ -70,6 +101,32 @@ def test_positions_or_experts_split_beside_rows_equal_one_device(case: Case) -> 
 @pytest.mark.parametrize("case", FOUR, ids=" ".join)
 def test_a_plan_on_four_ranks_equals_one_device(case: Case) -> None:
     check_verified(results(4, FOUR)[case])
+
+
+@pytest.mark.parametrize("case", BALANCED_FEW, ids=" ".join)
+def test_balanced_attention_on_two_ranks_equals_one_device(case: Case) -> None:
+    check_verified(results(2, BALANCED_FEW, balanced)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BALANCED_FOUR, ids=" ".join)
+def test_balanced_attention_on_four_ranks_equals_one_device(case: Case) -> None:
+    check_verified(results(4, BALANCED_FOUR, balanced)[case])
+
+
+@pytest.mark.slow
+def test_balanced_attention_that_the_search_chooses_equals_one_device() -> None:
+    """With --compile, whose runs of ops end at the attention."""
+    settings = {"n_layer": 1, "d_model": 32, "n_head": 2, "seq": 4096, "vocab": 64}
+    command = [
+        sys.executable, "-m", "autoparallel", "verify", "examples/gpt.py", "--cluster", "cpu:2",
+        "--seq", "4096", "--global-batch", "1", "--parallel", "cp=2", "--compile",
+        *(text for name, value in settings.items() for text in ("--set", f"{name}={value}")),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "causal attention balanced by swapping queries" in done.stdout
+    assert "verified: " in done.stdout
 
 
 @pytest.mark.slow

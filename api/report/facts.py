@@ -11,7 +11,7 @@ from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.pricing.stage_cost import together
 from autoparallel.planner.replicas import stages_of_ranks
-from autoparallel.planner.strategy import NodeLayout
+from autoparallel.planner.strategy import NodeLayout, balanced_axes
 from autoparallel.report.words import held_text
 
 MEMORY_ORDER = (
@@ -172,13 +172,17 @@ def _kind_of(name: str, kinds: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AxisUse:
-    """What the ops of a stage do on one mesh axis; counts are of ops of distinct blocks."""
+    """What the ops of a stage do on one mesh axis; counts are of ops of distinct blocks.
+
+    ``num_balanced``: causal attentions whose ranks swap halves of their queries there.
+    """
 
     axis: str
     size: int
     num_split: int
     num_ops: int
     num_sums: int
+    num_balanced: int
 
 
 def axis_uses(stage: StagePlan) -> tuple[AxisUse, ...]:
@@ -191,6 +195,7 @@ def axis_uses(stage: StagePlan) -> tuple[AxisUse, ...]:
             num_split=sum(_is_split(node, position) for node in ops),
             num_ops=len(ops),
             num_sums=sum(_makes_sum(node, position) for node in ops),
+            num_balanced=sum(position in balanced_axes(node) for node in ops),
         )
         for position, (axis, size) in enumerate(_axes(stage.mesh))
         if size > 1

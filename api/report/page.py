@@ -273,9 +273,9 @@ def _axis_line(use: AxisUse, zero: int) -> str:
     noun = "sum" if use.num_sums == 1 else "sums"
     sums = f"; {use.num_sums} {noun} of partial results" if use.num_sums else ""
     states = f"; {ZERO_WORDS[zero]}" if use.axis == "dp" and zero else ""
-    return (
-        f"{use.axis}={use.size} splits {use.num_split} of {use.num_ops} ops{reason}{sums}{states}"
-    )
+    swaps = "; causal attention balanced by swapping queries" if use.num_balanced else ""
+    split = f"{use.axis}={use.size} splits {use.num_split} of {use.num_ops} ops"
+    return f"{split}{reason}{sums}{swaps}{states}"
 
 
 AXIS_REASONS = {

@@ -2,7 +2,8 @@
 
 In: a node, the rules, a mesh, and what the axes are restricted to. Out: the node's layouts
 with the collectives they need inside. Only combinations whose splits divide every tensor
-are offered; of two with equal layouts the rules' first stays.
+are offered; of two with equal layouts the rules' first stays, but that causal attention may be
+balanced over its ranks or not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from ..positions import (
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
 from ..requests.pins import Pins, kept
-from ..strategy import AxisStrategy, InnerCollective, NodeLayout, combine, keeps_groups
+from ..strategy import (
+    BALANCED,
+    AxisStrategy,
+    InnerCollective,
+    NodeLayout,
+    balanced_axes,
+    combine,
+    keeps_groups,
+)
 from .prices import Prices
 
 T = TypeVar("T")
@@ -92,7 +101,7 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
     """Every way an op can run on the mesh."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     per_axis = [_numbered(node, graph, axis, prices, restriction) for axis in range(len(sizes))]
-    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Way] = {}
+    found: dict[tuple[object, ...], Way] = {}
     for chosen in product(*per_axis):
         strategies = tuple(strategy for _, strategy in chosen)
         if not keeps_groups(strategies, sizes):
@@ -103,7 +112,7 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
         if not _divides(layout, specs, node.outputs, sizes):
             continue
         num_inner = sum(len(each.collectives) for each in strategies)
-        key = (layout.inputs, layout.outputs)
+        key = (layout.inputs, layout.outputs, balanced_axes(layout))
         if key not in found or num_inner < found[key].num_inner:
             found[key] = Way(layout, tuple(number for number, _ in chosen), num_inner)
     return _as_pinned(node, tuple(found.values()), prices, restriction)
@@ -150,6 +159,7 @@ def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
 def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayout) -> Inner:
     """The collectives that a node needs inside when it runs in ``layout``."""
     found: list[tuple[int, InnerCollective]] = []
+    balanced = balanced_axes(layout)
     for axis, size in enumerate(prices.mesh.shape):
         inputs = tuple(each[axis] for each in layout.inputs)
         outputs = tuple(each[axis] for each in layout.outputs)
@@ -157,6 +167,7 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
             strategy
             for strategy in strategies_of(node, graph, size, prices)
             if (strategy.inputs, strategy.outputs) == (inputs, outputs)
+            and (strategy.label == BALANCED) == (axis in balanced)
         ]
         if matching:
             best = min(matching, key=lambda strategy: len(strategy.collectives))

@@ -30,8 +30,9 @@ from ..graph import Node, TensorSpec
 from ..layout import Layout, Mesh, conversion_steps, held_layout, local_shape
 from ..layout import boundary_layout as boundary_layout
 from ..plan import Precision
+from ..rules.balanced import as_run
 from ..rules_protocol import Rules as Rules
-from ..strategy import InnerCollective, NodeLayout
+from ..strategy import InnerCollective, NodeLayout, balanced_axes
 from .asked import Asked, AskedOp
 from .op_case import op_case
 from .seconds import Priced
@@ -203,7 +204,7 @@ class Prices:
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
         sizes = self.mesh.shape
         key = (
-            "op", node.name, self.speed, self.profile,
+            "op", node.name, self.speed, self.profile, balanced_axes(layout),
             tuple([
                 local_shape(spec.shape, each, sizes)
                 for spec, each in zip(
@@ -220,7 +221,7 @@ class Prices:
                 self.local(spec, each)
                 for spec, each in zip(node.outputs, layout.outputs, strict=True)
             )
-            found = self._compute(node, local_inputs, local_outputs)
+            found = self._compute(as_run(node, layout, sizes), local_inputs, local_outputs)
             self.cache[key] = found
         return self._counted(found)
 
@@ -265,7 +266,12 @@ class Prices:
                 for other, size in enumerate(self.mesh.shape)
                 if other != axis and any(each[other].is_shard for each in whole)
             )
-            sent[item.backward] += self.collective(item.kind, item.num_bytes // others, axis)
+            num_bytes = item.num_bytes // others
+            sent[item.backward] += (
+                self._swap(num_bytes, self.groups[axis])
+                if item.kind == "swap"
+                else self.collective(item.kind, num_bytes, axis)
+            )
         return Seconds(
             own.forward, sent[0], own.backward, sent[1],
             forward_issue=own.forward_issue, backward_issue=own.backward_issue,
@@ -374,6 +380,13 @@ class Prices:
         """Seconds forward and backward of what one rank gets from another stage."""
         forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0
+
+    def _swap(self, num_bytes: int, group: Group) -> float:
+        """Seconds in which ranks r and n - 1 - r of a group send each other so many bytes.
+
+        Messages of both directions pass at the same time; over several hosts most pairs cross.
+        """
+        return self._message(num_bytes, group.inter if group.num_hosts > 1 else group.intra)
 
     def _message(self, num_bytes: int, link: Link) -> float:
         is_inter = self.cluster.joins_hosts(link)

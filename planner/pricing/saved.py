@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ..graph import Graph, Node, Ref, TensorSpec
 from ..layout import Layout
+from ..rules.balanced import as_run
 from ..rules.storage import copy_of
 from ..strategy import NodeLayout
 from .choices import input_specs
@@ -30,7 +31,8 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
             continue
         num_bytes = prices.local_bytes(spec, layout_of(ref, node, layout))
         found[f"{root.name}:{root.index}", num_bytes] = None
-    extra = prices.rules.saved_extra_bytes(node, *_local_specs(node, layout, graph, prices))
+    run = as_run(node, layout, prices.mesh.shape)
+    extra = prices.rules.saved_extra_bytes(run, *_local_specs(node, layout, graph, prices))
     if extra:
         found[f"{node.name}:extra", int(extra)] = None
     return tuple(found)

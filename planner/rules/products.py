@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..graph import TensorSpec
+from ..graph import Node, TensorSpec
 from .equation import parse_equation
+from .table import packet
 
 Product = tuple[int, int, int, int]
 Shape = tuple[int, ...]
@@ -75,9 +76,13 @@ def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
     )
 
 
-def attention_product(query: TensorSpec, key: TensorSpec) -> Product:
-    """(batch · heads, queries, keys, head size)."""
-    return prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
+def attention_products(node: Node, query: TensorSpec, key: TensorSpec) -> tuple[Product, ...]:
+    """(batch · heads, queries, keys, head size) of each kernel of an attention."""
+    heads, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
+    if packet(node.op) != "balanced_attention":
+        return ((heads, length, key.shape[-2], size),)
+    halves = (length - length // 2, length // 2)
+    return tuple((heads, rows, end, size) for rows, end in zip(halves, node.args[3], strict=True))
 
 
 def gradient_products(product: Product, *, first: bool, second: bool) -> tuple[Product, ...]:

@@ -33,8 +33,8 @@ _KEPT = {
         "_log_softmax sqrt tan tanh"
     ),
     BOTH: (
-        "scaled_dot_product_attention amax amin norm linalg_vector_norm logsumexp logcumsumexp "
-        "prod std"
+        "scaled_dot_product_attention balanced_attention amax amin norm linalg_vector_norm "
+        "logsumexp logcumsumexp prod std"
     ),
     INPUTS: (
         "maximum minimum fmax fmin atan2 batch_norm "
@@ -153,6 +153,8 @@ def saved_extra_bytes(
         return (factors + _num_scores(inputs)) * statistic
     if name == "scaled_dot_product_attention":
         return prod(out.shape[:-1]) * statistic
+    if name == "balanced_attention":  # Half of the queries, and the results before they are joined.
+        return prod(out.shape[:-1]) * statistic + inputs[0].num_bytes // 2 + out.num_bytes
     if name in ("layer_norm", "rms_norm"):
         normalized = prod(argument(node, 1, "normalized_shape"))
         return (2 if name == "layer_norm" else 1) * _rows(out, normalized) * statistic

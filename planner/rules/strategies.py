@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..graph import Graph, Node
 from ..layout import INVARIANT, REPLICATE, Placement, shard
 from ..strategy import AxisStrategy
+from .balanced import balanced_strategies
 from .case import Case
 from .derive import derive
 from .exchange import exchanged_parts
@@ -47,7 +48,10 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
         axis_size=axis_size,
         leaves=[producer.kind != "op" for producer in producers],
     )
-    return (*exchanged_parts(case, axis_size), *derived)
+    return (
+        *exchanged_parts(case, axis_size), *derived[:-1],
+        *balanced_strategies(case, derived, axis_size), derived[-1],
+    )  # fmt: skip
 
 
 def _held(node: Node, axis_size: int) -> tuple[AxisStrategy, ...]:

@@ -21,7 +21,7 @@ from .case import argument
 from .equation import parse_equation
 from .products import (
     Product,
-    attention_product,
+    attention_products,
     einsum_product,
     gradient_products,
     matmul_product,
@@ -62,7 +62,7 @@ _FREE: Work = Work("view", 0, 0, 0, 0, kernels_forward=0, kernels_backward=0)
 
 _FAMILIES: dict[Family, str] = {
     "matmul": "linear matmul mm bmm mv dot outer einsum addmm baddbmm experts _grouped_mm",
-    "attention": "scaled_dot_product_attention",
+    "attention": "scaled_dot_product_attention balanced_attention",
     "conv": ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"),
     "norm": (
         "layer_norm rms_norm group_norm batch_norm instance_norm softmax _softmax log_softmax "
@@ -102,6 +102,10 @@ _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
     "norm": (8, 14), "elementwise": (1, 2), "reduction": (1, 1)
 }  # fmt: skip
 _ATTENTION_BACKWARD = 2.5
+_BALANCED_KERNELS = 5, 11
+"""Forward: two of attention, two copies of what is sent, one of both results together. Backward:
+two of attention, two copies of what is sent, one of the queries' gradients together; of keys and
+values each two that pad what the second attention adds, and the sum. Bytes count the copies."""
 
 
 def family_of(node: Node) -> Family:
@@ -126,6 +130,9 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
     forward, backward = _bytes(node, inputs, outputs, family)
     flops_forward, flops_backward = _flops(node, inputs, outputs, family)
     products_forward, products_backward = _products(node, inputs, family, outputs)
+    kernels_backward = _kernels_backward(family, len(_wanted(inputs, outputs)))
+    if is_balanced := packet(node.op) == "balanced_attention":
+        kernels_backward *= _BALANCED_KERNELS[1]
     return Work(
         family,
         flops_forward,
@@ -134,7 +141,8 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
         backward,
         products_forward=products_forward,
         products_backward=products_backward,
-        kernels_backward=_kernels_backward(family, len(_wanted(inputs, outputs))),
+        kernels_forward=_BALANCED_KERNELS[0] if is_balanced else 1,
+        kernels_backward=kernels_backward,
         drawn=outputs[0].numel if packet(node.op).startswith("counter_") else 0,
     )
 
@@ -172,7 +180,7 @@ def _products(
     wanted = _wanted(inputs, outputs)
     name = packet(node.op)
     if family == "attention":
-        own = (attention_product(inputs[0], inputs[1]),)
+        own = attention_products(node, inputs[0], inputs[1])
         return own, own if wanted else ()
     factors = _factors(node, len(inputs))
     if family != "matmul" or len(factors) != 2 or name == "_grouped_mm":
@@ -252,6 +260,9 @@ def _bytes(
     kept += sum(outputs[index].num_bytes for index in saved_outputs(node))
     if name == "cross_entropy_loss":
         kept += inputs[0].num_bytes
+    if name == "balanced_attention":
+        query, key, value = (spec.num_bytes for spec in inputs[:3])
+        return read + query + 4 * made, 4 * made + gradients + kept + query + 4 * (key + value)
     return read + made, made + gradients + kept
 
 
@@ -328,6 +339,10 @@ def is_lower_right(node: Node, query: TensorSpec) -> bool:
 
 def _attention_flops(node: Node, inputs: Sequence[TensorSpec]) -> int:
     query, key, value = inputs[:3]
+    if packet(node.op) == "balanced_attention":
+        halves = attention_products(node, query, key)
+        pairs = sum(heads * (rows * end - rows * rows // 2) for heads, rows, end, _ in halves)
+        return 2 * pairs * (query.shape[-1] + value.shape[-1])
     pairs = prod(query.shape[:-1]) * key.shape[-2]
     is_causal = bool(argument(node, 5, "is_causal", False))
     if is_causal and query.shape[-2] == key.shape[-2]:

@@ -38,6 +38,9 @@ def _check(dtype: torch.dtype) -> None:
             if dtype != torch.bool:
                 scattered = communicator.reduce_scatter(own, axis, dim)
                 assert torch.equal(scattered, (parts[0] + parts[1]).chunk(2, dim)[mine])
+        assert torch.equal(communicator.swap(own, axis), parts[1 - mine])
+        transposed = communicator.swap(own.transpose(0, 1), axis)
+        assert torch.equal(transposed, parts[1 - mine].transpose(0, 1))
         maximum = communicator.all_reduce(own, axis, "max")
         assert torch.equal(maximum, torch.maximum(parts[0].long(), parts[1].long()).to(dtype))
         if dtype != torch.bool:
@@ -55,3 +58,15 @@ def _check_all() -> None:
 
 def test_every_collective_equals_its_definition_on_each_axis_and_dimension() -> None:
     run_processes(4, _check_all)
+
+
+def _check_swap_of_three() -> None:
+    rank = dist.get_rank()
+    communicator = ProcessCommunicator(init_device_mesh("cpu", (3,)))
+    assert torch.equal(
+        communicator.swap(_tensor(rank, torch.float64), 0), _tensor(2 - rank, torch.float64)
+    )
+
+
+def test_the_rank_in_the_middle_swaps_with_itself() -> None:
+    run_processes(3, _check_swap_of_three)

@@ -65,6 +65,10 @@ class Echo:
             [tensor.chunk(self.size(axis), split_dim)[0]] * self.size(axis), concat_dim
         )
 
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        self.asked["swap"] += 1
+        return tensor.clone()
+
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts those that cost much."""
