@@ -111,13 +111,7 @@ def train(
             log.add(step, trainer.step(*(log.timed_data(data) for _ in range(asked.accumulate))))
             trainer.checkpoints.check()
             if how is not None and how.is_due(step, done + steps):
-                log.finish()
-                trainer.steps.finish()
-                worker.watchdog.progress(f"writing the checkpoint of step {step}")
-                trainer.save(
-                    how.folder, step=step, optimizer=trainer.optimizer, keep=how.keep,
-                    asynchronous=how.asynchronous,
-                )  # fmt: skip
+                _save(how, step, trainer, worker, log)
                 callback.on_checkpoint(step, checkpoint_path(how.folder, step))
                 log.restart()
         log.finish()
@@ -128,6 +122,17 @@ def train(
     if worker.rank == 0:
         print(summary(log.records, plan, asked.accumulate), flush=True)
     return outcome(log.records, plan, asked.accumulate)
+
+
+def _save(how: Saving, step: int, trainer: Trainer, worker: Worker, log: StepLog) -> None:
+    """Writes the checkpoint of ``step`` once the figures of all steps are there."""
+    log.finish()
+    trainer.steps.finish()
+    worker.watchdog.progress(f"writing the checkpoint of step {step}")
+    trainer.save(
+        how.folder, step=step, optimizer=trainer.optimizer, keep=how.keep,
+        asynchronous=how.asynchronous,
+    )  # fmt: skip
 
 
 def keep_plan(plan: Plan, folder: str) -> None:

@@ -214,7 +214,7 @@ model = autoparallel.parallelize(
     cluster="cluster.toml", profile="analytic", tf32="all",
 )
 autoparallel.Step(model)((torch.ones(8, 16),))
-print("matmuls", torch.backends.cuda.matmul.allow_tf32)
+print(f"matmuls {torch.backends.cuda.matmul.allow_tf32}\\n", end="", flush=True)
 """
 SMALL = """
 import torch
