@@ -11,6 +11,7 @@ from small_graphs import cluster
 
 from autoparallel.cost_model.cluster import Cluster, Host, Link
 from autoparallel.cost_model.compute import work_seconds
+from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.planner import rules
@@ -231,6 +232,9 @@ def test_it_is_measured_as_the_call_of_the_first_rank() -> None:
     assert case is not None
     assert case.op == BALANCED_ATTENTION
     assert case.arguments == '[[{"tensor":0},{"tensor":1},{"tensor":2},[4,16]],{}]'
+    call = build_call(case, "cpu")
+    args, kwargs = call.prepare()
+    assert call.op(*args, **kwargs).shape == (1, HEADS, SEQ // 2, SIZE)
 
 
 def planned(bytes_per_second: float) -> Plan:
