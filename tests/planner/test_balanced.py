@@ -222,6 +222,13 @@ def test_it_keeps_half_of_the_queries_and_its_results_twice() -> None:
     assert kept[BALANCED] - kept["q"] == local // 2 + local
 
 
+def test_attention_of_a_later_slice_is_not_taken_for_balanced() -> None:
+    """Its node has a mask in place of the flag, and the layout's label is still there."""
+    layout = layout_of(strategy(attention(*CAUSAL), 2, BALANCED))
+    sliced = attention(Ref("mask"), 0.0, False)["op"]
+    assert as_run(sliced, layout, (2,)) is sliced
+
+
 def test_it_is_measured_as_the_call_of_the_first_rank() -> None:
     graph, prices = attention(*CAUSAL), prices_on((2,))
     layout = layout_of(strategy(graph, 2, BALANCED))
