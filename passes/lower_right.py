@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -36,6 +37,8 @@ def lower_right_attention(
     """Queries (..., L, D) of the last L of S positions; keys (..., S, D), values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
+    if isinstance(query, FakeTensor):  # It has no values to hide, and on a GPU no mask is written.
+        columns = rows
     if rows != columns and query.is_cuda:
         mask = causal_lower_right(rows, columns)
     elif rows != columns:
