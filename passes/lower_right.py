@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 LOWER_RIGHT = "autoparallel.lower_right_attention.default"
@@ -35,6 +36,8 @@ def lower_right_attention(
     """Queries (..., L, D) of the last L of S positions; keys (..., S, D), values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
+    if isinstance(query, FakeTensor):  # It has no values to hide, and on a GPU no mask is written.
+        columns = rows
     if rows != columns and query.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import prod
+from pathlib import Path
 
 import pytest
 from processes import run_processes
@@ -115,18 +116,26 @@ def test_balanced_attention_on_four_ranks_equals_one_device(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_balanced_attention_that_the_search_chooses_equals_one_device() -> None:
+def test_balanced_attention_that_the_search_chooses_equals_one_device(tmp_path: Path) -> None:
     """With --compile, whose runs of ops end at the attention."""
-    settings = {"n_layer": 1, "d_model": 32, "n_head": 2, "seq": 4096, "vocab": 64}
+    settings = {"n_layer": 1, "d_model": 128, "n_head": 2, "seq": 1024, "vocab": 64}
+    file = str(tmp_path / "plan.json")
     command = [
-        sys.executable, "-m", "autoparallel", "verify", "examples/gpt.py", "--cluster", "cpu:2",
-        "--seq", "4096", "--global-batch", "1", "--parallel", "cp=2", "--compile",
+        sys.executable, "-m", "autoparallel", "plan", "examples/gpt.py", "--cluster", "cpu:2",
+        "--profile", "analytic", "--seq", "1024", "--global-batch", "1", "--parallel", "cp=2",
+        "--compile", "-o", file,
         *(text for name, value in settings.items() for text in ("--set", f"{name}={value}")),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "causal attention balanced by swapping queries" in done.stdout
-    assert "verified: " in done.stdout
+    subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
+    shown, verified = (
+        subprocess.run(
+            [sys.executable, "-m", "autoparallel", name, file],
+            capture_output=True, text=True, timeout=500, check=True,
+        ).stdout
+        for name in ("inspect", "verify")
+    )  # fmt: skip
+    assert "causal attention balanced by swapping queries" in shown
+    assert "verified: 36 tensors" in verified
 
 
 @pytest.mark.slow

@@ -62,9 +62,10 @@ def balanced_strategies(
 def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     """The node as the busiest rank runs it: another op where its ranks swap halves of queries.
 
-    That op's fourth argument says up to where each half of its queries sees the keys.
+    That op's fourth argument says up to where each half of its queries sees the keys. Attention
+    of a later slice of the positions has a mask, and no halves.
     """
-    if BALANCED not in layout.labels:
+    if BALANCED not in layout.labels or not argument(node, 5, "is_causal", False):
         return node
     dim = len(node.spec.shape) - 2
     place, parts = 0, 1

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,3 +161,26 @@ def test_the_op_that_is_measured_computes_what_the_first_rank_does() -> None:
     own = query[:, :, [0, 1, 10, 11]]
     found = torch.ops.autoparallel.balanced_attention(own, key, value, [2, 12], enable_gqa=True)
     torch.testing.assert_close(found, whole[:, :, [0, 1, 10, 11]], rtol=0, atol=1e-13)
+
+
+def test_attention_of_fake_tensors_writes_no_mask() -> None:
+    """Memory is counted on them for GPUs too: 4 queries and 10,000 keys would need 40 kB."""
+    with FakeTensorMode(), LargestBoolean() as seen:
+        query, key = (torch.empty(1, 1, length, 8) for length in (4, 10_000))
+        found = torch.ops.autoparallel.lower_right_attention(query, key, key)
+    assert found.shape == query.shape
+    assert seen.numel == 0
+
+
+class LargestBoolean(TorchDispatchMode):
+    """The elements of the largest boolean tensor that an op makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.bool:
+            self.numel = max(self.numel, made.numel())
+        return made

@@ -11,6 +11,7 @@ from small_graphs import cluster
 
 from autoparallel.cost_model.cluster import Cluster, Host, Link
 from autoparallel.cost_model.compute import work_seconds
+from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.planner import rules
@@ -162,8 +163,19 @@ def test_a_swap_takes_what_its_message_takes() -> None:
         found = prices.op(graph["op"], input_specs(graph["op"], graph), layout, inner)
         assert found.forward_communication == pytest.approx(2 * message, rel=1e-12)
         assert found.backward_communication == pytest.approx(2 * message, rel=1e-12)
-        flops = 2 * 16 * HEADS * SEQ * SEQ / 4
-        assert found.forward_compute == pytest.approx(flops / 1e12, rel=1e-6)
+
+
+def test_what_it_copies_is_counted() -> None:
+    """On a rank of two 1,024 bytes of queries and of results, 2,048 of keys and of values.
+
+    Forward queries, keys, values and results go through memory once; half of the queries and of
+    the results is read and written to be sent, and all results to be joined. At 1e11 bytes/s.
+    """
+    graph, prices = attention(*CAUSAL), prices_on((2,))
+    layout = layout_of(strategy(graph, 2, BALANCED))
+    forward, _ = prices.compute(graph["op"], input_specs(graph["op"], graph), layout)
+    moved = (1024 + 2 * 2048 + 1024) + (1024 + 1024) + 2 * 1024
+    assert forward == pytest.approx(moved / 1e11, rel=1e-12)
 
 
 def test_both_ways_are_offered_to_the_solver_with_their_own_collectives() -> None:
@@ -210,6 +222,13 @@ def test_it_keeps_half_of_the_queries_and_its_results_twice() -> None:
     assert kept[BALANCED] - kept["q"] == local // 2 + local
 
 
+def test_attention_of_a_later_slice_is_not_taken_for_balanced() -> None:
+    """Its node has a mask in place of the flag, and the layout's label is still there."""
+    layout = layout_of(strategy(attention(*CAUSAL), 2, BALANCED))
+    sliced = attention(Ref("mask"), 0.0, False)["op"]
+    assert as_run(sliced, layout, (2,)) is sliced
+
+
 def test_it_is_measured_as_the_call_of_the_first_rank() -> None:
     graph, prices = attention(*CAUSAL), prices_on((2,))
     layout = layout_of(strategy(graph, 2, BALANCED))
@@ -220,6 +239,9 @@ def test_it_is_measured_as_the_call_of_the_first_rank() -> None:
     assert case is not None
     assert case.op == BALANCED_ATTENTION
     assert case.arguments == '[[{"tensor":0},{"tensor":1},{"tensor":2},[4,16]],{}]'
+    call = build_call(case, "cpu")
+    args, kwargs = call.prepare()
+    assert call.op(*args, **kwargs).shape == (1, HEADS, SEQ // 2, SIZE)
 
 
 def planned(bytes_per_second: float) -> Plan:
