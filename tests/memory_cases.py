@@ -18,7 +18,7 @@ from autoparallel.options import parse_parallel
 from autoparallel.passes.deferred_init import Deferred, record_build
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.program import Program
-from autoparallel.passes.stage_memory import with_exact_memory
+from autoparallel.passes.stage_memory import with_stage_memory
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.plan import Plan
@@ -97,7 +97,7 @@ def planned(case: Case, *, is_gpu: bool = False) -> Plan | None:
         plan = plan_program(program, target(case.model), cluster, options)
     except AutoparallelError:
         return None
-    return with_exact_memory(plan, program.graph, program.blocks, is_gpu=is_gpu)
+    return with_stage_memory(plan, program.graph, program.blocks, is_gpu=is_gpu)
 
 
 def predicted(plan: Plan) -> list[Mapping[str, int]]:

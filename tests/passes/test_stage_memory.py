@@ -13,7 +13,7 @@ from autoparallel.options import parse_parallel
 from autoparallel.passes.deferred_init import plain_build
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.saved_tensors import Moment, StageActivations, run_microbatch
-from autoparallel.passes.stage_memory import exact_memory, with_exact_memory
+from autoparallel.passes.stage_memory import stage_memory, with_stage_memory
 from autoparallel.passes.storages import LiveBytes
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import BRIEF
@@ -103,7 +103,7 @@ def test_the_rules_are_near_where_they_cannot_know(name: str, parallel: str) -> 
     options = PlanOptions(global_batch=8, seq=16, forced=parse_parallel(parallel))
     program = capture_target(target, options)
     plan = plan_program(program, target, parse_cluster("cpu:2"), options)
-    found = exact_memory(plan, program.graph, program.blocks)
+    found = stage_memory(plan, program.graph, program.blocks)
     assert found[0] is not None
     kept = plan.stages[0].prediction.memory_bytes["activations"]
     graph = program.graph.with_batch_size(plan.microbatch_size)
@@ -178,7 +178,7 @@ def test_gradients_grow_while_activations_go() -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_is_seen_in_every_category(zero: int) -> None:
     plan, graph, blocks = planned("gpt", f"dp=2,zero={zero},microbatches=4", 32)
-    (found,) = exact_memory(plan, graph, blocks)
+    (found,) = stage_memory(plan, graph, blocks)
     assert found is not None
     whole = sum(p.spec.num_bytes for p in graph.parameters)
     assert found["parameters"] == pytest.approx(whole / 2, rel=0.01)
@@ -197,7 +197,7 @@ def test_a_mixed_precision_names_its_master_copy() -> None:
     options = PlanOptions(global_batch=8, precision="bf16", forced=parse_parallel("dp=1"))
     program = capture_target(target, options)
     plan = plan_program(program, target, parse_cluster("cpu:1"), options)
-    (found,) = exact_memory(plan, program.graph, program.blocks)
+    (found,) = stage_memory(plan, program.graph, program.blocks)
     numel = sum(p.spec.numel for p in program.graph.parameters)
     assert found is not None
     assert (found["parameters"], found["master"], found["optimizer"]) == (
@@ -207,11 +207,11 @@ def test_a_mixed_precision_names_its_master_copy() -> None:
 
 def test_a_finished_plan_takes_the_exact_figures() -> None:
     plan, graph, blocks = planned("mlp_mixer", "pp=2,schedule=gpipe,microbatches=4", None)
-    found = with_exact_memory(plan, graph, blocks)
+    found = with_stage_memory(plan, graph, blocks)
     totals = [sum(stage.prediction.memory_bytes.values()) for stage in found.stages]
     assert found.prediction.peak_memory_bytes == max(totals)
     assert found.stages[0].layouts == plan.stages[0].layouts
-    for stage, own in zip(found.stages, exact_memory(plan, graph, blocks), strict=True):
+    for stage, own in zip(found.stages, stage_memory(plan, graph, blocks), strict=True):
         assert own is not None
         assert stage.prediction.memory_bytes == {name: round(size) for name, size in own.items()}
     assert found.prediction.step_seconds == plan.prediction.step_seconds
@@ -219,7 +219,7 @@ def test_a_finished_plan_takes_the_exact_figures() -> None:
 
 def test_the_peak_is_that_of_a_rank_with_all_of_its_stages() -> None:
     plan, graph, blocks = planned("gpt", "pp=2,schedule=bfs,chunks=2,microbatches=4", 32)
-    found = with_exact_memory(plan, graph, blocks)
+    found = with_stage_memory(plan, graph, blocks)
     of_ranks = {
         stage.devices: [
             s.prediction.memory_bytes for s in found.stages if s.devices == stage.devices
@@ -241,7 +241,7 @@ def test_the_peak_is_that_of_a_rank_with_all_of_its_stages() -> None:
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
     plan, graph, blocks = planned("gpt", "pp=2,schedule=1f1b,microbatches=4", 32)
-    first, last = exact_memory(plan, graph, blocks)
+    first, last = stage_memory(plan, graph, blocks)
     assert first is not None
     assert last is not None
     assert first["activations"] > 1.5 * last["activations"]
@@ -253,8 +253,8 @@ def test_a_program_with_an_op_that_takes_no_fake_tensors_keeps_its_figures() -> 
     options = PlanOptions(global_batch=4, seq=16, forced=parse_parallel("dp=1"))
     program = capture_target(target, options)
     plan = plan_program(program, target, parse_cluster("cpu:1"), options)
-    assert exact_memory(plan, program.graph, program.blocks) == (None,)
-    found = with_exact_memory(plan, program.graph, program.blocks)
+    assert stage_memory(plan, program.graph, program.blocks) == (None,)
+    found = with_stage_memory(plan, program.graph, program.blocks)
     assert found.stages == plan.stages
 
 
@@ -265,7 +265,7 @@ def test_on_gpus_the_search_counts_no_more_communicators_than_there_are() -> Non
     program = capture_target(target, options)
     plan = plan_program(program, target, parse_cluster("2xH100"), options)
     for stage, found in zip(
-        plan.stages, exact_memory(plan, program.graph, program.blocks), strict=True
+        plan.stages, stage_memory(plan, program.graph, program.blocks), strict=True
     ):
         assert found is not None
         assert found["communicators"] == communicator_bytes("cuda", 3)
