@@ -7,7 +7,7 @@ are equal in all that counts once; nothing is taken from the solvers' tables but
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -193,10 +193,10 @@ def _stages(
 
 def _walks(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
-) -> list[list[StageWalk]]:
+) -> Iterator[list[StageWalk]]:
     """Of each stage a walk for every share of the batch."""
     held = _held(plan, edges)
-    start, walks = 0, []
+    start = 0
     for index, stage in enumerate(plan.stages):
         own = []
         for rows, ranks in _groups(stage, walked.graph.batch_size):
@@ -205,12 +205,11 @@ def _walks(
             prices = _prices(plan, stage, ranks, cache, rules=rules, basis=basis)
             part = walked.graph.with_batch_size(rows)
             own.append(StageWalk(walked, part, plan, index, prices, start, held[index]))
-        walks.append(own)
+        yield own
         start += len(stage.blocks)
     num_blocks = len(walked.forms.blocks.blocks)
     if start != num_blocks:
         raise PlanError("AP524", f"the plan has {start} blocks, the model {num_blocks}")
-    return walks
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[Halves]:
