@@ -35,7 +35,7 @@ from ..planner.replicas import stages_of_ranks
 from ..planner.schedules.messages_held import MessageBytes, sends_kept
 from ..planner.stage_walk import StageWalk
 from .communicators import num_communicators
-from .priced_activations import PricedStage
+from .priced_activations import WORKING, PricedStage
 from .rank_memory import Bytes, StageBytes, fullest_moment
 from .saved_tensors import Moment, StageActivations, run_microbatch
 from .stage_cut import Boundary, boundaries, leaf_layout, op_layout, stage_ranges, with_replicas
@@ -231,7 +231,12 @@ class _Stage:
         found["communicators"] = float(communicator_bytes(self.kind, most))
         moving = sum(size for name, size in found.items() if name not in LASTING)
         found["fragmentation"] = fragmentation_bytes(self.kind, moving)
-        return {name: size for name, size in found.items() if size or name == "communicators"}
+        told = ("communicators",) if self.runs else ("communicators", WORKING)
+        return {
+            name: found.get(name, 0.0)
+            for name in (*found, *told)
+            if found.get(name) or name in told
+        }
 
     @cached_property
     def _states(self) -> Bytes:
