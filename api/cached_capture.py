@@ -222,18 +222,24 @@ def _version(package: str) -> str:
 
 
 def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
-    """``passes.stage_memory.with_exact_memory``, kept."""
-    from autoparallel.passes.stage_memory import with_exact_memory, with_memory
+    """``passes.stage_memory.with_stage_memory``, kept where running the stages takes long."""
+    from autoparallel.passes.stage_memory import runs_stages, with_memory, with_stage_memory
+    from autoparallel.planner.fusion import with_fusion
     from autoparallel.planner.plan_file import dumps
 
+    graph, blocks = program.graph, program.blocks
+    if not runs_stages(plan, blocks):
+        graph = with_fusion(graph, blocks) if plan.compiled else graph
+        return with_stage_memory(plan, graph, blocks, runs=False)
+
     def made() -> tuple[dict[str, int], ...]:
-        found = with_exact_memory(plan, program.graph, program.blocks)
+        found = with_stage_memory(plan, graph, blocks)
         return tuple(dict(stage.prediction.memory_bytes) for stage in found.stages)
 
     bare = replace(plan, solver=replace(plan.solver, seconds={}))
     try:
-        key = (graph_digest(program.graph, program.blocks), dumps(bare))
+        key = (graph_digest(graph, blocks), dumps(bare))
     except UnkeyedError:
-        return with_exact_memory(plan, program.graph, program.blocks)
+        return with_stage_memory(plan, graph, blocks)
     bytes_of = cache.kept(made, MEMORY, _MEMORY, *key)
     return with_memory(plan, bytes_of)

@@ -44,9 +44,6 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float16", "float64"]] = 
     "fp16": "float16",
     "fp64": "float64",
 }
-EXACT_MEMORY_OPS = 1000
-"""Plans of at most so many ops are run on fake tensors for their memory: some three seconds."""
-
 HALF_PRECISIONS = ("bf16", "fp16")
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
@@ -131,11 +128,9 @@ def make_plan(
 ) -> Plan:
     """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
-    Its memory is that of running its stages on fake tensors, unless they are too many, or
-    compiled: what the compiler keeps follows from the groups of ops that it fuses.
+    Its memory is found action by action, see ``passes.stage_memory``.
     """
     from autoparallel.cached_capture import with_kept_memory
-    from autoparallel.passes.stage_memory import num_ops
     from autoparallel.tf32 import with_choice
 
     observe("cluster", 0, 1)
@@ -146,8 +141,7 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
-    if num_ops(found, program.blocks) <= EXACT_MEMORY_OPS and not found.compiled:
-        found = with_kept_memory(found, program, cache)
+    found = with_kept_memory(found, program, cache)
     spent = {
         "capture": capture_seconds,
         **found.solver.seconds,

@@ -2,7 +2,7 @@
 
 In: a schedule, a pipeline rank, what each of its stages holds and what a micro-batch of it takes,
 the bytes of messages. Out: the bytes of its stages at the moment when all of them together hold the
-most, or None where a stage cannot be run on fake tensors.
+most.
 
 A stage holds its states from step to step; its gradients from its first backward on; what a
 micro-batch keeps from its forward to its backward, or to the gradients of weights where these are
@@ -34,19 +34,22 @@ from .storages import SAVED
 
 Bytes = dict[str, float]
 
+STATES = (GRADIENTS, GATHERED, COMMUNICATION, BUFFERS)
+"""What a slice takes as much of as a whole micro-batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """A stage's ``states`` by category, gradients among them, and ``run``: a micro-batch of it.
+    """A stage's ``states`` by category, with gradients and parameters that ZeRO gathers once per
+    step; and ``run``: a micro-batch of it.
 
-    ``holds_inputs``: parts of the batch are copied to the device, and not read where they are.
-    ``keeps_gathered``: ZeRO gathers the parameters once per step.
+    ``holds_inputs``: parts of the batch are copied to the device, all before the step's first
+    micro-batch, and not read where they are.
     """
 
     states: Mapping[str, float]
-    run: Callable[[Moment], StageActivations | None]
+    run: Callable[[Moment], StageActivations]
     holds_inputs: bool
-    keeps_gathered: bool
 
 
 def fullest_moment(
@@ -55,14 +58,13 @@ def fullest_moment(
     stages: Mapping[int, StageBytes],
     messages: MessageBytes,
     most: int,
-) -> dict[int, Bytes] | None:
+) -> dict[int, Bytes]:
     """By stage, as numbered in the schedule, the bytes by category. ``most``: see
     ``messages_held``."""
     row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
     for action, num_bytes in messages_held(schedule, rank, messages, most):
         if action.kind in COMPUTE:
-            if not row.compute(action, num_bytes):
-                return None
+            row.compute(action, num_bytes)
         elif action.kind == STEP:
             row.step(action, num_bytes if schedule.is_asynchronous else 0.0)
     return row.fullest
@@ -82,28 +84,24 @@ class _Row:
     with_gradients: set[int] = field(default_factory=set)
     updated: set[int] = field(default_factory=set)
 
-    def compute(self, action: Action, message_bytes: float) -> bool:
-        """Whether the stage could be run on fake tensors."""
+    def compute(self, action: Action, message_bytes: float) -> None:
         run = self.stages[action.stage].run(self._moment(action))
-        if run is None:
-            return False
         stage, share = action.stage, self._share(action)
         if action.kind == FORWARD:
-            self._note(stage, run.forward, message_bytes)
+            self._note(stage, _of_slice(run.forward, share), message_bytes)
             self.waiting[stage] += share
-            return True
+            return
         if action.kind == WEIGHT_BACKWARD:
             self.late[stage] -= share
-            self._note(stage, run.weights, message_bytes)
+            self._note(stage, _of_slice(run.weights, share), message_bytes)
         else:
             self.waiting[stage] -= share
-            self._note(stage, run.backward, message_bytes)
+            self._note(stage, _of_slice(run.backward, share), message_bytes)
             if action.kind == INPUT_BACKWARD:
                 self.late[stage] += share
-                return True
+                return
         self.with_gradients.add(stage)
         self.updated.discard(stage)
-        return True
 
     def step(self, action: Action, message_bytes: float) -> None:
         self.updated.add(action.stage)
@@ -125,15 +123,13 @@ class _Row:
         slices = self.schedule.slices
         return slices[action.slice] / sum(slices) if slices else 1
 
-    def _note(self, running: int | None, taken: Mapping[str, int], message_bytes: float) -> None:
+    def _note(self, running: int | None, taken: Mapping[str, float], message_bytes: float) -> None:
         """The moment, if it is the fullest so far."""
         found = {stage: self._resting(stage, stage == running) for stage in self.stages}
         last = found[next(iter(found)) if running is None else running]
         for name, size in taken.items():
             if name != INPUTS:
                 last[name] = last.get(name, 0.0) + size
-            elif running is not None and self.stages[running].holds_inputs:
-                last[BUFFERS] = last.get(BUFFERS, 0.0) + size
         last[COMMUNICATION] = last.get(COMMUNICATION, 0.0) + message_bytes
         total = sum(sum(own.values()) for own in found.values())
         if total > self.peak:
@@ -142,16 +138,18 @@ class _Row:
     def _resting(self, stage: int, runs: bool) -> Bytes:
         """What a stage holds, but for what the micro-batch takes that it ``runs``."""
         own = self.stages[stage]
-        found = {name: size for name, size in own.states.items() if name != GRADIENTS}
-        if stage in self.with_gradients and not runs:
-            found[GRADIENTS] = own.states.get(GRADIENTS, 0.0)
-        run = own.run(Moment(is_first=True, is_last=self.schedule.num_microbatches == 1))
-        if run is None:
-            return found
-        inputs = run.inputs * self.waiting[stage]
-        found[SAVED] = run.kept * self.waiting[stage] - inputs + run.late * self.late[stage]
-        found[BUFFERS] = inputs if own.holds_inputs else 0.0
+        found = {k: size for k, size in own.states.items() if k not in (GRADIENTS, GATHERED)}
         if not runs:
-            found[BUFFERS] += run.forward.get(BUFFERS, 0)
-            found[GATHERED] = run.backward.get(GATHERED, 0) if own.keeps_gathered else 0.0
+            found[GATHERED] = own.states.get(GATHERED, 0.0)
+            found[GRADIENTS] = own.states[GRADIENTS] if stage in self.with_gradients else 0.0
+        run = own.run(Moment(is_first=True, is_last=self.schedule.num_microbatches == 1))
+        found[SAVED] = (run.kept - run.inputs) * self.waiting[stage] + run.late * self.late[stage]
+        found[INPUTS] = run.inputs * self.schedule.num_microbatches if own.holds_inputs else 0.0
+        if not runs:
+            found[BUFFERS] = run.forward.get(BUFFERS, 0)
         return found
+
+
+def _of_slice(taken: Mapping[str, int], share: float) -> Mapping[str, float]:
+    """What a slice takes that is ``share`` of a micro-batch."""
+    return {k: size if k in STATES else size * share for k, size in taken.items()}

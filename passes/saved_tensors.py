@@ -296,8 +296,9 @@ class _Run:
         return StageActivations(kept, input_bytes, forward, backward, late, weights)
 
     def _num_kept(self) -> int:
-        """What is alive of the micro-batch once its gradients of inputs are computed."""
-        names = (SAVED, INPUTS, OTHER, RECOMPUTED)
+        """What is alive of the micro-batch once its gradients of inputs are computed, but for parts
+        of the batch."""
+        names = (SAVED, OTHER, RECOMPUTED)
         return sum(self.live.by_category.get(name, 0) for name in names)
 
     def _peak(self) -> dict[str, int]:

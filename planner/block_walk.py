@@ -64,7 +64,8 @@ class BlockCost:
 
     ``late_seconds`` of a backward in halves are its second half's. ``late_bytes`` are kept for the
     gradients of weights, ``gathered_bytes`` are whole parameters
-    and what the backward makes again; ``values``: the layouts of its ``Reads.values``.
+    and what the backward makes again; ``batch_bytes`` of what is kept are parts of the batch.
+    ``values``: the layouts of its ``Reads.values``.
     """
 
     seconds: Seconds
@@ -75,6 +76,7 @@ class BlockCost:
     late_bytes: float
     working_bytes: float
     gathered_bytes: float
+    batch_bytes: float
     values: tuple[Layout, ...]
 
 
@@ -94,6 +96,7 @@ class _BlockWalk:
     kept_bytes: float = 0.0
     late: list[float] = field(default_factory=lambda: [0.0, 0.0])
     working_bytes: float = 0.0
+    batch_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         self.graph, self.prices = self.setting.graph, self.setting.prices
@@ -125,6 +128,7 @@ class _BlockWalk:
             late,
             self.working_bytes,
             GATHERED_BLOCKS * total.gathered + again_bytes,
+            self.batch_bytes,
             tuple(self.made[ref] for ref in self.reads.values),
         )
 
@@ -157,8 +161,7 @@ class _BlockWalk:
                 selected.update(
                     dict.fromkeys(kept_parts(node, layout, graph, prices, of=self.replay))
                 )
-            elif mode == "full":
-                batch.update(dict.fromkeys(read_parts(node, layout, graph, prices)))
+            batch.update(dict.fromkeys(read_parts(node, layout, graph, prices)))
             late.update(dict.fromkeys(late_parts(node, layout, graph, prices)))
             for at, own in enumerate(late_seconds(node, layout, graph, prices)):
                 self.late[at] += own
@@ -169,15 +172,17 @@ class _BlockWalk:
             twice = self._is_repeated(ref, uses[ref])
             for target in targets:
                 self._convert(ref, target, twice=twice)
+        kept = {"none": parts, "selective": selected, "full": batch}[mode]
+        self.kept_bytes += _total(kept)
+        self.batch_bytes = _total(part for part in kept if part in batch)
         if mode == "none":
-            self.kept_bytes += _total(parts)
             return 0.0, _total(late)
         inputs = sum(
             prices.local_bytes(graph.spec(ref), self.made[ref])
             for ref, again in zip(self.reads.values, self.layouts.again, strict=True)
             if not again
         )
-        self.kept_bytes += inputs + _total(selected) + _total(batch)
+        self.kept_bytes += inputs
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:

@@ -7,7 +7,7 @@ are equal in all that counts once; nothing is taken from the solvers' tables but
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,6 +169,16 @@ def priced_stages(
     return _stages(walked, plan, _edges(walked, plan), rules=rules, basis=basis)
 
 
+def walked_stages(graph: Graph, blocks: Blocks, plan: Plan) -> list[StageWalk]:
+    """Each stage of a plan, walked: of unlike shares of the batch the one that keeps the most.
+
+    ``graph`` is ``at_microbatch``. Seconds are from specifications.
+    """
+    walked = walked_none(graph, blocks, default_rules)
+    walks = _walks(walked, plan, _edges(walked, plan), rules=default_rules, basis=DEFAULT)
+    return [max(own, key=lambda walk: walk.cost().activation_bytes) for own in walks]
+
+
 def _edges(walked: Walked, plan: Plan) -> WeightedEdges | None:
     places = Places(plan.cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
     return stage_edges(walked.forms.structure, stage_starts(plan), places)
@@ -177,8 +187,16 @@ def _edges(walked: Walked, plan: Plan) -> WeightedEdges | None:
 def _stages(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> list[StageCost]:
+    walks = _walks(walked, plan, edges, rules=rules, basis=basis)
+    return [slowest([walk.cost() for walk in own]) for own in walks]
+
+
+def _walks(
+    walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
+) -> Iterator[list[StageWalk]]:
+    """Of each stage a walk for every share of the batch."""
     held = _held(plan, edges)
-    start, costs = 0, []
+    start = 0
     for index, stage in enumerate(plan.stages):
         own = []
         for rows, ranks in _groups(stage, walked.graph.batch_size):
@@ -186,13 +204,12 @@ def _stages(
             cache = {} if basis.asked is not None else walked.cache(plan.cluster)
             prices = _prices(plan, stage, ranks, cache, rules=rules, basis=basis)
             part = walked.graph.with_batch_size(rows)
-            own.append(StageWalk(walked, part, plan, index, prices, start, held[index]).cost())
-        costs.append(slowest(own))
+            own.append(StageWalk(walked, part, plan, index, prices, start, held[index]))
+        yield own
         start += len(stage.blocks)
     num_blocks = len(walked.forms.blocks.blocks)
     if start != num_blocks:
         raise PlanError("AP524", f"the plan has {start} blocks, the model {num_blocks}")
-    return costs
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[Halves]:

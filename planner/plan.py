@@ -76,9 +76,10 @@ class StagePrediction:
     ``seconds``: forward, backward (recomputation included), compute, communication (both
     per micro-batch), gradient_sync, optimizer (both per step), send (to the next stage).
     ``memory_bytes``: parameters, gradients, optimizer, activations, transient, buffers, reserve
-    by the rules of ops; and where the stages were run on fake tensors also master (the copy
-    that is stepped), gathered, recomputation, communication and fragmentation, of the moment
-    at which the rank is fullest.
+    as the search prices them; of a finished plan those of the moment at which the rank is fullest,
+    also master (the copy that is stepped), gathered, inputs, communication, communicators and
+    fragmentation. Its transient bytes, and recomputation, are of stages that were run on fake
+    tensors; working is the same by the rules of ops.
     """
 
     seconds: Mapping[str, float]

@@ -117,10 +117,7 @@ class StageWalk:
         for each in self.found:
             seconds = seconds.plus(each.seconds)
             states = StateBytes(*(a + b for a, b in zip(states, each.states, strict=True)))
-        for name, held in self.shared.items():
-            own_seconds, own_bytes = self.prices.parameter(
-                self.graph[name].spec, held, self.stage.zero
-            )
+        for own_seconds, own_bytes in self.of_shared():
             seconds = seconds.plus(own_seconds)
             states = StateBytes(*(a + b for a, b in zip(states, own_bytes, strict=True)))
         kept = float(sum(each.kept_bytes for each in self.found))
@@ -135,6 +132,12 @@ class StageWalk:
             kept,
             late if self.setting.splits else None,
         )
+
+    def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
+        """Seconds and bytes of each parameter that several blocks use, once they are walked."""
+        zero, prices = self.stage.zero, self.prices
+        held = self.shared.items()
+        return [prices.parameter(self.graph[name].spec, layout, zero) for name, layout in held]
 
     def _block(self, reads: Reads, mode: Recompute) -> BlockCost:
         """A block's cost, with the layouts of what it receives and sends noted."""
@@ -202,6 +205,18 @@ class StageWalk:
     def _conversion(self, ref: Ref, made: Layout, target: Layout) -> Seconds:
         forward, backward = self.prices.conversion(self.graph.spec(ref), made, target)
         return Seconds(forward_communication=forward, backward_communication=backward)
+
+    def leaf_bytes(self, *kinds: str) -> float:
+        """What the leaves of some kinds that the stage's blocks read take on a rank."""
+        reads = self.walked.forms.reads[self.start : self.stop]
+        nodes = (self.graph[name] for name in {name for own in reads for name in own.leaves})
+        whole = (INVARIANT,) * len(self.stage.mesh.shape)
+        total = 0.0
+        for node in nodes:
+            number = self.numbers.get(node.name)
+            held = whole if number is None else self.walked.layouts[number].outputs[0]
+            total += self.prices.local_bytes(node.spec, held) if node.kind in kinds else 0.0
+        return total
 
     def _memory(self, states: StateBytes, kept_bytes: float) -> Mapping[str, float]:
         reads = self.walked.forms.reads[self.start : self.stop]

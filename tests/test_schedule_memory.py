@@ -7,8 +7,9 @@ as those of a GPU whose host runs far ahead.
 from __future__ import annotations
 
 import pytest
-from memory_cases import COUNTS, MODELS, SCHEDULES, Case, measured, planned, predicted
+from memory_cases import COUNTS, MODELS, SCHEDULES, measured, planned, predicted
 from processes import run_processes
+from schedule_cases import Case
 
 from autoparallel.passes.communicators import num_communicators
 from autoparallel.passes.stage_cut import boundaries
@@ -21,7 +22,13 @@ FEWEST = {"gpt": 13, "skip": 8}
 
 SAMPLE = tuple(
     Case("gpt", schedule, 4)
-    for schedule in ("interleaved,chunks=2", "zb-h1", "chimera", "pipedream-2bw")
+    for schedule in (
+        "interleaved,chunks=2",
+        "zb-h1",
+        "chimera",
+        "pipedream-2bw",
+        "terapipe,slices=2",
+    )
 )
 
 
@@ -53,7 +60,7 @@ def test_some_schedules_hold_what_is_predicted(backend: str) -> None:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("backend", ["gloo", "strict"])
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS.files)
 def test_every_schedule_holds_what_is_predicted(model: str, count: int, backend: str) -> None:
     cases = [Case(model, schedule, count) for schedule in SCHEDULES]
     assert check(cases, backend) >= FEWEST[model]
@@ -78,9 +85,7 @@ def communicators(model: str, texts: list[str]) -> int:
 
 
 def counted(plan: Plan, case: Case) -> list[int]:
-    from memory_cases import captured
-
-    program = captured(case.model)[1].with_batch_size(plan.microbatch_size)
+    program = MODELS.captured(case.model)[1].with_batch_size(plan.microbatch_size)
     found = num_communicators(plan, boundaries(program.graph, program.blocks, plan))
     return [found[rank] for rank in range(case.num_ranks)]
 

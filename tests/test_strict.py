@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import RankError, run_processes
-from strict_cases import COUNTS, MODELS, SCHEDULES, Case, planned, run_cases
+from schedule_cases import SCHEDULES, Case
+from strict_cases import COUNTS, MODELS, planned, run_cases
 
 SAMPLE = (
     Case("skip", "interleaved,chunks=2", 4),
@@ -42,7 +43,7 @@ def test_a_schedule_needs_no_tags_and_no_receive_that_is_overtaken(case: Case) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS.files)
 def test_every_schedule_needs_no_more_than_nccl_promises(model: str) -> None:
     cases = [Case(model, schedule, count) for schedule in SCHEDULES for count in COUNTS]
     assert check(model, 2, cases) >= FEWEST[model]
@@ -58,7 +59,7 @@ def test_four_ranks_need_no_more_than_nccl_promises(parallel: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS.files)
 def test_stages_of_unlike_meshes_need_no_more_than_nccl_promises(model: str) -> None:
     cases = [Case(model, each, count, hosts=(2, 1)) for each in SCHEDULES for count in COUNTS]
     assert check(model, 3, cases) >= 12

@@ -16,17 +16,19 @@ from autoparallel.report.words import held_text
 
 MEMORY_ORDER = (
     "parameters", "master", "versions", "gradients", "optimizer", "gathered", "activations",
-    "recomputation", "transient", "communication", "buffers", "fragmentation",
+    "inputs", "recomputation", "working", "transient", "communication", "buffers", "fragmentation",
     "communicators", "reserve",
 )  # fmt: skip
 
 
 def memory_source(plan: Plan) -> str:
     """How the bytes of the stages were found."""
-    exact = sum("fragmentation" in stage.prediction.memory_bytes for stage in plan.stages)
-    if exact == len(plan.stages):
-        return "from running the stages' own ops on fake tensors"
-    return "from the rules of the ops" + (f", but for {exact} stages" if exact else "")
+    held = [stage.prediction.memory_bytes for stage in plan.stages]
+    if not all("communicators" in own for own in held):
+        return "from the rules of the ops"
+    if any("working" in own for own in held):
+        return "action by action, from the rules of the ops"
+    return "action by action, from running the stages' own ops on fake tensors"
 
 
 def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:

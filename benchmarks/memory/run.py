@@ -20,7 +20,7 @@ from typing import Any
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.stage_memory import exact_memory
+from autoparallel.passes.stage_memory import stage_memory
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.plan import Precision
 from autoparallel.planning import PlanOptions, capture_target, plan_program
@@ -102,7 +102,7 @@ def run(case: Case) -> list[Row]:
     )  # fmt: skip
     program = capture_target(target, options)
     plan = plan_program(program, target, parse_cluster(f"cpu:{case.ranks}"), options)
-    exact = exact_memory(plan, program.graph, program.blocks)
+    exact = stage_memory(plan, program.graph, program.blocks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         save_plan(plan, path)

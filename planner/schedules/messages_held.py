@@ -13,7 +13,7 @@ The counterpart of ``runtime.exchange``, ``runtime.outbox`` and ``runtime.handov
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...cost_model.actions import (
@@ -93,8 +93,14 @@ class _Walk:
     arrived: set[Action] = field(default_factory=set)
     waiting: dict[_Unit, float] = field(default_factory=dict)
     kept: dict[int, deque[float]] = field(default_factory=dict)
+    takers: dict[tuple[int, bool, int], list[Pair]] = field(default_factory=dict)
+    senders: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for source, taker in self.sizes.sent:
+            is_forward, peer = source < taker, self.schedule.stage_rank[taker]
+            self.takers.setdefault((source, is_forward, peer), []).append((source, taker))
+            self.senders.setdefault((taker, is_forward), []).append(source)
         for other, row in enumerate(self.schedule.table):
             sends = (a for a in row if a.kind in SENDS and self._to(a, self.rank))
             self.expected[other] = deque(sends) if other != self.rank else deque()
@@ -103,9 +109,9 @@ class _Walk:
         """Receives what a stage needs, and all that its senders send before."""
         is_forward = receive.kind == RECV_FORWARD
         kind = SEND_FORWARD if is_forward else "SEND_B"
-        for source, taker in self.sizes.sent:
+        for source in self.senders.get((receive.stage, is_forward), ()):
             other = self.schedule.stage_rank[source]
-            if taker != receive.stage or (source < taker) != is_forward or other == self.rank:
+            if other == self.rank:
                 continue
             wanted = receive._replace(kind=kind, stage=source)
             lane = self.expected[other]
@@ -146,14 +152,9 @@ class _Walk:
         self.waiting[unit] = self.waiting.get(unit, 0.0) + size
         self.num_bytes += size
 
-    def _to(self, made: Action, rank: int) -> tuple[Pair, ...]:
+    def _to(self, made: Action, rank: int) -> Sequence[Pair]:
         """The messages of what a stage makes in an action to the stages of a rank."""
-        is_forward = made.kind in (FORWARD, SEND_FORWARD)
-        return tuple(
-            (source, taker) for source, taker in self.sizes.sent
-            if source == made.stage and (source < taker) == is_forward
-            and self.schedule.stage_rank[taker] == rank
-        )  # fmt: skip
+        return self.takers.get((made.stage, made.kind in (FORWARD, SEND_FORWARD), rank), ())
 
     def _share(self, action: Action) -> float:
         """Of a micro-batch's message, what one of a slice is."""

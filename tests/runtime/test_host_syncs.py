@@ -15,7 +15,8 @@ import pytest
 import torch
 from one_device import build_optimizer
 from processes import run_processes
-from strict_cases import ROWS, Case, captured, planned
+from schedule_cases import Case
+from strict_cases import MODELS, ROWS, planned
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,7 +154,7 @@ def trained(text: str, options: Mapping[str, Any], build: Any = None) -> tuple[A
     device_queue.queue_of.cache_clear()
     cpu = torch.device("cpu")
     queue: Any = device_queue.queue_of(cpu)
-    deferred, program = captured("chain", "fp32")
+    deferred, program = MODELS.captured("chain", "fp32")
     trainer = Trainer(program, loads(text, "test"), deferred, device=cpu, build=build)
     trainer.use_update(UpdateOptions(**options))
     batches = [random_batch(program.with_batch_size(ROWS).graph, seed=s) for s in range(STEPS)]
@@ -174,7 +175,7 @@ def trained(text: str, options: Mapping[str, Any], build: Any = None) -> tuple[A
 
 def plain(text: str, options: Mapping[str, Any]) -> list[float]:
     """On a rank: the losses where the device is the host."""
-    deferred, program = captured("chain", "fp32")
+    deferred, program = MODELS.captured("chain", "fp32")
     trainer = Trainer(program, loads(text, "test"), deferred, device=torch.device("cpu"))
     trainer.use_update(UpdateOptions(**options))
     batches = [random_batch(program.with_batch_size(ROWS).graph, seed=s) for s in range(STEPS)]
