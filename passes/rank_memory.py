@@ -1,14 +1,14 @@
-"""The fullest moment of a rank: its row of the schedule, action by action, in bytes.
+"""The peak memory of a pipeline rank, found by walking its row of the schedule, in bytes.
 
-In: a schedule, a pipeline rank, what each of its stages holds and what a micro-batch of it takes,
-the bytes of messages. Out: the bytes of its stages at the moment when all of them together hold the
-most.
+In: a schedule, a rank, for each of its stages the bytes of its states and of a micro-batch, and the
+bytes of messages. Out: the bytes of each stage at the moment when the rank's stages together hold
+the most.
 
-A stage holds its states from step to step; its gradients from its first backward on; what a
-micro-batch keeps from its forward to its backward, or to the gradients of weights where these are
-put off. The stage that computes holds besides what its forward or backward takes at its fullest.
-Messages are those of ``planner.schedules.messages_held``. At the step's end there are all
-gradients, and no activation.
+A stage holds its states all the time, and its gradients from its first backward on. Each
+micro-batch holds its activations from its forward to its backward, or until its weight gradients
+are computed where these are computed later. The stage that computes also holds the largest amount
+that its forward or backward needs at once. Messages are those of
+``planner.schedules.messages_held``. At the step's end all gradients are held, and no activations.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from .storages import SAVED
 Bytes = dict[str, float]
 
 STATES = (GRADIENTS, GATHERED, COMMUNICATION, BUFFERS)
-"""What a slice takes as much of as a whole micro-batch."""
+"""Categories of which a slice needs as much as a whole micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """A stage's ``states`` by category, with gradients and parameters that ZeRO gathers once per
-    step; and ``run``: a micro-batch of it.
+    """The bytes of a stage.
 
-    ``holds_inputs``: parts of the batch are copied to the device, all before the step's first
-    micro-batch, and not read where they are.
+    ``states``: by category, with gradients and the parameters that ZeRO gathers once per step.
+    ``run``: what one micro-batch needs at a moment of the step. ``holds_inputs``: the stage's parts
+    of the batch are copied to the device before the step's first micro-batch; on a CPU they are
+    read where they are.
     """
 
     states: Mapping[str, float]

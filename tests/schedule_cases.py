@@ -32,7 +32,10 @@ SCHEDULES = (
 
 @dataclass(frozen=True)
 class Case:
-    """``parallel`` besides the schedule and the micro-batches; ``hosts``: devices of each."""
+    """A model under a schedule with ``count`` micro-batches.
+
+    ``parallel``: the degrees. ``hosts``: the number of devices of each host; one host without it.
+    """
 
     model: str
     schedule: str
@@ -50,7 +53,7 @@ class Case:
 
     @property
     def cluster(self) -> Cluster:
-        """Hosts of several sizes are so far apart that each is a stage."""
+        """Links between ``hosts`` are so slow that each host becomes a stage."""
         if self.hosts:
             return slow_wires((1e7,) * len(self.hosts), self.hosts)
         return parse_cluster(f"cpu:{self.num_ranks}")

@@ -1,13 +1,14 @@
-"""The messages that a rank holds while it computes, from its row of the schedule.
+"""The bytes of messages that a rank holds at each action of its row of the schedule.
 
-In: a schedule, a pipeline rank, the bytes of each message. Out: with every action of the rank but
-sends and receives the bytes of messages that its memory holds besides those that it takes or makes:
+In: a schedule, a pipeline rank, the bytes of each message. Out: for each action of the rank that is
+no send or receive, the bytes of the messages in its memory, without those that the action itself
+reads or makes. A rank holds messages that
 
-- received, and needed later: who posts a receive posts all that its sender sends before it;
-- sent, and kept: of each receiver the latest ``sends_kept``, until the step's end;
-- made for another stage of the same rank, which has not taken it yet.
+- it has received and needs later: posting a receive also posts all earlier messages of its sender;
+- it has sent: the latest ``sends_kept`` to each receiver, until the step's end;
+- one of its stages has made for another of its stages, which has not used them yet.
 
-The counterpart of ``runtime.exchange``, ``runtime.outbox`` and ``runtime.handover``.
+``runtime.exchange``, ``runtime.outbox`` and ``runtime.handover`` do what this predicts.
 """
 
 from __future__ import annotations
@@ -30,26 +31,28 @@ from ...cost_model.actions import (
 from .check import sends_under_way
 
 KEPT_ON_GLOO = 4
-"""The least that is kept of a receiver on gloo: the host of the sender waits there, so ranks may
-be so many messages apart before one waits for another."""
+"""On gloo a sender keeps at least this many messages to each receiver before its host waits for the
+oldest. On a GPU the host does not wait, so the schedule's own bound is enough."""
 
 Pair = tuple[int, int]
-"""The stage that sends, and the one that takes: gradients go from a later to an earlier one."""
+"""The sending and the receiving stage; gradients go from a later to an earlier stage."""
 
 _Unit = tuple[bool, int, int, int]
-"""Whether it goes forward, a stage, the micro-batch, the slice."""
+"""Whether the message is an activation, the receiving stage, the micro-batch, the slice."""
 
 
 def sends_kept(schedule: Schedule, *, is_gpu: bool) -> int:
-    """How many messages to one rank a rank keeps until the oldest must have gone."""
+    """The largest number of messages to one receiver that a rank keeps."""
     most = sends_under_way(schedule)
     return most if is_gpu else max(most, KEPT_ON_GLOO)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBytes:
-    """The bytes of a micro-batch's messages, on a device of the stage that sends them, and on one
-    of the stage that takes them. What has no entry is not sent."""
+    """The bytes of a micro-batch's messages, on a device of the sending and of the receiving stage.
+
+    A pair of stages without an entry sends nothing.
+    """
 
     sent: Mapping[Pair, float]
     taken: Mapping[Pair, float]
