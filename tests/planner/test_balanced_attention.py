@@ -30,7 +30,7 @@ from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.saved import saved_parts
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies, work
-from autoparallel.planner.rules.balanced import BALANCED_ATTENTION, as_run
+from autoparallel.planner.rules.balanced_attention import BALANCED_ATTENTION, as_run
 from autoparallel.planner.search.search import plan
 from autoparallel.planner.strategy import BALANCED, AxisStrategy, NodeLayout, combine
 from examples.gpt import GPT, example_batch
