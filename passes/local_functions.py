@@ -46,7 +46,7 @@ def balanced_causal_attention(
 ) -> Tensor:  # fmt: skip
     """The same, in which each rank computes the second half of its partner's queries for its own.
 
-    The partner is at the other end of each axis of ``balanced``; see ``planner.rules.balanced``.
+    The partner is at the other end of each axis of ``balanced``: see ``rules.balanced_attention``.
     """
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)

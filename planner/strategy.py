@@ -52,7 +52,7 @@ class NodeLayout:
 
 
 BALANCED = "balanced"
-"""The label of causal attention whose ranks swap halves of their queries (``rules.balanced``)."""
+"""The label of causal attention whose ranks swap queries: see ``rules.balanced_attention``."""
 
 
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from ..graph import Node, TensorSpec
 from ..layout import Layout, Mesh, conversion_steps, held_layout, local_shape
 from ..layout import boundary_layout as boundary_layout
 from ..plan import Precision
-from ..rules.balanced import as_run
+from ..rules.balanced_attention import as_run
 from ..rules_protocol import Rules as Rules
 from ..strategy import InnerCollective, NodeLayout, balanced_axes
 from .asked import Asked, AskedOp

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ..graph import Graph, Node, Ref, TensorSpec
 from ..layout import Layout
-from ..rules.balanced import as_run
+from ..rules.balanced_attention import as_run
 from ..rules.storage import copy_of
 from ..strategy import NodeLayout
 from .choices import input_specs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..graph import Graph, Node
 from ..layout import INVARIANT, REPLICATE, Placement, shard
 from ..strategy import AxisStrategy
-from .balanced import balanced_strategies
+from .balanced_attention import balanced_strategies
 from .case import Case
 from .derive import derive
 from .exchange import exchanged_parts
