@@ -44,6 +44,9 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float16", "float64"]] = 
     "fp16": "float16",
     "fp64": "float64",
 }
+MOST_REPEATS = 2
+"""So often the search is repeated for a plan whose final memory keeps the limit."""
+
 HALF_PRECISIONS = ("bf16", "fp16")
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
@@ -130,7 +133,6 @@ def make_plan(
 
     Its memory is found action by action, see ``passes.stage_memory``.
     """
-    from autoparallel.cached_capture import with_kept_memory
     from autoparallel.tf32 import with_choice
 
     observe("cluster", 0, 1)
@@ -141,7 +143,7 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
-    found = with_kept_memory(found, program, cache)
+    found = _within_limit(found, program, target, cluster, options, observe, cache)
     spent = {
         "capture": capture_seconds,
         **found.solver.seconds,
@@ -150,6 +152,37 @@ def make_plan(
     if "total" in spent:
         spent["total"] += capture_seconds + spent["memory"]
     return replace(found, solver=replace(found.solver, seconds=spent))
+
+
+def _within_limit(
+    found: Plan, program: Program, target: Target, cluster: Cluster, options: PlanOptions,
+    observe: Observe, cache: Cache,
+) -> Plan:  # fmt: skip
+    """A found plan with its final memory, or, where that exceeds the limit, another one.
+
+    The search counts no messages, inputs and communicators between stages. Where a plan exceeds
+    the limit by them, the search runs again, with a limit that is lower by their size. If no plan
+    keeps the limit so, that which exceeds it least is returned; its report says so.
+    """
+    from autoparallel.cached_capture import with_kept_memory
+    from autoparallel.planner.errors import InfeasibleError
+
+    limit = options.memory_limit_bytes or cluster.usable_memory_bytes
+    tried: list[Plan] = []
+    for left in reversed(range(1 + MOST_REPEATS)):
+        plan = with_kept_memory(found, program, cache)
+        tried.append(plan)
+        if plan.prediction.peak_memory_bytes <= limit:
+            return plan
+        if not left:
+            break
+        uncounted = plan.prediction.peak_memory_bytes - found.prediction.peak_memory_bytes
+        lower = replace(options, memory_limit_bytes=max(1, limit - uncounted))
+        try:
+            found = plan_program(program, target, cluster, lower, observe, cache)
+        except InfeasibleError:
+            break
+    return min(tried, key=lambda plan: plan.prediction.peak_memory_bytes)
 
 
 def _plan_measured(

@@ -168,6 +168,11 @@ class Cluster:
     rack_link: Link | None = None
 
     @cached_property
+    def usable_memory_bytes(self) -> int:
+        """What a process may allocate on every device."""
+        return min(host.device.usable_memory_bytes for host in self.hosts)
+
+    @cached_property
     def num_devices(self) -> int:
         return sum(host.num_devices for host in self.hosts)
 

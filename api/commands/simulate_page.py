@@ -31,7 +31,7 @@ from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.rules import work
 from autoparallel.report.facts import MEMORY_ORDER
-from autoparallel.report.page import of_text, plain_table, section
+from autoparallel.report.page import of_text, over_text, plain_table, section
 from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -224,10 +224,8 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     text = Text.assemble(
         title, "\n\n", (" · ".join(parts), "bold cyan"), "\n", (line, "bold")
     )  # fmt: skip
-    if not step.priced.fits:
-        over = step.priced.peak_bytes - step.priced.usable_bytes
-        text.append(f"\ndoes not fit: {bytes_text(over)} over", style="bold red")
-    return text
+    over = over_text(step.priced.peak_bytes, step.priced.usable_bytes)
+    return text if over is None else Text.assemble(text, "\n", over)
 
 
 def memory(step: SimulatedStep) -> tuple[str, Table]:

@@ -133,6 +133,13 @@ def of_text(used: float, limit: float) -> str:
     return f"{first.split()[0] if same else first} of {second}"
 
 
+def over_text(used: float, limit: float) -> Text | None:
+    """By how much the memory that is needed exceeds the limit; None where it does not."""
+    if used <= limit:
+        return None
+    return Text(f"does not fit: {bytes_text(used - limit)} too much", style="bold red")
+
+
 def device_text(plan: Plan) -> str:
     """The devices by name: ``8 × H100``."""
     counts: dict[str, int] = {}
@@ -159,7 +166,9 @@ def headline(plan: Plan) -> RenderableType:
         Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures
     )
     meaning = [Text(text, style="yellow")] if (text := described(plan)) else []
-    return Group(Text(""), Text(shape_text(plan), style="bold cyan"), *meaning, line)
+    over = over_text(prediction.peak_memory_bytes, used)
+    more = [] if over is None else [over]
+    return Group(Text(""), Text(shape_text(plan), style="bold cyan"), *meaning, line, *more)
 
 
 def shape_text(plan: Plan) -> str:

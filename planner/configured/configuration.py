@@ -292,7 +292,7 @@ def price(
     if slices is not None:
         for rank, more in zip(ranks, work.carried(slices, layers), strict=True):
             rank["activations"] += configuration.num_microbatches * more
-    usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
+    usable = cluster.usable_memory_bytes
     step = timeline.step_seconds
     return PricedStep(configuration, step, timeline, costs, tuple(ranks), usable, slices)
 

@@ -108,7 +108,7 @@ def _nearest(cluster: Cluster, request: Request, search: Search, until: float) -
 def _limit_bytes(cluster: Cluster, request: Request) -> int:
     if request.memory_limit_bytes is not None:
         return request.memory_limit_bytes
-    return min(host.device.usable_memory_bytes for host in cluster.hosts)
+    return cluster.usable_memory_bytes
 
 
 def _fullest(plan: Plan) -> tuple[str, StagePlan]:

@@ -107,7 +107,7 @@ class Job:
     ) -> Job:
         limit = request.memory_limit_bytes
         if limit is None:
-            limit = min(host.device.usable_memory_bytes for host in cluster.hosts)
+            limit = cluster.usable_memory_bytes
         now = time.perf_counter()
         return Job(
             Structure(with_precision(graph, request.precision), blocks),

@@ -36,6 +36,18 @@ def test_the_head_names_the_model_the_batch_and_the_cluster() -> None:
     assert "memory 55.0 of 72.0 GiB" in head[4]
 
 
+def head_of(plan: Plan) -> str:
+    return describe(plan).split("Stages")[0]
+
+
+def test_the_head_says_by_how_much_a_plan_does_not_fit() -> None:
+    plan = pipeline_plan()
+    limit = plan.cluster.usable_memory_bytes
+    assert "does not fit" not in head_of(plan)
+    prediction = replace(plan.prediction, peak_memory_bytes=limit + 3 * GIB)
+    assert "does not fit: 3.00 GiB too much" in head_of(replace(plan, prediction=prediction))
+
+
 def test_a_plan_without_pipeline_mentions_neither_stages_nor_bubble() -> None:
     text = describe(flat_plan())
     assert "bubble" not in text
