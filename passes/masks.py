@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..planner.graph import Graph, Node, Ref, TensorSpec, map_refs
 from .constants import ancestors, evaluate_constants
 from .hoist import drop_dead
+from .mask_comparisons import Meaning, conjunction_meaning
 from .ops import is_pointwise
 
 SDPA = "aten.scaled_dot_product_attention.default"
@@ -38,6 +40,11 @@ class SimplifyMasks:
 
 def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     """The graph with constants reduced to rows, and attention masks to flags."""
+    is_small = partial(can_evaluate, graph, buffers=buffers)
+    for name in [node.name for node in graph.nodes if node.kind == "constant"]:
+        if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
+            meaning = conjunction_meaning(graph, name, buffers, is_small)
+            graph = _to_flags(graph, name, meaning)
     candidates = [
         node
         for node in graph.nodes
@@ -47,7 +54,8 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     ]  # fmt: skip
     for node in candidates:
         value = evaluate_constants(graph, [node.name], device="cpu", buffers=buffers)[node.name]
-        graph = _to_flags(graph, node.name, value)
+        if _masks_attention(graph, node.name):
+            graph = _to_flags(graph, node.name, _meaning(value))
         graph = _to_row(graph, graph[node.name], value)
     return graph
 
@@ -75,18 +83,17 @@ def _mask_of(node: Node) -> Any:
     return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
 
 
-def _to_flags(graph: Graph, name: str, value: Tensor) -> Graph:
+def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
     """Attention under mask ``name`` made causal, or free of its mask, where it is that."""
-    users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
-    meaning = _meaning(value) if users else None
     if meaning is None:
         return graph
+    users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
     changed = {user: _without_mask(graph[user], causal=meaning == "causal") for user in users}
     return replace(graph, nodes=tuple(changed.get(node.name, node) for node in graph.nodes))
 
 
-def _meaning(mask: Tensor) -> str | None:
-    """``"causal"``, ``"all"`` (nothing hidden) or None.
+def _meaning(mask: Tensor) -> Meaning | None:
+    """What a mask says whose values are known.
 
     >>> _meaning(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
     'causal'
