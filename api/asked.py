@@ -59,7 +59,7 @@ class SearchOptions(TypedDict, total=False):
     gap: float
     tolerance: float
     time_limit: float
-    top: int
+    num_candidates: int
     search: str
     processes: int | None
     profile: Mode
@@ -95,7 +95,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         gap=asked.get("gap", 0.01),
         tolerance=asked.get("tolerance", 0.02),
         time_limit_seconds=asked.get("time_limit", 60.0),
-        top=asked.get("top", 5),
+        num_candidates=asked.get("num_candidates", 5),
         search=asked.get("search", "dp"),
         processes=asked.get("processes") or num_processes(),
         profile=asked.get("profile", "auto"),

@@ -16,7 +16,7 @@ class StepRecord:
     The gradient's norm is that before clipping, the learning rate that of the first group of
     parameters. ``skipped_steps`` counts the updates skipped so far;
     ``loss_scale`` is that of the step, None where the loss is not scaled. ``throughput`` is in
-    ``unit`` ("tokens" or "rows") per second.
+    ``unit`` ("tokens" or "samples") per second.
     """
 
     step: int
@@ -27,7 +27,7 @@ class StepRecord:
     learning_rate: float | None = None
     skipped_steps: int = 0
     loss_scale: float | None = None
-    unit: str = "rows"
+    unit: str = "samples"
     throughput: float = 0.0
 
 

@@ -80,7 +80,7 @@ class PlanOptions:
     gap: float = 0.01
     tolerance: float = 0.02
     time_limit_seconds: float = 60.0
-    top: int = 5
+    num_candidates: int = 5
     search: str = "dp"
     processes: int = 1
     profile: Mode = "auto"
@@ -300,7 +300,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         gap=options.gap,
         tolerance=options.tolerance,
         time_limit_seconds=options.time_limit_seconds,
-        top=options.top,
+        top=options.num_candidates,
         target=target.name,
         settings=target.settings,
         search=options.search,

@@ -25,7 +25,7 @@ from autoparallel.runtime.optimizer import BuildOptimizer, built, default_optimi
 from autoparallel.runtime.plain_trainer import PlainTrainer
 from autoparallel.runtime.training_step import TrainingStep
 from autoparallel.runtime.update import BuildScheduler, OnNan, UpdateOptions
-from autoparallel.step_log import MemoryMeter, StepLog, rows_or_tokens
+from autoparallel.step_log import MemoryMeter, StepLog, samples_or_tokens
 from autoparallel.targets import Batch, LossFn
 
 
@@ -195,9 +195,9 @@ class Step:
 
     def _begin_log(self, callback: Callback, batch: Batch) -> StepLog:
         count = self._steps.update.options.accumulate
-        done = "rows", count * _num_rows(batch)
+        done = "samples", count * _num_rows(batch)
         if self.plan is not None:
-            done = rows_or_tokens(self.plan, count)
+            done = samples_or_tokens(self.plan, count)
         is_accelerator = self._trainer.device.type != "cpu"
         return StepLog(
             done, MemoryMeter(self._trainer.device) if is_accelerator else self._memory, callback

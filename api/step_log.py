@@ -116,10 +116,10 @@ class StepLog:
         self._callback.on_step(record)
 
 
-def rows_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
+def samples_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
     """What a step's throughput counts, and how many there are in its global batches."""
-    rows = plan.model.global_batch * num_batches
-    return ("tokens", rows * plan.model.seq) if plan.model.seq else ("rows", rows)
+    samples = plan.model.global_batch * num_batches
+    return ("tokens", samples * plan.model.seq) if plan.model.seq else ("samples", samples)
 
 
 def step_line(record: StepRecord, predicted_seconds: float) -> str:

@@ -15,7 +15,7 @@ from autoparallel.plan_io import load_plan
 from autoparallel.planner.arranged.asynchronous import is_asynchronous
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
-from autoparallel.report.page import shape_text
+from autoparallel.report.page import configuration_text
 from autoparallel.run_options import RunOptions
 from autoparallel.runtime.launch import launch
 from autoparallel.runtime.weight_files import open_weights
@@ -112,7 +112,7 @@ def start_verification(
     found = _start("verify", path, dtype=dtype, seed=seed, compiled=compiled)
     if os.environ.get("RANK", "0") == "0":
         plan = load_plan(path)
-        words = f"{shape_text(plan)}\n{verdict(found, truth_of(plan))}"
+        words = f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}"
         text = json.dumps(found, indent=2) if json_output else words
         sys.stdout.write(f"{text}\n")
     if not found["passed"]:

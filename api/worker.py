@@ -40,7 +40,7 @@ from autoparallel.runtime.shared import Pulse
 from autoparallel.runtime.streamed import streamed
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
-from autoparallel.step_log import MemoryMeter, StepLog, outcome, rows_or_tokens, summary
+from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 from autoparallel.tf32 import set_as_planned
@@ -104,7 +104,7 @@ def train(
     with told(asked, plan, target, rank=worker.rank) as callback:
         predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
-            rows_or_tokens(plan, asked.accumulate), memory, callback,
+            samples_or_tokens(plan, asked.accumulate), memory, callback,
             predicted_seconds=predicted if worker.rank == 0 else None,
         )  # fmt: skip
         for step in range(done + 1, done + steps + 1):

@@ -12,7 +12,7 @@ from ..cost_model.tf32 import has_tf32
 from .layout import Mesh
 from .strategy import NodeLayout
 
-SCHEMA = 4
+SCHEMA = 5
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -125,7 +125,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan that lost: what it was, its predictions, and why it lost."""
+    """Another plan that the search considered: its configuration in one line (see ``summary``),
+    its predictions, and the main difference from the chosen plan."""
 
     summary: str
     step_seconds: float
@@ -204,8 +205,8 @@ class Plan:
     """Everything that a training run needs; ``run`` uses exactly it.
 
     ``replicated_ops`` have no rule; ``replicated_seconds`` are those of a step that every
-    rank spends on the whole of each. ``undivided`` says which ops run whole because an axis
-    does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
+    rank spends on the whole of each. ``unsharded_ops`` says which ops run whole because an
+    axis does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
     ``slices`` are the lengths of the slices that sequences are cut into, where they are.
     ``compiled``: blocks are priced, and run, compiled.
     """
@@ -220,7 +221,7 @@ class Plan:
     solver: SolverInfo
     replicated_ops: tuple[str, ...] = ()
     replicated_seconds: Mapping[str, float] = field(default_factory=dict)
-    undivided: tuple[str, ...] = ()
+    unsharded_ops: tuple[str, ...] = ()
     version: str = ""
     torch_version: str = ""
     goal: GoalReport | None = None

@@ -69,8 +69,10 @@ def loads(text: str, where: str = "plan") -> Plan:
 def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     """A plan of an older schema as one of this.
 
-    1 knew no profiles, 2 no bound and no goals, 3 no unequal shares of the batch.
+    1 had no profiles, 2 no bound and no goals, 3 no unequal shares of the batch, 4 called
+    ``unsharded_ops`` ``undivided``.
     """
+    table = {"unsharded_ops" if key == "undivided" else key: table[key] for key in table}
     table = {"goal": None, "slices": [], "compiled": False, **table}
     if isinstance(table.get("model"), dict):
         table["model"] = {"float32_ops": "none", **table["model"]}

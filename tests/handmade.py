@@ -102,9 +102,9 @@ def pipeline_plan() -> Plan:
             2.1, 0.058, 124_830.5, 0.463, 55 * GIB, {"measured": 0.92, "interpolated": 0.08}
         ),
         alternatives=(
-            Alternative("dp=8 zero=3", 2.31, 61 * GIB, "all-gathers not hidden: 11 %"),
-            Alternative("dp=4 tp=2 zero=2", 2.205, 68 * GIB, "more communication"),
-            Alternative("dp=8", 0.0, 142 * GIB, "does not fit: 70 GiB too much"),
+            Alternative("dp=8 · ZeRO 3 · 16 × 4", 2.31, 61 * GIB, "all-gathers not hidden: 11 %"),
+            Alternative("dp=4 tp=2 · ZeRO 2 · 16 × 4", 2.205, 68 * GIB, "more communication"),
+            Alternative("dp=8 · ZeRO 0 · 16 × 4", 0.0, 142 * GIB, "does not fit: 70 GiB too much"),
         ),
         solver=SolverInfo(0.0, 24, {"capture": 2.1, "costs": 1.4, "ilp": 3.2, "dp": 0.4}),
     )

@@ -15,7 +15,7 @@ ActionArgument = Annotated[
 
 
 def cache(action: ActionArgument = "show", json: JsonOption = False) -> None:
-    """Show or clear what earlier searches left for later ones."""
+    """Show or clear the cache of earlier searches."""
     from autoparallel.cache import clear_cache, contents
 
     if action == "clear":

@@ -22,7 +22,7 @@ ClusterArgument = Annotated[
 
 
 def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
-    """Show a cluster and where each of its figures comes from; without one, the presets."""
+    """Show a cluster's figures and their sources; without CLUSTER, list the presets."""
     from autoparallel.planning import find_cluster
 
     if not text:
@@ -55,7 +55,7 @@ def show_measured(cluster: Cluster, console: Console) -> None:
 
     profile = find_profile(cluster, "auto", None)
     if profile is None:
-        console.print("\nnothing measured: autoparallel profile TARGET measures", style="dim")
+        console.print("\nnothing measured yet (autoparallel profile TARGET)", style="dim")
         return
     counts = f"{profile.num_ops} ops and {profile.num_transfers} transfers"
     console.print(f"\n[bold]measured[/] {counts} on {profile.environment}")
@@ -66,7 +66,7 @@ def show_measured(cluster: Cluster, console: Console) -> None:
 def _links(cluster: Cluster) -> list[tuple[str, Link]]:
     hosts = [host for host in cluster.hosts if host.num_devices > 1]
     links = [("within a host", host.link) for host in hosts]
-    links += [("where no ring of links is", host.detour) for host in hosts if host.detour]
+    links += [("where links form no ring", host.detour) for host in hosts if host.detour]
     if len(cluster.hosts) > 1:
         links.append(("between hosts", cluster.inter_link))
     if cluster.rack_link is not None:
@@ -88,7 +88,7 @@ def device_figures(device: Device) -> Figures:
         ("usable memory", bytes_text(device.usable_memory_bytes), "usable_memory_bytes"),
         ("bandwidth", bandwidth, "memory_bytes_per_second"),
         ("launch", seconds_text(device.launch_seconds), "launch_seconds"),
-        ("issue by the host", seconds_text(device.issue_seconds), "issue_seconds"),
+        ("launch on the host", seconds_text(device.issue_seconds), "issue_seconds"),
         ("units", str(device.num_units), "num_units"),
     ]
     rows += [
@@ -96,7 +96,7 @@ def device_figures(device: Device) -> Figures:
         for dtype, rate in device.peak_flops.items()
     ]
     rows += [
-        (f"reached by {family}", percent_text(share), f"efficiency.{family}")
+        (f"efficiency of {family}", percent_text(share), f"efficiency.{family}")
         for family, share in device.efficiency.items()
     ]
     return [
@@ -119,7 +119,7 @@ def link_figures(link: Link) -> Figures:
         rate = rate_text(link.reduction_bytes_per_second, "B/s")
         rows.append(("all-reduce in the switch", rate, link.source))
     if link.num_links:
-        rows.append(("of links", str(link.num_links), link.source))
+        rows.append(("number of links", str(link.num_links), link.source))
     return rows
 
 

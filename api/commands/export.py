@@ -9,7 +9,7 @@ import typer
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
-        metavar="CHECKPOINT", help="a checkpoint, or a folder of them, of which it is the newest"
+        metavar="CHECKPOINT", help="a checkpoint, or a folder whose newest checkpoint is used"
     ),
 ]
 ToOption = Annotated[
@@ -22,20 +22,24 @@ FolderOption = Annotated[str, typer.Option("-o", "--output", help="the folder to
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", metavar="TARGET", help="what was trained; by default that of the run's plan"
+        "--model", metavar="TARGET", help="the trained model; default: the target of the run's plan"
     ),
 ]
 LoraOption = Annotated[
     str | None,
-    typer.Option("--lora", metavar="r=8,alpha=16", help="how adapters were trained; as --model"),
+    typer.Option(
+        "--lora",
+        metavar="r=8,alpha=16",
+        help="the adapters' settings; default: those of the run's plan",
+    ),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; as they are stored")
+    str | None, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; default: as stored")
 ]
 ShardSizeOption = Annotated[
-    str, typer.Option("--max-shard-size", help="of one file of tensors: 5GB, 500MB")
+    str, typer.Option("--max-shard-size", help="largest size of one file of tensors: 5GB, 500MB")
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="replace what is in the folder")]
+ForceOption = Annotated[bool, typer.Option("--force", help="replace the folder's contents")]
 
 
 def export(

@@ -1,4 +1,4 @@
-"""``autoparallel inspect``: a plan as a person reads it."""
+"""``autoparallel inspect``: the report of a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="a plan file")
 
 
 def inspect(plan: PlanArgument, json: JsonOption = False) -> None:
-    """Show a plan: stages, splits, memory, time, and what was considered and lost."""
+    """Show a plan: stages, sharding, memory, step time, alternatives, confidence."""
     from autoparallel.plan_io import load_plan
     from autoparallel.planner.plan_file import dumps
     from autoparallel.report import print_report

@@ -12,19 +12,19 @@ from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import UsageError
 
 NameArgument = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="only ops with this in their name")
+    str | None, typer.Argument(metavar="[NAME]", help="only ops whose name contains this")
 ]
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="list the ops that this target registers too")
+    str | None, typer.Option("--target", help="also list the ops that this target registers")
 ]
 
 
 def ops(name: NameArgument = None, target: TargetOption = None, json: JsonOption = False) -> None:
-    """List the ops that can be split: how their dimensions correspond, and what is offered.
+    """List the ops with a sharding rule: their annotations and the dimensions that can be sharded.
 
     A letter is a dimension, *b any leading ones, _ one that is never split, [] an operand
     that only conditions the result. -> is linear in each factor; => is any function.
-    An op that is not listed runs whole on every rank; `inspect` shows what that costs.
+    An op without a rule is replicated on every rank; `inspect` shows what that costs.
     """
     from autoparallel.planner.rules.listing import list_rules
 
@@ -40,8 +40,8 @@ def ops(name: NameArgument = None, target: TargetOption = None, json: JsonOption
     if not found:
         raise UsageError(
             "AP167",
-            f"no op with a rule has {name!r} in its name",
-            why="such an op runs whole on every rank",
+            f"no op with a sharding rule has {name!r} in its name",
+            why="an op without a rule is replicated on every rank",
             fix=did_you_mean(name or "", [rule.op for rule in rules])
             or 'give it a rule: @autoparallel.register_op("b s h, h o -> b s o")',
         )
@@ -57,11 +57,13 @@ def _print_table(found: list, total: int) -> None:  # type: ignore[type-arg]
 
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for header, ratio in (("op", 9), ("annotation", 10), ("what may be split", 11)):
+    for header, ratio in (("op", 9), ("annotation", 10), ("shardable dimensions", 11)):
         table.add_column(header, ratio=ratio, overflow="fold")
     table.expand = True
     for rule in found:
-        annotation = Text(rule.annotation) if rule.annotation else Text("by its arguments", "dim")
+        annotation = (
+            Text(rule.annotation) if rule.annotation else Text("depends on its arguments", "dim")
+        )
         table.add_row(Text(rule.op), annotation, Text(rule.splits))
     console.print(table)
     console.print(Text(f"{len(found)} of {total} ops with a rule", style="dim"))

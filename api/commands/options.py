@@ -32,12 +32,14 @@ ClusterOption = Annotated[
     ),
 ]
 GlobalBatchOption = Annotated[
-    int, typer.Option("--global-batch", min=1, help="rows of one training step, over all devices")
+    int, typer.Option("--global-batch", min=1, help="samples per training step, over all devices")
 ]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="sequence length")]
 MicroBatchOption = Annotated[
     int | None,
-    typer.Option("--micro-batch", min=1, help="rows of a micro-batch over all data ranks"),
+    typer.Option(
+        "--micro-batch", min=1, help="samples per micro-batch, over all data-parallel ranks"
+    ),
 ]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="fp32, bf16 or fp16 (fp32 master weights), or fp64")
@@ -46,37 +48,38 @@ Float32OpsOption = Annotated[
     str,
     typer.Option(
         "--float32-ops",
-        help="what computes in float32 in bf16 and fp16: autocast (losses and the rest of its "
-        "list) or none",
+        help="ops that compute in float32 under bf16 and fp16: autocast (losses and the other ops "
+        "of its list) or none",
     ),
 ]
 Tf32Option = Annotated[
     str | None,
     typer.Option(
         "--tf32",
-        help="float32 products in TF32 on GPUs that have it: none, convolutions or all; else as "
-        "torch is set, which is convolutions unless the model's file says otherwise",
+        help="float32 products that use TF32 on GPUs that have it: none, convolutions or all; "
+        "default: as torch is set, which is convolutions unless the model's file changes it",
     ),
 ]
 CompileOption = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="run, and price, blocks compiled by torch.compile's inductor; a plan file says itself",
+        help="compile blocks with torch.compile (inductor), and price them so; default for a plan "
+        "file: as it was planned",
     ),
 ]
 OptimizerOption = Annotated[
     str, typer.Option("--optimizer", help="adamw, adam, sgd or sgd-momentum")
 ]
 MemoryLimitOption = Annotated[
-    str | None, typer.Option("--memory-limit", help="per device: 72GiB, 80GB")
+    str | None, typer.Option("--memory-limit", help="memory per device: 72GiB, 80GB")
 ]
 ParallelOption = Annotated[
     str | None,
     typer.Option(
         "--parallel",
-        help="force some choices, such as dp=2,tp=2,pp=2 or zero=1,microbatches=8 or "
-        "recompute=full,schedule=1f1b; the rest is searched",
+        help="fix some choices, joined by commas: dp=2,tp=2,pp=2 zero=1 microbatches=8 "
+        "recompute=full schedule=1f1b; the search decides the others",
     ),
 ]
 PinOption = Annotated[
@@ -84,13 +87,13 @@ PinOption = Annotated[
     typer.Option(
         "--pin",
         metavar="PATH=LAYOUT@AXIS",
-        help="how a parameter, or the value of a module, lies on a mesh axis: "
-        "'layers.*.mlp.up_proj.weight=S(0)@tp'; repeatable",
+        help="fix the layout of a parameter, or of a module's output, on a mesh axis: "
+        "'*.up=S(0)@tp'; repeatable",
     ),
 ]
 StageAtOption = Annotated[
     list[str] | None,
-    typer.Option("--stage-at", metavar="PATH", help="a block that begins a stage; repeatable"),
+    typer.Option("--stage-at", metavar="PATH", help="start a stage at this block; repeatable"),
 ]
 MaxTpOption = Annotated[
     int | None, typer.Option("--max-tp", min=1, help="the largest tensor-parallel degree")
@@ -100,55 +103,69 @@ AllowOption = Annotated[
     typer.Option(
         "--allow",
         metavar="FEATURE,…",
-        help="of their group only these: dp tp pp cp sp ep, zero1 zero2 zero3, selective full, "
-        "2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name",
+        help="allow only these features of their group: dp tp pp cp sp ep, zero1 zero2 zero3, "
+        "selective full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name",
     ),
 ]
 DenyOption = Annotated[
-    list[str] | None, typer.Option("--deny", metavar="FEATURE,…", help="not these; as --allow")
+    list[str] | None,
+    typer.Option(
+        "--deny", metavar="FEATURE,…", help="exclude these features; named as for --allow"
+    ),
 ]
 ObjectiveOption = Annotated[
     str,
     typer.Option(
         "--objective",
-        help="time (of a step), cost (tokens per dollar), memory (the least) or devices (the "
-        "fewest that meet --deadline)",
+        help="what to optimize: time (per step), cost (tokens per dollar), memory (per device) or "
+        "devices (the fewest that meet --deadline)",
     ),
 ]
 PriceOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--price", metavar="[DEVICE=]DOLLARS", help="per device and hour; or in the cluster file"
+        "--price",
+        metavar="[DEVICE=]DOLLARS",
+        help="price per device and hour; default: the cluster file's",
     ),
 ]
 DeadlineOption = Annotated[
     str | None,
-    typer.Option("--deadline", help="a time for tokens or steps: 30d/2e12tokens, 24h/1000steps"),
+    typer.Option("--deadline", help="time limit of the training: 30d/2e12tokens, 24h/1000steps"),
 ]
 GapOption = Annotated[
-    float, typer.Option("--gap", help="how much worse than the best a stage may be: 0.01")
+    float, typer.Option("--gap", help="optimality gap of the layouts at which the search stops")
 ]
 ToleranceOption = Annotated[
     float,
     typer.Option(
         "--tolerance",
-        help="of plans that take no more than so much longer than the fastest, the simplest is "
-        "taken: 0.02; 0 takes the fastest",
+        help="choose the simplest plan whose step is at most this fraction longer than the "
+        "fastest; 0 chooses the fastest",
     ),
 ]
 TimeLimitOption = Annotated[
     float, typer.Option("--time-limit", min=0.1, help="seconds for the search")
 ]
-TopOption = Annotated[int, typer.Option("--top", min=1, help="candidates that are simulated")]
+NumCandidatesOption = Annotated[
+    int, typer.Option("--num-candidates", min=1, help="how many candidates are simulated")
+]
 SearchOption = Annotated[
-    str, typer.Option("--search", help="dp, or rl: placers that learn by trial, for comparison")
+    str,
+    typer.Option(
+        "--search", help="dp (dynamic programming), or rl (learned placers, for comparison)"
+    ),
 ]
 ProcessesOption = Annotated[
     int | None,
-    typer.Option("--processes", min=1, max=2, help="that search at once: 2 if there are cores"),
+    typer.Option(
+        "--processes", min=1, max=2, help="processes of the search; default: 2 if there are 2 cores"
+    ),
 ]
-OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="write the plan here")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+OutputOption = Annotated[
+    str | None, typer.Option("-o", "--output", help="file to write the plan to")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="a setting for build_model; repeatable"),
@@ -157,24 +174,28 @@ LoraOption = Annotated[
     str | None,
     typer.Option(
         "--lora",
-        metavar="r=8,alpha=16[,targets=A+B]",
-        help="train adapters of an hf: target and freeze its weights",
+        metavar="r=8,alpha=16",
+        help="train adapters of an hf: target and freeze its weights; targets=A+B names its layers",
     ),
 ]
 ProfileOption = Annotated[
     str,
     typer.Option(
-        "--profile", help="times: auto (measured where they are), measured (all) or analytic"
+        "--profile",
+        help="source of times: auto (measured where available), measured (all) or analytic",
     ),
 ]
 DatabaseOption = Annotated[
-    str | None, typer.Option("--database", metavar="FILE", help="measured times; the user's own")
+    str | None,
+    typer.Option(
+        "--database", metavar="FILE", help="database of measured times; default: the user's"
+    ),
 ]
 MeasureSecondsOption = Annotated[
     float | None,
     typer.Option(
         "--measure-seconds",
-        help="to measure what a plan for this machine asks for, at most: 10; 0 measures nothing",
+        help="limit for measuring before planning for this machine; default: 10; 0 turns it off",
     ),
 ]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="training steps")]
@@ -203,7 +224,7 @@ def plan_options(
     gap: GapOption = 0.01,
     tolerance: ToleranceOption = 0.02,
     time_limit: TimeLimitOption = 60.0,
-    top: TopOption = 5,
+    num_candidates: NumCandidatesOption = 5,
     search: SearchOption = "dp",
     processes: ProcessesOption = None,
     profile: ProfileOption = "auto",

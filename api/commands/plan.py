@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from autoparallel.planner.plan import Plan
     from autoparallel.planning import PlanOptions
 
-CheckOption = Annotated[
-    bool, typer.Option("--check", help="only check the model file and say what was found")
-]
+CheckOption = Annotated[bool, typer.Option("--check", help="check the model file without planning")]
 
 NoCacheOption = Annotated[
-    bool, typer.Option("--no-cache", help="reuse nothing of earlier searches, and keep nothing")
+    bool, typer.Option("--no-cache", help="neither read nor write the cache of earlier searches")
 ]
 
 
@@ -65,7 +63,7 @@ def plan(
             with progress() as observe:
                 found = make_plan(loaded, cluster, options, observe, cache.values)
         except KeyboardInterrupt:
-            typer.echo("autoparallel: no plan had been found yet", err=True)
+            typer.echo("autoparallel: interrupted before a plan was found", err=True)
             raise
         if said := cache.report():
             typer.echo(f"autoparallel: cache: {said}", err=True)

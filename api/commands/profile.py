@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TargetOrNothing = Annotated[
-    str, typer.Argument(metavar="[TARGET]", help="what to measure for, as plan takes it")
+    str, typer.Argument(metavar="[TARGET]", help="the model to measure for, as for plan")
 ]
-BudgetOption = Annotated[float, typer.Option("--budget", min=1, help="seconds to measure at most")]
+BudgetOption = Annotated[float, typer.Option("--budget", min=1, help="time limit in seconds")]
 ExportOption = Annotated[
     str | None, typer.Option("--export", metavar="FILE", help="write all measurements to FILE")
 ]
 ImportOption = Annotated[
-    str | None, typer.Option("--import", metavar="FILE", help="take over an exported file")
+    str | None,
+    typer.Option("--import", metavar="FILE", help="add the measurements of an exported file"),
 ]
-ListOption = Annotated[bool, typer.Option("--list", help="show what the database holds")]
+ListOption = Annotated[bool, typer.Option("--list", help="list the database's contents")]
 
 
 @planning(without=("profile", "database", "measure_seconds", "objective", "price", "deadline"))
@@ -49,7 +50,7 @@ def profile(
     show_list: ListOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure the ops and collectives that planning TARGET asks for."""
+    """Measure the ops and collectives that planning TARGET needs."""
     from autoparallel.profiles import database_path
 
     path = database_path(database)

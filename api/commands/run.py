@@ -58,7 +58,7 @@ InitOption = Annotated[
     str,
     typer.Option(
         "--init",
-        help="initial weights: sharded (each rank draws what it holds) or exact (those of a "
+        help="initial weights: sharded (each rank draws its own shards) or exact (those of a "
         "plain build, for which each rank draws the whole model's)",
     ),
 ]
@@ -73,7 +73,7 @@ WeightsOption = Annotated[
 ]
 WeightsPartialOption = Annotated[
     bool,
-    typer.Option("--weights-partial", help="names may be missing in --weights, or in the model"),
+    typer.Option("--weights-partial", help="allow names that only --weights or only the model has"),
 ]
 DataOption = Annotated[
     str | None,
@@ -95,7 +95,7 @@ ClipNormOption = Annotated[
 ]
 ClipValueOption = Annotated[
     float | None,
-    typer.Option("--clip-value", metavar="X", help="cut each element of the gradient to [-X, X]"),
+    typer.Option("--clip-value", metavar="X", help="clip each element of the gradient to [-X, X]"),
 ]
 AccumulateOption = Annotated[
     int, typer.Option("--accumulate", help="global batches per update of the weights")
@@ -113,7 +113,7 @@ OnNanOption = Annotated[
     typer.Option(
         "--on-nan",
         metavar="ignore|skip|stop",
-        help="what an update does whose gradient is not finite",
+        help="what to do when a gradient is not finite",
     ),
 ]
 MetricsOption = Annotated[

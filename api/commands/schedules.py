@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from autoparallel.planner.schedules.schedules import ScheduleInfo
 
 NameArgument = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="the schedule to draw; all are listed if not")
+    str | None, typer.Argument(metavar="[NAME]", help="the schedule to draw; default: list all")
 ]
-StagesOption = Annotated[
-    int, typer.Option("--stages", min=1, help="pipeline ranks; with chunks each has several stages")
-]
+StagesOption = Annotated[int, typer.Option("--stages", min=1, help="number of pipeline ranks")]
 MicrobatchesOption = Annotated[int, typer.Option("--microbatches", min=1, help="micro-batches")]
 ChunksOption = Annotated[
-    int | None, typer.Option("--chunks", min=1, help="stages per rank; the fewest if not")
+    int | None,
+    typer.Option(
+        "--chunks", min=1, help="stages per rank; default: the fewest that the schedule takes"
+    ),
 ]
 SlicesOption = Annotated[
     int, typer.Option("--slices", min=1, help="equal slices of a sequence, for terapipe")
@@ -37,10 +38,10 @@ def schedules(
     slices: SlicesOption = 1,
     json: JsonOption = False,
 ) -> None:
-    """List the pipeline schedules, or draw one: what each rank does, in time from left to right.
+    """List the pipeline schedules, or draw the timeline of one.
 
-    In a picture a forward, an input gradient and a weight gradient take equally long, a whole
-    backward both of the latter, and messages no time.
+    In the drawing a forward, an input gradient and a weight gradient take equal time, a whole
+    backward takes twice that, and messages take no time.
     """
     from autoparallel.planner.schedules.schedules import SCHEDULES, find_schedule
 
@@ -77,7 +78,7 @@ def listing(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for each in found:
         runs = "simulate and run" if each["runs"] else "simulate only"
-        unlike = "" if each["synchronous"] else " (not equal to one device)"
+        unlike = "" if each["synchronous"] else " (gradients differ from one device)"
         lines.append(f"{each['name']:<14}{each['family']}{unlike}, {runs}")
         lines.append(f"  {each['description']}")
         lines.append(f"  bubble {each['bubble']}; memory {each['memory']}")
@@ -135,6 +136,6 @@ def _draw(
         typer.echo(line)
     peaks = peak_of_ranks(schedule)
     typer.echo(
-        f"\nbubble {float(timeline.bubble_fraction):.1%}; activations held at once by rank: "
+        f"\nbubble {float(timeline.bubble_fraction):.1%}; most activations in flight by rank: "
         + " ".join(map(str, peaks))
     )

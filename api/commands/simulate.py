@@ -39,24 +39,27 @@ ParallelOption = Annotated[
     str,
     typer.Option(
         "--parallel",
-        help="the configuration: dp=2,tp=2,cp=1,ep=1,pp=2,zero=1,recompute=full,microbatches=8,"
-        "schedule=1f1b,chunks=1; dp takes the devices left, what else is left out is 1 or none",
+        help="the configuration, joined by commas: dp=2,tp=2,pp=2 cp=1 ep=1 zero=1 "
+        "recompute=full microbatches=8 schedule=1f1b chunks=1; default: dp takes the remaining "
+        "devices, the others are 1 or none",
     ),
 ]
 LayersOption = Annotated[
     str | None,
-    typer.Option("--layers-per-stage", metavar="N,N,…", help="layers of each stage; even if not"),
+    typer.Option("--layers-per-stage", metavar="N,N,…", help="layers of each stage; default: even"),
 ]
 OverlapOption = Annotated[
-    bool, typer.Option("--overlap", help="sum gradients beside the last backward, not after it")
+    bool, typer.Option("--overlap", help="overlap gradient synchronization with the last backward")
 ]
 SlowdownOption = Annotated[
     float | None,
-    typer.Option("--slowdown", min=1.0, help="how much overlapping slows compute; 1.189"),
+    typer.Option(
+        "--slowdown", min=1.0, help="factor by which overlap slows compute; default: 1.189"
+    ),
 ]
 TraceOption = Annotated[
     str | None,
-    typer.Option("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev"),
+    typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"),
 ]
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices")
@@ -84,7 +87,7 @@ def simulate(
     settings: SetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Price a configuration written by hand: the time and memory of a step, and its timeline."""
+    """Simulate a configuration that you choose: step time, memory, timeline."""
     own, rest = split_parallel(parallel)
     options = plan_options(
         global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,

@@ -24,18 +24,28 @@ from autoparallel.planner.configured.configuration import Configuration, PricedS
 from autoparallel.planner.configured.stage_runs import even_layers, find_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
+from autoparallel.planner.layout import Mesh
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.pricing.choices import input_specs
 from autoparallel.planner.pricing.step import Pipeline, latency_seconds, simulate_stages
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.rules import work
+from autoparallel.planner.summary import (
+    SEPARATOR,
+    RankSummary,
+    schedule_text,
+    strategy_parts,
+)
 from autoparallel.report.facts import MEMORY_ORDER
-from autoparallel.report.page import of_text, over_text, plain_table, section
+from autoparallel.report.page import microbatches_text, of_text, over_text, plain_table, section
 from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from autoparallel.passes.program import Program
+
+MIN_COLUMN_SHARE = 0.01
+"""Categories of memory below this share of the peak on every rank are added up as "other"."""
 
 MAX_TABLE_ROWS = 8
 """Stages of a large pipeline that are listed at each end."""
@@ -186,11 +196,9 @@ def print_page(step: SimulatedStep, name: str, console: Console) -> None:
     """The page, at most 100 columns wide."""
     width = min(console.width, 100)
     parts: list[RenderableType] = [headline(step, name), section(*memory(step))]
-    parts.append(
-        section("Communication that no compute hides, by pipeline rank", lost(step.timeline))
-    )
+    parts.append(section("Exposed communication by pipeline rank", lost(step.timeline)))
     drawn = Text("\n".join(draw(step.timeline, width - 14)))
-    parts.append(section(f"The step: {seconds_text(step.timeline.step_seconds)}", drawn))
+    parts.append(section(f"Timeline of a step: {seconds_text(step.timeline.step_seconds)}", drawn))
     parts.append(Text(f"\n{legend(drawn.plain)}", style="dim"))
     with console.capture() as captured:
         for part in parts:
@@ -202,19 +210,15 @@ def print_page(step: SimulatedStep, name: str, console: Console) -> None:
 def headline(step: SimulatedStep, name: str) -> RenderableType:
     """What was simulated, and its figures."""
     own, timeline = step.priced.configuration, step.timeline
-    degrees = {"dp": own.dp, "ep": own.ep, "cp": own.cp, "tp": own.tp, "pp": own.pp}
-    shape = [f"{axis}={size}" for axis, size in degrees.items() if size > 1]
-    schedule = own.schedule + (f" × {own.num_chunks} chunks" if own.num_chunks > 1 else "")
-    schedule += f" × {own.num_slices} slices" if own.num_slices > 1 else ""
-    parts = [
-        " ".join(shape) or "one device", f"ZeRO {own.zero}",
-        "no recomputation" if own.recompute == "none" else f"recompute {own.recompute}",
-        f"{own.num_microbatches} × micro-batch {own.microbatch_size}",
-        *([schedule] if own.pp > 1 else []),
-    ]  # fmt: skip
+    degrees = {"dp": own.dp, "ep": own.ep, "cp": own.cp, "tp": own.tp}
+    mesh = Mesh(tuple(degrees), tuple(degrees.values()))
+    rank = RankSummary(mesh, own.zero, 1, num_full=int(own.recompute == "full"))
+    schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
+    parts = strategy_parts([rank] * own.pp, schedule)
+    parts.append(microbatches_text(own.num_microbatches, own.microbatch_size))
     figures = [
         ("step", seconds_text(timeline.step_seconds)),
-        ("tokens/s" if step.has_tokens else "rows/s", count_text(step.tokens_per_second)),
+        ("tokens/s" if step.has_tokens else "samples/s", count_text(step.tokens_per_second)),
         ("MFU", percent_text(step.model_flops_utilization)),
         ("bubble", percent_text(timeline.bubble_fraction)),
         ("memory", of_text(step.priced.peak_bytes, step.priced.usable_bytes)),
@@ -222,40 +226,46 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     line = "  ".join(f"{label} {value}" for label, value in figures)
     title = f"{Path(name).name}, {own.precision}, {own.optimizer}, on {step.cluster.name}"
     text = Text.assemble(
-        title, "\n\n", (" · ".join(parts), "bold cyan"), "\n", (line, "bold")
+        title, "\n\n", (SEPARATOR.join(parts), "bold cyan"), "\n", (line, "bold")
     )  # fmt: skip
     over = over_text(step.priced.peak_bytes, step.priced.usable_bytes)
     return text if over is None else Text.assemble(text, "\n", over)
 
 
 def memory(step: SimulatedStep) -> tuple[str, Table]:
-    """A row per pipeline rank, a column per category that any has."""
+    """A row per pipeline rank, a column per category that takes 1 % of the peak on any rank."""
     ranks = step.priced.memory_bytes
-    names = [name for name in MEMORY_ORDER if any(rank.get(name) for rank in ranks)]
-    names += sorted({n for rank in ranks for n, v in rank.items() if v} - set(names))
+    least = MIN_COLUMN_SHARE * step.priced.peak_bytes
+    columns = {name for rank in ranks for name, value in rank.items() if value >= least}
+    names = [name for name in MEMORY_ORDER if name in columns]
+    names += sorted(columns - set(names))
     unit = bytes_text(step.priced.peak_bytes).split()[1]
     scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
-    titles = ["", *(SHORT.get(name, name) for name in names), "all"]
+    titles = ["", *(SHORT.get(name, name) for name in names), "other", "total"]
     table = plain_table(*((title, "right") for title in titles))
     for rank in shown(len(ranks)):
         if rank is None:
             table.add_row("…")
             continue
         values = [ranks[rank].get(name, 0.0) / scale for name in names]
-        table.add_row(str(rank), *(f"{v:.2f}" for v in values), f"{sum(values):.2f}")
-    return f"Memory of a device of each pipeline rank, {unit}", table
+        total = sum(ranks[rank].values()) / scale
+        figures = (*values, total - sum(values), total)
+        table.add_row(str(rank), *(f"{figure:.2f}" for figure in figures))
+    return f"Peak memory of a device by pipeline rank, {unit}", table
 
 
 SHORT = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
+    "recomputation": "recomp", "communication": "messages", "communicators": "comm",
+    "fragmentation": "frag",
 }  # fmt: skip
 
 
 def lost(timeline: Timeline) -> Table:
     """A row per pipeline rank: communication that no compute hides, and what it slows down."""
     table = plain_table(
-        ("", "right"), ("inside", "right"), ("messages", "right"), ("gradient sync", "right"),
-        ("gather", "right"), ("exposed", "right"), ("slowed by", "right"),
+        ("", "right"), ("in stage", "right"), ("send/receive", "right"), ("gradient sync", "right"),
+        ("gather", "right"), ("total", "right"), ("slowdown", "right"),
     )  # fmt: skip
     step = timeline.step_seconds
     for rank in shown(len(timeline.exposed)):
@@ -286,7 +296,7 @@ def shown(count: int) -> list[int | None]:
 
 
 LEGEND = {
-    "F": "F forward", "B": "B backward", "f": "f b every second chunk", "W": "W weights' backward",
+    "F": "F forward", "B": "B backward", "f": "f b odd chunks", "W": "W weight gradient",
     "s": "s optimizer", "r": "r gradient sync", "g": "g gather", ".": ". bubble",
 }  # fmt: skip
 

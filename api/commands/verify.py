@@ -19,9 +19,7 @@ from autoparallel.commands.run import SourceArgument, plan_path
 if TYPE_CHECKING:
     from autoparallel.planning import PlanOptions
 
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="fp64, where rounding hides nothing, or fp32")
-]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="fp64 (no rounding differences) or fp32")]
 
 
 @planning(without=("precision", "float32_ops", "tf32"), global_batch=8, measure_seconds=0.0)

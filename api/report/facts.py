@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoparallel.planner.arranged.asynchronous import num_updates
 from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.layout import Layout, Mesh
-from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.plan import Alternative, Plan, StagePlan
 from autoparallel.planner.pricing.stage_cost import together
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.strategy import NodeLayout, balanced_axes
-from autoparallel.report.words import held_text
+from autoparallel.planner.summary import SEPARATOR
+from autoparallel.report.words import bytes_text, held_text, seconds_text
 
 MEMORY_ORDER = (
     "parameters", "master", "versions", "gradients", "optimizer", "gathered", "activations",
@@ -25,10 +26,10 @@ def memory_source(plan: Plan) -> str:
     """How the bytes of the stages were found."""
     held = [stage.prediction.memory_bytes for stage in plan.stages]
     if not all("communicators" in own for own in held):
-        return "from the rules of the ops"
+        return "estimated by the rules of the ops"
     if any("working" in own for own in held):
-        return "action by action, from the rules of the ops"
-    return "action by action, from running the stages' own ops on fake tensors"
+        return "simulated action by action, with the rules of the ops"
+    return "simulated action by action, with the ops run on fake tensors"
 
 
 def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
@@ -74,8 +75,8 @@ def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
 
 SPENT = {
     "compute": "compute",
-    "communication inside the stage": "communication",
-    "sending to the next stage": "send",
+    "communication within the stage": "communication",
+    "sends to the next stage": "send",
     "gradient synchronization": "gradient_sync",
     "optimizer": "optimizer",
 }
@@ -239,14 +240,36 @@ def planning_seconds(plan: Plan) -> tuple[float, dict[str, float]]:
     return plan.solver.seconds.get("total", sum(phases.values())), phases
 
 
-def uniform(values: list[str]) -> str:
-    """The one value of all, or each distinct one with its count.
+def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative]:
+    """Alternatives with the same figures that differ in one part of the summary, as one.
 
-    >>> uniform(["full", "full"]), uniform(["none", "full", "full"])
-    ('full', 'full ×2, none ×1')
+    >>> first = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H1 · 1 × 32", 1.0, 10, "bubble +9.0 %")
+    >>> second = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H2 · 1 × 32", 1.0, 10, "bubble +9.0 %")
+    >>> [each.summary for each in merged_alternatives([first, second])]
+    ['dp=4 pp=2 · ZeRO 0 · ZB-H1/ZB-H2 · 1 × 32']
     """
-    counts = {value: values.count(value) for value in values}
-    if len(counts) == 1:
-        return values[0]
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{value} ×{count}" for value, count in ordered)
+    groups: dict[tuple[str, str, str], list[list[list[str]]]] = {}
+    shown: list[tuple[Alternative, list[list[str]]]] = []
+    for each in alternatives:
+        step, memory = seconds_text(each.step_seconds), bytes_text(each.peak_memory_bytes)
+        group = groups.setdefault((step, memory, each.reason), [])
+        parts = each.summary.split(SEPARATOR)
+        if not any(_joins(merged, parts) for merged in group):
+            group.append([[part] for part in parts])
+            shown.append((each, group[-1]))
+    return [
+        replace(each, summary=SEPARATOR.join("/".join(options) for options in merged))
+        for each, merged in shown
+    ]
+
+
+def _joins(merged: list[list[str]], parts: Sequence[str]) -> bool:
+    """Whether ``parts`` differ in one place at most; what differs is added to the options there."""
+    if len(merged) != len(parts):
+        return False
+    new = [at for at, options in enumerate(merged) if parts[at] not in options]
+    if len(new) > 1 or (new and len(parts) == 1):
+        return False
+    for at in new:
+        merged[at].append(parts[at])
+    return True

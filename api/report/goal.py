@@ -9,10 +9,10 @@ from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.report.words import bytes_text, count_text, seconds_text
 
 TITLES = {
-    "time": "What it costs",
-    "cost": "The most tokens per dollar",
-    "memory": "The least memory",
-    "devices": "The fewest devices",
+    "time": "Cost",
+    "cost": "Objective: most tokens per dollar",
+    "memory": "Objective: least memory",
+    "devices": "Objective: fewest devices",
 }
 
 SHOWN = 12
@@ -28,7 +28,7 @@ def goal_lines(plan: Plan) -> RenderableType:
     """What was chosen, what it costs, and what was tried."""
     goal = plan.goal
     assert goal is not None, "asked for only where there is one"
-    unit = "tokens" if plan.model.seq else "rows"
+    unit = "tokens" if plan.model.seq else "samples"
     lines = [f"chosen: {goal.chosen}"]
     if goal.dollars_per_hour is not None and goal.tokens_per_dollar is not None:
         lines.append(
@@ -36,7 +36,7 @@ def goal_lines(plan: Plan) -> RenderableType:
             f"${goal.dollars_per_hour:,.2f} an hour"
         )
     if goal.deadline_step_seconds is not None:
-        lines.append(f"a step may take {seconds_text(goal.deadline_step_seconds)}")
+        lines.append(f"deadline: {seconds_text(goal.deadline_step_seconds)} per step")
     lines += [_tried_line(each, goal, unit) for each in goal.tried[:SHOWN]]
     left = len(goal.tried) - SHOWN
     lines += [f"and {left} more (--json has all)"] if left > 0 else []

@@ -6,7 +6,7 @@ Every part fits 80 columns. Colour only repeats what the words say.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -15,7 +15,14 @@ from rich.text import Text
 
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
-from autoparallel.report.certainty import certainty, gap_text, simplest_text, source_lines
+from autoparallel.planner.summary import (
+    SEPARATOR,
+    mesh_text,
+    rank_summaries,
+    schedule_text,
+    strategy_parts,
+)
+from autoparallel.report.confidence import confidence, gap_text, simplest_text, source_lines
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
     MEMORY_ORDER,
@@ -25,16 +32,15 @@ from autoparallel.report.facts import (
     busiest_rank,
     folded_names,
     fullest_rank,
+    merged_alternatives,
     merged_splits,
     rank_seconds,
-    uniform,
     usable_bytes,
 )
 from autoparallel.report.goal import goal_lines, goal_title
 from autoparallel.report.words import (
     bytes_text,
     count_text,
-    mesh_text,
     names_text,
     percent_text,
     ranks_text,
@@ -67,20 +73,20 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
         parts.append(section(goal_title(plan.goal), goal_lines(plan)))
     parts.append(section("Stages", stages(plan, limit=MOST_STAGES if short else len(plan.stages))))
     if not short:
-        parts.append(section("What is split, and how", splits(plan)))
+        parts.append(section("Sharding", splits(plan)))
     parts.append(section(*memory(plan)))
     parts.append(section(*time(plan)))
     drawn = drawing(plan, WIDTH - DRAWING_MARGIN)
     if drawn is not None:
-        parts.append(section("The step, F forward and B backward", Text(drawn)))
+        parts.append(section("Timeline of a step (F forward, B backward)", Text(drawn)))
     if short:
-        sure = [*source_lines(plan)[:1], Text(f"plan: {gap_text(plan)}")]
+        sure = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
         sure += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
         parts.append(Padding(Group(*sure), (1, 0, 0, INDENT)))
     if plan.alternatives:
-        parts.append(section("Considered, and lost", alternatives(plan, limit=3 if short else 10)))
+        parts.append(section("Alternatives", alternatives(plan, limit=3 if short else 10)))
     if not short:
-        parts.append(section("How sure", certainty(plan)))
+        parts.append(section("Confidence", confidence(plan)))
     with console.capture() as captured:
         for part in parts:
             console.print(part, width=min(console.width, 100))
@@ -152,7 +158,7 @@ def headline(plan: Plan) -> RenderableType:
     """The answer in two lines: what to run, and what it gives."""
     prediction = plan.prediction
     used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
-    unit = "tokens" if plan.model.seq else "rows"
+    unit = "tokens" if plan.model.seq else "samples"
     figures = [
         ("step", seconds_text(prediction.step_seconds)),
         (f"{unit}/s", count_text(prediction.tokens_per_second)),
@@ -168,25 +174,22 @@ def headline(plan: Plan) -> RenderableType:
     meaning = [Text(text, style="yellow")] if (text := described(plan)) else []
     over = over_text(prediction.peak_memory_bytes, used)
     more = [] if over is None else [over]
-    return Group(Text(""), Text(shape_text(plan), style="bold cyan"), *meaning, line, *more)
+    return Group(Text(""), Text(configuration_text(plan), style="bold cyan"), *meaning, line, *more)
 
 
-def shape_text(plan: Plan) -> str:
-    """The plan in one line: stages, axes, ZeRO, recomputation, micro-batches."""
-    meshes = list(dict.fromkeys(mesh_text(stage.mesh) for stage in plan.stages))
-    stages_text = f"{len(plan.stages)} stages of " if plan.has_pipeline else ""
-    recompute = uniform([block.recompute for stage in plan.stages for block in stage.blocks])
-    zero = "/".join(dict.fromkeys(str(stage.zero) for stage in plan.stages))
-    parts = [
-        stages_text + " then ".join(meshes),
-        f"ZeRO {zero}",
-        "no recomputation" if recompute == "none" else f"recompute {recompute}",
-        f"{plan.num_microbatches} × micro-batch {plan.microbatch_size}",
-        *(f"rows {rows_text(stage.shares)}" for stage in plan.stages if stage.shares),
-    ]
-    if plan.has_pipeline:
-        parts.append(plan.schedule)
-    return " · ".join(parts)
+def configuration_text(plan: Plan) -> str:
+    """The plan in one line: degrees, ZeRO, recomputation, schedule, micro-batches."""
+    schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
+    parts = strategy_parts(rank_summaries(plan), schedule)
+    return SEPARATOR.join((*parts, microbatches_text(plan.num_microbatches, plan.microbatch_size)))
+
+
+def microbatches_text(count: int, size: int) -> str:
+    """
+    >>> microbatches_text(1, 32), microbatches_text(16, 4)
+    ('1 micro-batch of 32', '16 micro-batches of 4')
+    """
+    return f"{count} micro-batch{'es' if count > 1 else ''} of {size}"
 
 
 def plain_table(*columns: tuple[str, str]) -> Table:
@@ -271,34 +274,34 @@ def axis_lines(members: list[StagePlan]) -> list[str]:
     for stage in members:
         if stage.shares:
             lines.append(
-                f"rows of a micro-batch by rank of {stage.mesh.axes[0]}, as fast as each is: "
-                f"{rows_text(stage.shares)}"
+                f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
+                f"speed: {rows_text(stage.shares)}"
             )
     return lines
 
 
 def _axis_line(use: AxisUse, zero: int) -> str:
     reason = f": {AXIS_REASONS[use.axis]}" if use.axis in AXIS_REASONS and use.num_split else ""
-    noun = "sum" if use.num_sums == 1 else "sums"
-    sums = f"; {use.num_sums} {noun} of partial results" if use.num_sums else ""
+    noun = "op" if use.num_sums == 1 else "ops"
+    sums = f"; {use.num_sums} {noun} with partial sums" if use.num_sums else ""
     states = f"; {ZERO_WORDS[zero]}" if use.axis == "dp" and zero else ""
     swaps = "; causal attention balanced by swapping queries" if use.num_balanced else ""
-    split = f"{use.axis}={use.size} splits {use.num_split} of {use.num_ops} ops"
+    split = f"{use.axis}={use.size} shards {use.num_split} of {use.num_ops} ops"
     return f"{split}{reason}{sums}{swaps}{states}"
 
 
 AXIS_REASONS = {
-    "dp": "each rank has its own rows of the batch",
-    "ep": "each rank has its own experts and its own rows of the batch",
+    "dp": "each rank has its own samples of the batch",
+    "ep": "each rank has its own experts and its own samples of the batch",
     "cp": "each rank has its own positions of the sequences",
     "tp": "each rank has its own part of the weights",
 }
 
 ZERO_WORDS = (
     "",
-    "optimizer states split over it",
-    "optimizer states and gradients split over it",
-    "optimizer states, gradients and parameters split over it",
+    "optimizer states sharded over it",
+    "optimizer states and gradients sharded over it",
+    "optimizer states, gradients and parameters sharded over it",
 )
 
 
@@ -320,10 +323,8 @@ def memory(plan: Plan) -> tuple[str, RenderableType]:
     ordered += [name for name in found if name not in MEMORY_ORDER]
     values = {name: float(found[name]) for name in ordered if found[name]}
     total = sum(values.values())
-    names = " and ".join(map(str, stages))
-    where = f" of stage {names}" if len(stages) == 1 else f" of stages {names}"
-    where = f", rank {stage.devices[0]}" + (where if plan.has_pipeline else "")
-    title = f"Memory on the fullest rank{where}: {of_text(total, limit)}"
+    where = f"rank {stage.devices[0]}" + (f", {stages_text(stages)}" if plan.has_pipeline else "")
+    title = f"Peak memory ({where}): {of_text(total, limit)}"
     return title, bars(values, bytes_text, MEMORY_STYLES)
 
 
@@ -332,14 +333,20 @@ MEMORY_STYLES = {
 }  # fmt: skip
 
 
+def stages_text(stages: Sequence[int]) -> str:
+    """
+    >>> stages_text((1,)), stages_text((0, 2))
+    ('stage 1', 'stages 0 and 2')
+    """
+    return f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
+
+
 def time(plan: Plan) -> tuple[str, RenderableType]:
     """Where the step's time goes on the rank that sets the pace."""
     stages = busiest_rank(plan)
     values = rank_seconds(plan, stages)
-    names = ", ".join(map(str, stages))
-    where = f", a rank of stages {names}" if len(stages) > 1 else f", stage {names}"
-    where = where if plan.has_pipeline else ""
-    title = f"Where the step goes{where}: {seconds_text(plan.prediction.step_seconds)}"
+    where = f" of the slowest rank ({stages_text(stages)})" if plan.has_pipeline else ""
+    title = f"Step time{where}: {seconds_text(plan.prediction.step_seconds)}"
     return title, bars(
         values, seconds_text, {"compute": "green", "waiting for other stages": "red"}
     )
@@ -367,21 +374,23 @@ def bar(fraction: float, style: str) -> Text:
 
 
 def alternatives(plan: Plan, *, limit: int) -> RenderableType:
-    """What lost, by how much, and why."""
+    """Other plans: how much slower they are, and the main difference."""
     table = plain_table(
-        ("", "left"), ("step", "right"), ("", "right"), ("memory", "right"), ("", "left")
-    )
+        ("configuration (micro-batches × size)", "left"), ("step", "right"), ("", "right"),
+        ("memory", "right"),
+    )  # fmt: skip
     best = plan.prediction.step_seconds
-    for other in plan.alternatives[:limit]:
+    others = merged_alternatives(plan.alternatives)
+    for other in others[:limit]:
         slower = other.step_seconds / best - 1 if best and other.step_seconds else 0.0
         table.add_row(
             other.summary,
             seconds_text(other.step_seconds) if other.step_seconds else "—",
             f"{slower:+.1%}".replace("%", " %") if other.step_seconds else "",
             bytes_text(other.peak_memory_bytes) if other.peak_memory_bytes else "—",
-            Text(other.reason, style="dim"),
         )
-    left = len(plan.alternatives) - limit
+        table.add_row(Text(f"  {other.reason}", style="dim"), "", "", "")
+    left = len(others) - limit
     if left > 0 and limit > 3:
-        table.add_row(Text(f"and {left} more (--json has all)", style="dim"), "", "", "", "")
+        table.add_row(Text(f"and {left} more (--json has all)", style="dim"), "", "", "")
     return table

@@ -103,15 +103,6 @@ def _three(value: float) -> str:
     )
 
 
-def mesh_text(mesh: Mesh) -> str:
-    """
-    >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "tp"), (1, 1)))
-    ('dp=4 tp=2', 'one device')
-    """
-    axes = [f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True) if size > 1]
-    return " ".join(axes) or "one device"
-
-
 def ranks_text(ranks: Sequence[int]) -> str:
     """
     >>> ranks_text((0, 1, 2, 3)), ranks_text((5,)), ranks_text((0, 2, 4))
@@ -131,22 +122,16 @@ def held_text(layout: Layout, mesh: Mesh) -> str:
 
     >>> from autoparallel.planner.layout import REPLICATE, shard
     >>> held_text((REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)))
-    'rows split over tp'
+    'dim 0 sharded over tp'
     >>> held_text((REPLICATE,), Mesh(("dp",), (2,)))
-    'whole on every rank'
+    'replicated'
     """
     splits: dict[int, list[str]] = {}
     for placement, axis, size in zip(layout, mesh.axes, mesh.shape, strict=True):
         if placement.is_shard and size > 1:
             splits.setdefault(placement.dim, []).append(axis)
-    parts = [
-        f"{_DIM_WORDS.get(dim, f'dim {dim}')} split over {' and '.join(axes)}"
-        for dim, axes in sorted(splits.items())
-    ]
-    return ", ".join(parts) or ("whole" if mesh.size == 1 else "whole on every rank")
-
-
-_DIM_WORDS = {0: "rows", 1: "columns"}
+    parts = [f"dim {dim} sharded over {' and '.join(axes)}" for dim, axes in sorted(splits.items())]
+    return ", ".join(parts) or ("unsharded" if mesh.size == 1 else "replicated")
 
 
 def names_text(names: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ from ..schedules.orders import round_size
 from ..schedules.schedules import find_schedule, parts_of_ranks
 from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import Candidate
+from ..summary import schedule_text
 from .balanced import Floats, balanced, evened
 
 MOST_ACTIONS = 16_384
@@ -110,8 +111,7 @@ class Way:
 
     @property
     def summary(self) -> str:
-        pipeline = self.base.candidate.summary.rsplit(", ", 1)[0]
-        return f"{pipeline}, {self.schedule}, each cut in {self.chunks}"
+        return self.base.candidate.summary_under(schedule_text(self.schedule, self.chunks))
 
 
 @dataclass(frozen=True, order=True)

@@ -44,6 +44,7 @@ from ..search.report_plan import LESS_SIMPLE, leaf_layout
 from ..search.simplest import simplest_of, tolerance_of
 from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
+from ..summary import plan_summary, schedule_text
 from .balanced import balanced, block_flops
 from .chunk_bound import chunk_bound, chunk_bound_of
 from .chunk_memory import fitting
@@ -218,9 +219,8 @@ def _of_others(found: search.Searched, best: Plan, others: Others, tolerance: fl
     lost = sorted((*plainly, *others.lost), key=lambda each: each.step_seconds)
     if request.allows_one_stage:
         seconds, peak = winner.step_seconds, int(winner.peak_bytes)
-        reason = f"{winner.schedule}: +{(seconds - step) / step:.1%}"
-        if best.num_chunks > 1:
-            reason = f"one stage per rank: +{(seconds - step) / step:.1%}"
+        schedule = "one stage per rank" if best.num_chunks > 1 else schedule_text(winner.schedule)
+        reason = f"{schedule}: +{100 * (seconds - step) / step:.1f} %"
         lost.insert(0, Alternative(winner.summary, seconds, peak, reason))
     faster = [each for each in lost if each.step_seconds < step and each.reason == LESS_SIMPLE]
     slower = [each for each in lost if each.step_seconds >= step]
@@ -258,13 +258,9 @@ def _under_others(
 def _alternative(plan: Plan, step_seconds: float = 0.0) -> Alternative:
     """A plan of another schedule, in words; ``step_seconds`` are those of one that is faster."""
     own = plan.prediction
-    summary = f"{plan.schedule}, {plan.num_chunks} stages per rank"
-    if plan.num_chunks == 1:
-        summary = (
-            f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
-        )
-    reason = f"+{own.step_seconds / step_seconds - 1:.1%}" if step_seconds else LESS_SIMPLE
-    return Alternative(summary, own.step_seconds, own.peak_memory_bytes, reason)
+    slower = 100 * (own.step_seconds / step_seconds - 1) if step_seconds else 0.0
+    reason = f"+{slower:.1f} %" if step_seconds else LESS_SIMPLE
+    return Alternative(plan_summary(plan), own.step_seconds, own.peak_memory_bytes, reason)
 
 
 def _may_be_cut_again(cluster: Cluster, request: Request) -> bool:

@@ -29,6 +29,7 @@ from ..pricing.step import Pipeline, latency_seconds, simulated_step
 from ..replicas import check_replicas, with_replica_sums
 from ..search.report_plan import Candidate
 from ..search.search import Searched
+from ..summary import schedule_text
 from .chunk_guesses import MOST_ACTIONS, ROUNDING
 from .chunk_search import bases
 from .sequence_places import find_places
@@ -61,7 +62,8 @@ class Guess:
 
     @property
     def summary(self) -> str:
-        return f"{self.base.summary.rsplit(', ', 1)[0]}, {self.schedule}"
+        schedule = schedule_text(self.schedule, num_slices=len(self.slices))
+        return self.base.summary_under(schedule)
 
 
 def arranged(
@@ -86,7 +88,7 @@ def arranged(
             if peak <= limit and step < bar:
                 best, bar = plan, step
             else:
-                reason = "does not fit" if peak > limit else "slices or replicas cost more"
+                reason = "does not fit" if peak > limit else "overhead of slices or replicas"
                 lost.append(Alternative(guess.summary, step, peak, reason))
     return best, lost
 

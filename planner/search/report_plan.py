@@ -28,7 +28,6 @@ from ..plan import (
     SolverInfo,
     StagePlan,
     StagePrediction,
-    rows_text,
 )
 from ..pricing.choices import input_specs
 from ..pricing.prices import Prices, boundary_layout
@@ -39,9 +38,10 @@ from ..pricing.structure import Structure
 from ..pricing.undivided import undivided
 from ..requests.request import Request
 from ..strategy import NodeLayout
+from ..summary import RankSummary, schedule_text, summary_text
 from .quests import open_seconds, turning_seconds
 
-LESS_SIMPLE = "about as fast, and less simple"
+LESS_SIMPLE = "about as fast, but more complex"
 """Why a plan lost that takes less, by no more than the tolerance."""
 
 
@@ -78,43 +78,28 @@ class Candidate:
         return {
             "compute": count * sum(busiest.compute_seconds),
             "communication": count * (communication + states),
-            "gradient sync": own.gradient_sync,
+            "gradient synchronization": own.gradient_sync,
             "optimizer": own.optimizer,
             "bubble": self.bubble_fraction * self.step_seconds,
         }
 
     @property
     def summary(self) -> str:
-        """One line: mesh, ZeRO and recompute of each stage, micro-batches, schedule."""
-        parts = []
+        """The configuration in one line."""
+        return self.summary_under(schedule_text(self.schedule))
+
+    def summary_under(self, schedule: str) -> str:
+        """The configuration in one line, with another schedule, as ``schedule_text`` gives it."""
+        ranks = []
         for (model, answer), choice in zip(self.answers, self.stages, strict=True):
-            mesh = model.prices.mesh
-            sizes = ",".join(
-                f"{name}={size}" for name, size in zip(mesh.axes, mesh.shape, strict=True)
-            )
-            text = f"{choice.stop - choice.start} blocks on {sizes}"
-            if answer.shares:
-                text += f" rows {rows_text(answer.shares)}"
-            if answer.setting.zero:
-                text += f" zero={answer.setting.zero}"
-            for how, numbers in zip(("recompute", "selective"), answer.setting.rung, strict=True):
-                if any(numbers):
-                    text += f" {how} {sum(numbers)}"
-            parts.append(text)
-        stages = " | ".join(_counted(parts))
-        schedule = f", {self.schedule}" if len(parts) > 1 else ""
-        return f"{stages}; {self.num_microbatches} × {self.rows} rows{schedule}"
-
-
-def _counted(parts: Sequence[str]) -> list[str]:
-    """Equal neighbours as one, with their number."""
-    found: list[tuple[str, int]] = []
-    for part in parts:
-        if found and found[-1][0] == part:
-            found[-1] = (part, found[-1][1] + 1)
-        else:
-            found.append((part, 1))
-    return [f"{count} × ({text})" if count > 1 else text for text, count in found]
+            num_full, num_selective = map(sum, answer.setting.rung)
+            ranks.append(
+                RankSummary(
+                    model.prices.mesh, answer.setting.zero, choice.stop - choice.start,
+                    num_full, num_selective, answer.shares,
+                )
+            )  # fmt: skip
+        return summary_text(ranks, schedule, self.num_microbatches, self.rows)
 
 
 def make_plan(
@@ -157,11 +142,11 @@ def make_plan(
         solver=SolverInfo(1.0, num_problems, dict(seconds), layouts_gap=best.layouts_gap),
         replicated_ops=tuple(replicated),
         replicated_seconds=replicated,
-        undivided=_undivided(structure, best),
+        unsharded_ops=_unsharded_ops(structure, best),
     )
 
 
-def _undivided(structure: Structure, best: Candidate) -> tuple[str, ...]:
+def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
     """What the stages' axes do not divide, each kind of block told once."""
     found: dict[str, None] = {}
     for (model, answer), choice in zip(best.answers, best.stages, strict=True):
@@ -215,11 +200,11 @@ def reason(best: Candidate, loser: Candidate) -> str:
     ours, theirs = best.spent_seconds, loser.spent_seconds
     more = sorted(((theirs[name] - ours[name], name) for name in ours), reverse=True)
     named = [
-        f"{name} +{excess / best.step_seconds:.1%}"
+        f"{name} +{100 * excess / best.step_seconds:.1f} %"
         for excess, name in more
         if excess > 0.3 * more[0][0] and excess > 1e-3 * best.step_seconds
     ]
-    return ", ".join(named[:2]) or "as fast, but for overheads"
+    return ", ".join(named[:2]) or "small differences in several parts"
 
 
 def _sends(best: Candidate) -> list[float]:

@@ -156,7 +156,9 @@ def test_the_second_plan_reuses_the_first(folder: Path, capsys: pytest.CaptureFi
     assert "reused 1 of 1 capture" in said
     assert _planned(folder, "--no-cache") == first
     assert "cache" not in capsys.readouterr().err
-    assert _planned(folder, "--top", "7") == _planned(folder, "--top", "7", "--no-cache")
+    assert _planned(folder, "--num-candidates", "7") == _planned(
+        folder, "--num-candidates", "7", "--no-cache"
+    )
     assert "reused 1 of 1 capture" in capsys.readouterr().err
 
 

@@ -41,5 +41,5 @@ def test_a_step_that_takes_something_else_is_not_drawn() -> None:
 
 def test_the_report_has_the_drawing_at_80_columns() -> None:
     text = describe(two_stages())
-    assert "The step, F forward and B backward" in text
+    assert "Timeline of a step (F forward, B backward)" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -93,7 +93,7 @@ def test_a_run_tells_metrics_and_callbacks_and_resumes_its_schedule_under_anothe
         assert [line[name] for line in parts] == pytest.approx(
             [line[name] for line in whole], rel=1e-4
         )
-    assert all(line["rows_per_second"] == pytest.approx(16 / line["seconds"]) for line in whole)
+    assert all(line["samples_per_second"] == pytest.approx(16 / line["seconds"]) for line in whole)
     assert all(line["memory_bytes"] > 0 for line in whole)
 
 

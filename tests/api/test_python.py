@@ -63,10 +63,12 @@ def test_a_wrong_option_is_refused_where_it_is_given() -> None:
 
 
 def test_options_are_those_of_the_command_line() -> None:
-    options = plan_options(64, None, {"memory_limit": "40GiB", "parallel": "tp=2", "top": 3})
+    options = plan_options(
+        64, None, {"memory_limit": "40GiB", "parallel": "tp=2", "num_candidates": 3}
+    )
     assert options.memory_limit_bytes == 40 * 2**30
     assert options.forced.tp == 2
-    assert options.top == 3
+    assert options.num_candidates == 3
 
 
 def test_alone_a_step_is_an_ordinary_training_step() -> None:

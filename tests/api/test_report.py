@@ -10,10 +10,11 @@ from handmade import GIB, flat_plan, pipeline_plan
 from rich.console import Console
 
 from autoparallel import describe
-from autoparallel.planner.plan import GoalReport, Plan, Tried
+from autoparallel.planner.plan import Alternative, GoalReport, Plan, Tried
 from autoparallel.report.facts import (
     busiest_rank,
     fullest_rank,
+    merged_alternatives,
     merged_splits,
     rank_seconds,
     stages_of_ranks,
@@ -31,7 +32,7 @@ def test_the_head_names_the_model_the_batch_and_the_cluster() -> None:
     head = describe(pipeline_plan()).splitlines()[:6]
     assert head[0] == "llama.py  8.03 B parameters  layers=8"
     assert head[1] == "batch 64 × 4096 tokens, bf16, eager, adamw, on 8xH100 (8 × H100-SXM)"
-    assert head[3].startswith("2 stages of dp=2 tp=2 · ZeRO 1 · no recomputation")
+    assert head[3] == "dp=2 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 micro-batches of 4"
     assert "step 2.10 s" in head[4]
     assert "memory 55.0 of 72.0 GiB" in head[4]
 
@@ -51,21 +52,21 @@ def test_the_head_says_by_how_much_a_plan_does_not_fit() -> None:
 def test_a_plan_without_pipeline_mentions_neither_stages_nor_bubble() -> None:
     text = describe(flat_plan())
     assert "bubble" not in text
-    assert "stages of" not in text
-    assert "1f1b" not in text
+    assert "pp=" not in text
+    assert "1F1B" not in text
 
 
 def test_equal_kinds_of_several_stages_are_told_once() -> None:
     text = describe(pipeline_plan())
-    assert text.count("rows split over tp     attn.qkv.weight, mlp.up\n") == 1
+    assert text.count("dim 0 sharded over tp  attn.qkv.weight, mlp.up\n") == 1
     assert "layers.0–7  ×8" in text
 
 
 def test_parameters_are_named_within_their_block() -> None:
     plan = pipeline_plan()
     layer = next(s for s in merged_splits(plan, list(plan.stages)) if "layers.0" in s.blocks)
-    assert layer.groups["whole on every rank"] == ("ln_1.weight", "ln_2.weight")
-    assert layer.groups["columns split over tp"] == ("attn.proj.weight", "mlp.down.weight")
+    assert layer.groups["replicated"] == ("ln_1.weight", "ln_2.weight")
+    assert layer.groups["dim 1 sharded over tp"] == ("attn.proj.weight", "mlp.down.weight")
 
 
 def test_the_worst_rank_is_the_one_with_the_most_memory() -> None:
@@ -76,7 +77,7 @@ def test_the_worst_rank_is_the_one_with_the_most_memory() -> None:
     )
     plan = replace(plan, stages=(first, bigger))
     assert fullest_rank(plan) == ((1,), {"parameters": 60 * GIB})
-    assert "rank 4 of stage 1: 60.0 of 72.0 GiB" in describe(plan)
+    assert "Peak memory (rank 4, stage 1): 60.0 of 72.0 GiB" in describe(plan)
 
 
 def test_the_parts_of_the_step_add_up_to_the_step() -> None:
@@ -97,7 +98,7 @@ def test_the_memory_of_a_rank_is_of_all_its_stages_with_what_is_transient_once()
     stages_of_it, found = fullest_rank(plan)
     assert stages_of_it == (0, 2)
     assert found == {"parameters": 20 * GIB, "transient": 3 * GIB, "reserve": GIB}
-    assert "of stages 0 and 2: 24.0 of" in describe(plan)
+    assert "stages 0 and 2): 24.0 of" in describe(plan)
 
 
 def with_two_stages_per_rank(plan: Plan) -> Plan:
@@ -122,8 +123,8 @@ def test_a_rank_of_several_stages_waits_for_what_none_of_them_takes() -> None:
     assert parts.keys() == whole.keys()
     for name, seconds in whole.items():
         assert parts[name] == pytest.approx(seconds)
-    names = ", ".join(map(str, busiest_rank(two)))
-    assert f"Where the step goes, a rank of stages {names}: " in describe(two)
+    names = " and ".join(map(str, busiest_rank(two)))
+    assert f"Step time of the slowest rank (stages {names}): " in describe(two)
 
 
 def test_a_rank_of_two_replicas_runs_half_of_the_micro_batches_through_each() -> None:
@@ -134,10 +135,23 @@ def test_a_rank_of_two_replicas_runs_half_of_the_micro_batches_through_each() ->
     assert found["compute"] == pytest.approx(plan.num_microbatches * sum(own) / 2)
 
 
-def test_what_lost_is_listed_with_its_distance_and_reason() -> None:
+def test_alternatives_are_listed_with_their_distance_and_reason() -> None:
     text = describe(pipeline_plan())
-    assert "dp=8 zero=3       2.31 s  +10.0 %" in text
+    assert "dp=4 tp=2 · ZeRO 2 · 16 × 4" in text
+    assert "2.31 s  +10.0 %  61.0 GiB" in text
     assert "does not fit: 70 GiB too much" in text
+
+
+def test_alternatives_that_read_the_same_are_listed_once() -> None:
+    """Two schedules with equal figures share a row; a third has its own; a repetition has none."""
+    base = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H1 · 1 × 32", 2.31, GIB, "bubble +9.0 %")
+    twin = replace(base, summary="dp=4 pp=2 · ZeRO 0 · ZB-H2 · 1 × 32")
+    slower = replace(base, summary="dp=4 pp=2 · ZeRO 0 · GPipe · 1 × 32", step_seconds=2.5)
+    other = replace(base, summary="dp=2 pp=4 · ZeRO 1 · ZB-H1 · 1 × 32")
+    found = merged_alternatives([base, twin, base, slower, other])
+    assert [each.summary for each in found] == [
+        "dp=4 pp=2 · ZeRO 0 · ZB-H1/ZB-H2 · 1 × 32", slower.summary, other.summary,
+    ]  # fmt: skip
 
 
 def test_ops_without_a_rule_are_listed() -> None:
@@ -147,7 +161,7 @@ def test_ops_without_a_rule_are_listed() -> None:
         replicated_seconds={"my.op.default": 0.012},
     )
     text = describe(plan)
-    assert "ops without a rule, whole on every rank, per step: my.op.default 12.0 ms" in text
+    assert "replicated ops (no sharding rule), per step: my.op.default 12.0 ms" in text
 
 
 def test_the_objective_is_reported_with_what_was_tried() -> None:
@@ -156,10 +170,10 @@ def test_the_objective_is_reported_with_what_was_tried() -> None:
     )  # fmt: skip
     goal = GoalReport("cost", "1xH100: 1 of 2 devices", 2.5, 5e6, 3.0, tried)
     text = describe(replace(flat_plan(), goal=goal))
-    assert "The most tokens per dollar" in text
+    assert "Objective: most tokens per dollar" in text
     assert "chosen: 1xH100: 1 of 2 devices" in text
     assert "per dollar at $2.50 an hour" in text
-    assert "a step may take 3.00 s" in text
+    assert "deadline: 3.00 s per step" in text
     assert "2xH100: the model does not fit" in text
     assert "dollar" not in describe(flat_plan())
 
@@ -169,19 +183,18 @@ def test_a_search_that_was_ended_early_is_told() -> None:
     solver = replace(plan.solver, gap=0.25, bound_seconds=1.0, stopped="Ctrl-C")
     for short in (False, True):
         text = " ".join(describe(replace(plan, solver=solver), short=short).split())
-        assert "plan: Ctrl-C ended the search: the best so far; within 25 % of the best" in text
-        assert "ended the search" not in describe(plan, short=short)
+        assert "optimality gap: at most 25 %" in text
+        assert "the search was ended early by Ctrl-C" in text
+        assert "ended early" not in describe(plan, short=short)
 
 
 def test_what_is_proven_of_the_layouts_is_told_where_it_says_more_than_the_bound() -> None:
     plan = pipeline_plan()
     solver = replace(plan.solver, gap=0.08, bound_seconds=1.0, layouts_gap=0.004)
     text = " ".join(describe(replace(plan, solver=solver)).split())
-    assert "layouts: within 0.4 % of the best for the stages as they are cut" in text
+    assert "layout gap: at most 0.4 % (for these stages)" in text
     for gap in (None, 0.08):
-        assert "layouts: within" not in describe(
-            replace(plan, solver=replace(solver, layouts_gap=gap))
-        )
+        assert "layout gap" not in describe(replace(plan, solver=replace(solver, layouts_gap=gap)))
 
 
 def test_of_many_stages_the_first_the_slowest_the_fullest_and_the_last_are_shown() -> None:

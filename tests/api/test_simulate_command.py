@@ -70,7 +70,7 @@ def test_the_page_fits_80_columns_and_draws_a_line_per_pipeline_rank(
     assert simulate(deep_file, "tp=2,pp=4,zero=0,microbatches=16,schedule=1f1b") == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "tp=2 pp=4 · ZeRO 0 · no recomputation · 16 × micro-batch 4 · 1f1b" in out
+    assert "tp=2 pp=4 · ZeRO 0 · 1F1B · 16 micro-batches of 4" in out
     drawn = [line.split() for line in out.splitlines() if line.startswith("  rank ")]
     assert [words[1] for words in drawn] == ["0", "1", "2", "3"]
     assert {len(words[2]) for words in drawn} == {66}

@@ -100,7 +100,7 @@ def test_two_ways_fill_the_pipeline_faster_than_one() -> None:
     assert (own.schedule, plain.schedule) == ("chimera", "1f1b")
     assert own.prediction.step_seconds < plain.prediction.step_seconds
     assert own.solver.bound_seconds > 0
-    assert any("1f1b" in other.summary for other in own.alternatives)
+    assert any("1F1B" in other.summary for other in own.alternatives)
     check_priced(deep(), own)
 
 

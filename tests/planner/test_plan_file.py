@@ -140,6 +140,18 @@ def test_a_plan_of_schema_3_still_loads() -> None:
     assert loads(json.dumps(table)) == original
 
 
+def test_a_plan_of_schema_4_still_loads() -> None:
+    """Schema 4 called ``unsharded_ops`` ``undivided``."""
+    original = replace(flat_plan(), unsharded_ops=("mm of head is whole on tp=2",))
+    table = json.loads(dumps(original))
+    table["schema"] = 4
+    table["undivided"] = table.pop("unsharded_ops")
+    table["checksums"]["undivided"] = table["checksums"].pop("unsharded_ops")
+    text = json.dumps(table["schema"], sort_keys=True).encode()
+    table["checksums"]["schema"] = hashlib.sha256(text).hexdigest()[:16]
+    assert loads(json.dumps(table)) == original
+
+
 def test_unequal_shares_of_the_batch_survive() -> None:
     original = flat_plan()
     stage = replace(original.stages[0], shares=(3, 5))

@@ -27,13 +27,13 @@ def test_what_divides_is_split_and_the_rest_is_named() -> None:
     layouts = plan.stages[0].layouts
     for name in ("layers.0.mlp.up.weight", "layers.0.attention.qkv.weight", "head.weight"):
         assert layouts[name].outputs[0][0].is_shard
-    assert plan.undivided == (
+    assert plan.unsharded_ops == (
         "scaled_dot_product_attention of layers.0.attention is whole on tp=2, which does not "
         "divide 4×3×15×16, 4×3×15×16, 4×3×15×16",
     )
-    assert loads(dumps(plan), "test").undivided == plan.undivided
+    assert loads(dumps(plan), "test").unsharded_ops == plan.unsharded_ops
 
 
 @pytest.mark.parametrize("n_head", [4, 8])
 def test_nothing_is_named_where_everything_divides(n_head: int) -> None:
-    assert planned(n_head=n_head, vocab=256, seq=16, d_model=64).undivided == ()
+    assert planned(n_head=n_head, vocab=256, seq=16, d_model=64).unsharded_ops == ()

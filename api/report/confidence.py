@@ -1,4 +1,4 @@
-"""How sure a plan is: the sources of its figures, how far from the best, and what it took."""
+"""How far to trust a plan: the sources of its figures, its optimality gap, the planning time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoparallel.report.words import percent_text, seconds_text, shares_text
 
 
 def source_lines(plan: Plan) -> list[Text]:
-    """What part of the predicted time is measured; how that splits; what was measured on."""
+    """The shares of the predicted time by source, and where the measurements were made."""
     prediction, profile = plan.prediction, plan.prediction.profile
     if not prediction.sources:
         return []
@@ -31,59 +31,57 @@ def source_lines(plan: Plan) -> list[Text]:
 
 
 def gap_text(plan: Plan) -> str:
-    """How far from the best the plan can be, by the bound that was found."""
+    """The optimality gap, and what ended the search early if anything did."""
     if plan.solver.stopped:
-        return f"{plan.solver.stopped} ended the search: the best so far; {_gap_text(plan)}"
+        return f"{_gap_text(plan)}; the search was ended early by {plan.solver.stopped}"
     return _gap_text(plan)
 
 
 def _gap_text(plan: Plan) -> str:
     solver = plan.solver
     if "learning" in solver.seconds:
-        return "the best that placers that learn found (--search rl)"
+        return "unknown (the best plan of the learned placers, --search rl)"
     if solver.bound_seconds <= 0:
-        return "the best of those tried; how far from the best there is, is not known"
+        return "unknown (the best plan found; no lower bound was computed)"
     if solver.gap <= 1e-9:
-        return "the best of the space searched, under this cost model"
-    return (
-        f"within {percent_text(solver.gap)} of the best possible in the space searched, "
-        "under this cost model"
-    )
+        return "0 % (optimal in the search space under this cost model)"
+    bound = f"lower bound of the search space: {seconds_text(solver.bound_seconds)}"
+    return f"at most {percent_text(solver.gap)} ({bound})"
 
 
 def simplest_text(plan: Plan) -> str:
-    """Of how many equally fast plans it is the simplest; "" for the fastest."""
+    """How many plans are about as fast, and which is the fastest; "" if it is this one."""
     why = plan.solver.simplest
     if why is None:
         return ""
     more = 1 - why.fastest_seconds / plan.prediction.step_seconds
     return (
-        f"the simplest of {why.num_equal} plans within {percent_text(why.tolerance)}; the fastest"
-        f" takes {percent_text(more)} less: {why.fastest} (--tolerance 0)"
+        f"the simplest of {why.num_equal} plans within {percent_text(why.tolerance)} of the "
+        f"fastest, which takes {percent_text(more)} less: {why.fastest} (--tolerance 0)"
     )
 
 
-def _layouts_text(plan: Plan) -> str:
-    """What the integer programs prove of the stages as they are."""
-    of = "the stages as they are cut, on their meshes"
-    if plan.num_chunks > 1:
-        of = "the pipeline of one stage per rank that was cut again"
+def _layout_gap_text(plan: Plan) -> str:
+    """The optimality gap of the layouts for the stages as they are."""
     gap = plan.solver.layouts_gap or 0.0
-    return f"within {percent_text(gap)} of the best for {of}"
+    measured = "measured before interleaving" if plan.num_chunks > 1 else "for these stages"
+    return f"at most {percent_text(gap)} ({measured})" if gap > 1e-9 else f"0 % ({measured})"
 
 
-def certainty(plan: Plan) -> RenderableType:
-    """Where the figures come from, the solver's gap, and where planning time went."""
+def confidence(plan: Plan) -> RenderableType:
+    """The sources of the figures, the optimality gap, and the planning time by phase."""
     lines: list[Text] = []
     lines += source_lines(plan)
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
     solver = plan.solver
     lines.append(Text(f"memory: {memory_source(plan)}"))
-    lines.append(Text(f"plan: {gap_text(plan)} ({solver.num_problems} problems solved)"))
+    lines.append(
+        Text(f"optimality gap: {gap_text(plan)}; {solver.num_problems} subproblems solved")
+    )
     if simplest_text(plan):
         lines.append(Text(f"choice: {simplest_text(plan)}"))
     if solver.layouts_gap is not None and solver.layouts_gap < solver.gap:
-        lines.append(Text(f"layouts: {_layouts_text(plan)}"))
+        lines.append(Text(f"layout gap: {_layout_gap_text(plan)}"))
     if plan.replicated_ops:
         costs = [
             f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"
@@ -91,14 +89,16 @@ def certainty(plan: Plan) -> RenderableType:
         ]
         lines.append(
             Text(
-                f"ops without a rule, whole on every rank, per step: {', '.join(costs)}",
+                f"replicated ops (no sharding rule), per step: {', '.join(costs)}",
                 style="yellow",
             )
         )
-    lines += [Text(line, style="yellow") for line in plan.undivided]
+    lines += [Text(line, style="yellow") for line in plan.unsharded_ops]
     total, phases = planning_seconds(plan)
     spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())
     lines.append(
-        Text(f"planned in {seconds_text(total)}" + (f": {spent}" if spent else ""), style="dim")
+        Text(
+            f"planning time: {seconds_text(total)}" + (f" ({spent})" if spent else ""), style="dim"
+        )
     )
     return Group(*lines)

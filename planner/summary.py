@@ -1,0 +1,149 @@
+"""The configuration of a pipeline in one line: ``dp=4 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 × 4``.
+
+In: what each pipeline rank runs, and the schedule. Out: the parallel degrees, the ZeRO stage,
+recomputation if there is any, the schedule if there is a pipeline, and the number of
+micro-batches times their size. Reports, plan files and the reasons of the search share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from .layout import Mesh
+from .plan import Plan, rows_text
+
+SEPARATOR = " · "
+
+SCHEDULE_TITLES = {
+    "1f1b": "1F1B", "eager-1f1b": "eager-1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2", "zbv": "ZBV", "bfs": "BFS", "dualpipev": "DualPipeV", "chimera": "Chimera",
+    "terapipe": "TeraPipe", "pipedream": "PipeDream", "pipedream-2bw": "PipeDream-2BW",
+    "ampnet": "AMPNet",
+}  # fmt: skip
+"""The usual spelling of a schedule; it differs from the option's value in upper case alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """What one rank of the pipeline runs: its mesh, its ZeRO stage, and its blocks.
+
+    ``num_full`` and ``num_selective`` of its ``num_blocks`` are recomputed in full or selectively.
+    ``shares`` are the samples that each coordinate of mesh axis 0 takes, () if they are equal.
+    """
+
+    mesh: Mesh
+    zero: int
+    num_blocks: int
+    num_full: int = 0
+    num_selective: int = 0
+    shares: tuple[int, ...] = ()
+
+
+def plan_summary(plan: Plan) -> str:
+    """The configuration of a plan in one line."""
+    return summary_text(
+        rank_summaries(plan),
+        schedule_text(plan.schedule, plan.num_chunks, len(plan.slices)),
+        plan.num_microbatches,
+        plan.microbatch_size,
+    )
+
+
+def rank_summaries(plan: Plan) -> list[RankSummary]:
+    """What each pipeline rank of a plan runs; stages on the same devices are one rank's."""
+    ranks: dict[tuple[int, ...], RankSummary] = {}
+    for stage in plan.stages:
+        modes = [block.recompute for block in stage.blocks]
+        before = ranks.get(stage.devices, RankSummary(stage.mesh, stage.zero, 0))
+        ranks[stage.devices] = replace(
+            before,
+            num_blocks=before.num_blocks + len(modes),
+            num_full=before.num_full + modes.count("full"),
+            num_selective=before.num_selective + modes.count("selective"),
+            shares=stage.shares,
+        )
+    return list(ranks.values())
+
+
+def summary_text(
+    ranks: Sequence[RankSummary], schedule: str, num_microbatches: int, microbatch_size: int
+) -> str:
+    """The line; ``schedule`` as ``schedule_text`` gives it, left out where there is one rank.
+
+    >>> rank = RankSummary(Mesh(("dp", "tp"), (4, 2)), zero=1, num_blocks=8)
+    >>> summary_text([rank, rank], "1F1B", 16, 4)
+    'dp=4 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 × 4'
+    >>> wide = RankSummary(Mesh(("dp", "tp"), (2, 8)), zero=1, num_blocks=8, num_full=6)
+    >>> summary_text([wide, rank], "GPipe", 16, 4)
+    '2 stages: dp=2 tp=8 | dp=4 tp=2 · ZeRO 1 · full recompute 6/16 blocks · GPipe · 16 × 4'
+    """
+    parts = strategy_parts(ranks, schedule)
+    return SEPARATOR.join((*parts, f"{num_microbatches} × {microbatch_size}"))
+
+
+def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
+    """The parts of the line without the micro-batches."""
+    has_one_zero = len({rank.zero for rank in ranks}) == 1
+    texts = [_rank_text(rank, with_zero=not has_one_zero) for rank in ranks]
+    if len(set(texts)) == 1:
+        pipeline = [f"pp={len(ranks)}"] if len(ranks) > 1 else []
+        parts = [" ".join([texts[0], *pipeline]).strip() or "one device"]
+    else:
+        parts = [f"{len(ranks)} stages: {' | '.join(_counted(texts))}"]
+    if has_one_zero:
+        parts.append(f"ZeRO {ranks[0].zero}")
+    parts += _recompute_parts(ranks)
+    return [*parts, schedule] if len(ranks) > 1 else parts
+
+
+def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
+    """
+    >>> schedule_text("1f1b"), schedule_text("interleaved", num_chunks=2)
+    ('1F1B', 'interleaved × 2 chunks')
+    """
+    chunks = f" × {num_chunks} chunks" if num_chunks > 1 else ""
+    slices = f" × {num_slices} slices" if num_slices > 1 else ""
+    return f"{SCHEDULE_TITLES.get(name, name)}{chunks}{slices}"
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The degrees of a mesh that are more than one.
+
+    >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "tp"), (1, 1)))
+    ('dp=4 tp=2', 'one device')
+    """
+    return _degrees(mesh) or "one device"
+
+
+def _degrees(mesh: Mesh) -> str:
+    axes = zip(mesh.axes, mesh.shape, strict=True)
+    return " ".join(f"{axis}={size}" for axis, size in axes if size > 1)
+
+
+def _rank_text(rank: RankSummary, *, with_zero: bool) -> str:
+    degrees = _degrees(rank.mesh)
+    parts = [degrees or ("one device" if with_zero or rank.shares else "")]
+    parts += [f"samples {rows_text(rank.shares)}"] if rank.shares else []
+    parts += [f"ZeRO {rank.zero}"] if with_zero else []
+    return " ".join(parts)
+
+
+def _counted(texts: Iterable[str]) -> list[str]:
+    """Equal neighbours as one text with their number."""
+    runs = [(text or "one device", len(list(run))) for text, run in groupby(texts)]
+    return [f"{count} × {text}" if count > 1 else text for text, count in runs]
+
+
+def _recompute_parts(ranks: Sequence[RankSummary]) -> list[str]:
+    total = sum(rank.num_blocks for rank in ranks)
+    counts = {
+        "full": sum(rank.num_full for rank in ranks),
+        "selective": sum(rank.num_selective for rank in ranks),
+    }
+    return [
+        f"{mode} recompute" + ("" if count == total else f" {count}/{total} blocks")
+        for mode, count in counts.items()
+        if count
+    ]
