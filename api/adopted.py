@@ -196,9 +196,9 @@ class Adopted:
             if not tensor.is_meta or tensor._version:
                 raise UsageError(
                     "AP939",
-                    f"{name} was written to before the model has its weights",
-                    why="a model that a parallel class makes gets them when it is planned",
-                    fix="initialize it in __init__, or give parallelize an object of the class",
+                    f"{name} was written before the model has weights",
+                    why="a model of a parallel class gets its weights when it is planned",
+                    fix="initialize it in __init__, or pass an object of the class to parallelize",
                 )
 
     def keep_buffers(self) -> None:
@@ -224,9 +224,9 @@ class Adopted:
         if torch.is_grad_enabled() and any(value.requires_grad for value in inputs.values()):
             raise UsageError(
                 "AP933",
-                "an input of the model is to get a gradient",
-                why="each rank computes with its own part of the batch: it would get a part of it",
-                fix="detach() it, or make what computes it a part of the model",
+                "an input of the model requires a gradient",
+                why="each rank computes the gradient of its own part of the batch only",
+                fix="detach() the input, or move the code that computes it into the model",
             )
         form = trainer.program.outputs
         is_share = isinstance(inputs, ShareBatch)
@@ -314,8 +314,9 @@ class Adopted:
             raise UsageError(
                 "AP926",
                 f"{changed[0]} was changed inside unsharded(), and the change is lost",
-                why="the whole weights are copies; the shards are what is trained",
-                fix="state = model.state_dict() inside, model.load_state_dict(state) after it",
+                why="the unsharded weights are copies; training updates the shards",
+                fix="call state = model.state_dict() inside and model.load_state_dict(state) "
+                "after it",
             )
 
     def _changed_in_place(self) -> list[str]:
@@ -423,23 +424,24 @@ class _Again:
             raise UsageError(
                 "AP927",
                 "an output of the model is used after its weights or its inputs have changed",
-                why="outputs besides the loss are made when they are used, to cost nothing else",
+                why="outputs other than the loss are computed only when they are used",
                 fix="use them before optimizer.step()",
             )
         graph, count = trainer.program.graph, trainer.plan.num_microbatches
         if self._is_share and batch_dims(graph):
             raise UsageError(
                 "AP928",
-                "outputs besides the loss are not known for a share of the batch",
-                why="their random numbers are those of the whole batch",
+                "outputs other than the loss cannot be computed for a part of the batch",
+                why="their random numbers depend on the whole batch",
                 fix="give every rank the global batch where its outputs are used",
             )
         if graph.accumulation.mixing and count > 1:
             mixing = graph.accumulation.mixing[0]
             raise UsageError(
                 "AP928",
-                "outputs besides the loss are not known under this plan",
-                why=f"rows see each other ({mixing}), in {count} micro-batches",
+                "outputs other than the loss cannot be computed under this plan",
+                why=f"samples depend on each other ({mixing}), and the plan has {count} "
+                "micro-batches",
                 fix='plan with parallel="microbatches=1"',
             )
         with ExitStack() as stack:

@@ -117,9 +117,9 @@ def _measure_seconds(asked: float | None) -> float:
     except ValueError:
         raise UsageError(
             "AP840",
-            f"{text!r} is no number of seconds to measure in",
+            f"{text!r} is not a number of seconds",
             where=f"the environment variable {MEASURE_VARIABLE}",
-            fix="0 measures nothing before planning, 10 is usual",
+            fix="0 turns measuring before planning off; the default is 10",
         ) from None
 
 
@@ -145,8 +145,8 @@ def checked_init(init: str) -> Init:
         return known[init]
     raise UsageError(
         "AP850",
-        f"there is no initialization {init!r}",
-        fix="sharded: each rank draws what it holds; exact: the values of a plain build",
+        f"unknown initialization {init!r}",
+        fix="sharded (each rank draws its own shards) or exact (the values of a plain build)",
     )
 
 

@@ -88,10 +88,10 @@ class CallArguments:
                 raise UsageError(
                     "AP920",
                     f"in training the model is called with {name}={_text(given)}",
-                    why=f"it was planned with {name}={_text(planned)}, which the plan's "
-                    "program computes",
-                    fix="call it as in example_batch, or give parallelize an example_batch of "
-                    "this form; in evaluation any arguments will do",
+                    why=f"it was planned with {name}={_text(planned)}, and the plan's "
+                    "program is fixed to that",
+                    fix="call it as in example_batch, or pass parallelize an example_batch of "
+                    "this form; in evaluation any arguments are possible",
                 )
 
 

@@ -61,8 +61,8 @@ def all_of(callbacks: Iterable[Callback], *, source: str = "") -> Callback:
         if not isinstance(each, Callback):
             raise UsageError(
                 "AP907",
-                f"{source} gives a {type(each).__name__}, not a Callback",
-                fix="return a list of objects of subclasses of autoparallel.Callback",
+                f"{source} returns a {type(each).__name__}, not a Callback",
+                fix="return a list of autoparallel.Callback objects",
             )
     return _All(found)
 

@@ -55,7 +55,7 @@ def save(
     (AP886) where writing fails; earlier checkpoints stay.
     """
     if keep is not None and keep < 1:
-        raise UsageError("AP890", f"keep={keep} keeps no checkpoint", fix="keep=1 or more")
+        raise UsageError("AP890", f"keep={keep} would keep no checkpoint", fix="keep=1 or more")
     module, optimizer, parts = _given(model, optimizer, extras)
     trainer = _trainer(module)
     if trainer is None:
@@ -109,18 +109,18 @@ def _given(
     if not isinstance(model, nn.Module):
         raise UsageError(
             "AP890", f"a {type(model).__name__} has no weights to save or load",
-            fix="give the module, or its autoparallel.Step",
+            fix="pass the module or its autoparallel.Step",
         )  # fmt: skip
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise UsageError(
-            "AP890", f"a {type(optimizer).__name__} is no optimizer",
-            fix="give other objects by name: scheduler=..., data=...",
+            "AP890", f"a {type(optimizer).__name__} is not an optimizer",
+            fix="pass other objects by name: scheduler=..., data=...",
         )  # fmt: skip
     for name, part in extras.items():
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
             raise UsageError(
                 "AP890", f"{name} is a {type(part).__name__}, which has no state to save or load",
-                fix="give an object with state_dict() and load_state_dict(state)",
+                fix="pass an object with state_dict() and load_state_dict(state)",
             )  # fmt: skip
     return model, optimizer, extras
 
@@ -140,7 +140,7 @@ def _trainer(module: nn.Module) -> Trainer | None:
         raise UsageError(
             "AP148",
             "a plain module cannot be saved or loaded under torchrun",
-            why="every process would have a copy of its own",
+            why="every process would have its own copy",
             fix="model = autoparallel.parallelize(model, example_batch=...)",
         )
     return None

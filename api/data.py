@@ -132,7 +132,7 @@ class TrainingData:
             if at == before:
                 fix = "take start modulo the number of batches" if self._takes("start") else ""
                 raise UsageError(
-                    "AP118", "build_data gives no batch", where=self._target.name, fix=fix
+                    "AP118", "build_data returns no batch", where=self._target.name, fix=fix
                 )
             self._pass += 1
 

@@ -51,8 +51,8 @@ def distribute(dataloader: Any, model: nn.Module | None = None) -> Any:
     if size is not None and size != planned:
         raise UsageError(
             "AP833",
-            f"the DataLoader makes batches of {size} rows, the plan is for {planned}",
-            why="distribute takes global batches and loads each rank's rows of them",
+            f"the DataLoader makes batches of {size} samples, but the plan is for {planned}",
+            why="distribute takes global batches and loads each rank's samples of them",
             fix=f"batch_size={planned}",
         )
     return DistributedLoader(dataloader, batches)
@@ -62,23 +62,23 @@ def _check_loader(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise UsageError(
             "AP833",
-            f"a {type(loader).__name__} is no DataLoader",
-            fix="give a torch.utils.data.DataLoader; other data goes to Step as it is",
+            f"a {type(loader).__name__} is not a DataLoader",
+            fix="pass a torch.utils.data.DataLoader; pass other data to Step directly",
         )
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise UsageError(
             "AP832",
             "the DataLoader has a DistributedSampler",
-            why="distribute gives each rank its rows of the batches that all ranks draw",
-            fix="leave the DistributedSampler out: DataLoader(..., shuffle=True)",
+            why="distribute itself gives each rank its samples of the global batches",
+            fix="remove the DistributedSampler: DataLoader(..., shuffle=True)",
         )
     if not getattr(loader, "in_order", True):
         raise UsageError(
             "AP833",
-            "the DataLoader gives batches in the order in which they are done",
-            why="ranks would have rows of different batches in one step",
-            fix="in_order=True",
+            "the DataLoader returns batches in the order in which its workers finish",
+            why="ranks would use different batches in one step",
+            fix="set in_order=True",
         )
 
 
@@ -304,9 +304,10 @@ class _Order:
         if len(tensors) != 1 + len(self._generators):
             raise UsageError(
                 "AP837",
-                "the state is of another DataLoader",
+                "the state belongs to another DataLoader",
                 why=f"it has {len(tensors) - 1} generators, this one {len(self._generators)}",
-                fix="give the DataLoader and its sampler the generators that they had",
+                fix="give the DataLoader and its sampler the same generators as when the state "
+                "was saved",
             )
         self._stream = tensors[0]
         for generator, state in zip(self._generators, tensors[1:], strict=True):

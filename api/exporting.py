@@ -145,7 +145,7 @@ def _check_free(place: Path, force: bool) -> None:
             "AP869",
             f"the folder {place} is not empty",
             where=str(place.resolve()),
-            fix="give another one, or --force, which replaces all that is in it",
+            fix="choose another folder, or --force to replace its contents",
         )
 
 
@@ -176,7 +176,7 @@ def _check_huggingface(source: Source, to: str) -> None:
         raise UsageError(
             "AP871",
             f"--to {to} needs the Hugging Face model that was trained",
-            why="no plan is beside the checkpoint"
+            why="the checkpoint's folder has no plan"
             if source.target is None
             else f"the target is {source.target.name}",
             fix="--model FOLDER, a folder with its config.json; or --to safetensors",
@@ -184,9 +184,9 @@ def _check_huggingface(source: Source, to: str) -> None:
     if to == "peft" and (not source.adapted or source.lora is None):
         raise UsageError(
             "AP871",
-            "--to peft is for adapters, but the checkpoint has none"
+            "--to peft exports adapters, but the checkpoint has none"
             if not source.adapted
-            else "it is not known how the adapters were trained",
+            else "the settings of the adapters are unknown",
             where=source.files.place,
             fix="--to hf" if not source.adapted else "--lora r=R,alpha=ALPHA, as it was trained",
         )
@@ -200,7 +200,7 @@ def _merged_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
     adapted = source.adapted if source.model is not None else ()
     if adapted and source.lora is None:
         raise UsageError(
-            "AP871", "the checkpoint has LoRA adapters, and it is not known how they were trained",
+            "AP871", "the checkpoint has LoRA adapters whose settings are unknown",
             where=source.files.place, fix="--lora r=R,alpha=ALPHA, as it was trained",
         )  # fmt: skip
     endings = (LORA_A, LORA_B)
@@ -230,7 +230,7 @@ def _check_names(source: Source, names: list[str]) -> None:
         assert source.target is not None
         raise UsageError(
             "AP872",
-            f"the checkpoint is not of the model of {source.target.name}",
+            f"the checkpoint does not belong to the model of {source.target.name}",
             why=f"it lacks {len(missing)} of its parameters and has {len(unknown)} others; "
             f"the first is {first}",
             where=source.files.place,

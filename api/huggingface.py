@@ -50,7 +50,7 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
             "AP109",
             f"{model_class.__name__} has no training loss: its forward takes no labels",
             where=text,
-            fix="plan a file with build_model, example_batch and loss_fn around it",
+            fix="write a model file with build_model, example_batch and loss_fn around it",
         )
     return Target(
         name=text,
@@ -115,7 +115,7 @@ def _config(transformers: Any, place: str, text: str) -> Any:
             f"there is no configuration {place!r}",
             why=str(error).splitlines()[0],
             where=text,
-            fix="give a folder with a config.json, or a name in the local Hugging Face cache",
+            fix="use a folder with a config.json, or a name in the local Hugging Face cache",
         ) from error
 
 
@@ -145,9 +145,9 @@ def _model_class(transformers: Any, config: Any, text: str) -> Any:
         return found[0] if isinstance(found, tuple | list) else found
     raise UsageError(
         "AP109",
-        f"no class for {type(config).__name__} (architectures: {config.architectures})",
+        f"found no model class for {type(config).__name__} (architectures: {config.architectures})",
         where=text,
-        fix="write the class's name into the list architectures of config.json",
+        fix="add the class's name to the list architectures of config.json",
     )
 
 

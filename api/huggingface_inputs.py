@@ -87,9 +87,9 @@ def make_batch(wanted: Wanted, where: str) -> dict[str, Tensor]:
     if main not in INPUTS:
         raise UsageError(
             "AP109",
-            f"inputs cannot be made up for the main input {main!r}",
+            f"cannot generate example values for the main input {main!r}",
             where=where,
-            fix="plan a file with build_model and example_batch around it",
+            fix="write a model file with build_model and example_batch around it",
         )
     taken = inspect.signature(wanted.model_class.forward).parameters
     names = [main]

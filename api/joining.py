@@ -88,9 +88,9 @@ def join_training(
     if program.returned and plan.num_microbatches > 1:
         raise UsageError(
             "AP932",
-            f"the plan has {plan.num_microbatches} micro-batches, and the model returns no loss",
+            f"the plan has {plan.num_microbatches} micro-batches, but the model returns no loss",
             why="the script computes the loss from the outputs of the whole batch",
-            fix="give loss_fn to parallelize, or plan with microbatches=1",
+            fix="pass loss_fn to parallelize, or plan with microbatches=1",
         )
     plan = as_asked(plan, options.compiled, rank=rank)
     tell_difference(plan, rank)
@@ -208,6 +208,6 @@ def _check_length(plan: Plan, seq: int | None) -> None:
     if plan.model.seq is not None and seq is not None and plan.model.seq != seq:
         raise UsageError(
             "AP143",
-            f"the plan is for sequences of {plan.model.seq}, the example batch has {seq}",
-            fix="give the plan's length as seq, or plan for this one",
+            f"the plan is for sequences of {plan.model.seq}, but the example batch has {seq}",
+            fix="pass the plan's length as seq, or plan for this length",
         )

@@ -61,7 +61,7 @@ def parse_lora(text: str) -> Lora:
         name, separator, value = (part.strip() for part in item.partition("="))
         if not separator or not value or name not in known or name in given:
             raise UsageError(
-                "AP867", f"--lora: {item.strip()!r} is not one of r=, alpha= and targets=, once",
+                "AP867", f"--lora: {item.strip()!r} is not r=, alpha= or targets=, or is repeated",
                 where=f"--lora {text}", fix=did_you_mean(name, known) or EXAMPLE,
             )  # fmt: skip
         given[name] = value
@@ -71,7 +71,7 @@ def parse_lora(text: str) -> Lora:
         rank, alpha = 0, 0.0
     if rank < 1 or not 0 < alpha < float("inf"):
         raise UsageError(
-            "AP867", "--lora: r is a whole number of at least 1, alpha a number above 0",
+            "AP867", "--lora: r must be a whole number of at least 1 and alpha a number above 0",
             where=f"--lora {text}", fix=EXAMPLE,
         )  # fmt: skip
     return Lora(rank, alpha, tuple(name for name in given.get("targets", "").split("+") if name))
@@ -115,7 +115,7 @@ def target_paths(model: nn.Module, lora: Lora) -> tuple[str, ...]:
             "AP867",
             f"--lora: {type(model).__name__} has no linear layer named {unknown[0]!r}"
             if unknown
-            else f"--lora: none of the usual layers is in {type(model).__name__}",
+            else f"--lora: {type(model).__name__} has none of the default layers",
             why=f"its linear layers are {', '.join(sorted(have)) or 'none'}",
             fix=did_you_mean(unknown[0] if unknown else "", sorted(have))
             or f"name them with targets=A+B, or targets={ALL_LINEAR}",

@@ -69,7 +69,7 @@ class JsonLines(Callback):
                 "AP906",
                 f"the metrics file {path} cannot be written",
                 why=str(error),
-                fix="give a path in a folder that you can write to",
+                fix="use a path in a writable folder",
             ) from error
 
     def on_step(self, record: StepRecord) -> None:

@@ -86,9 +86,9 @@ class ParallelModule(nn.Module):
         elif plan is not None or loss_fn is not None or buckets:
             raise UsageError(
                 "AP145",
-                "this module is planned already",
-                why="it was called, or its parameters were read, before",
-                fix="give loss_fn and the plan to parallelize, or make the Step first",
+                "this module already has a plan",
+                why="it was called, or its parameters were read, before this",
+                fix="pass loss_fn and the plan to parallelize, or create the Step first",
             )
         trainer = adopted.joined
         if build_optimizer is not None:
@@ -198,9 +198,9 @@ def _adopted(module: nn.Module) -> Adopted:
 def _refuse_move(what: str, why: str) -> NoReturn:
     raise UsageError(
         "AP924",
-        f"a parallel model refuses {what}",
+        f"a parallel model does not support {what}",
         why=why,
-        fix="do it before parallelize, or say precision= and cluster= there; for a plain model "
+        fix="do it before parallelize, or set precision= and cluster= there; for a plain model "
         "use model.unsharded()",
     )
 

@@ -42,7 +42,7 @@ def parse_size(text: str) -> int:
     if match is None or match.group(2).lower() not in UNITS:
         raise UsageError(
             "AP117",
-            f"{text!r} is no size",
+            f"invalid size {text!r}",
             fix="write a number and a unit: 72GiB (2**30 bytes each) or 80GB (1e9 bytes each)",
         )
     return int(float(match.group(1)) * UNITS[match.group(2).lower()])
@@ -154,7 +154,7 @@ def parse_deadline(text: str | None) -> Deadline | None:
     if match is None or seconds <= 0 or count <= 0:
         raise UsageError(
             "AP189",
-            f"--deadline {text!r} is no TIME/COUNTtokens or TIME/COUNTsteps",
+            f"--deadline {text!r} is not TIME/COUNTtokens or TIME/COUNTsteps",
             fix="for example: --deadline 24h/1000steps, --deadline 30d/2e12tokens, "
             "--deadline 800ms/step; times are in ms, s, m, h or d",
         )
@@ -187,7 +187,7 @@ def parse_prices(
         if not 0 <= price < float("inf") or name.strip() in found:
             raise UsageError(
                 "AP188",
-                f"--price {part!r} is no price",
+                f"invalid price: --price {part!r}",
                 why="it is given twice" if name.strip() in found and price >= 0 else "",
                 fix="dollars per hour of one device: --price 2.5 or --price H100=2.5,A100=1.2",
             )

@@ -108,9 +108,9 @@ class PlanOptions:
         if self.measure_seconds < 0:
             raise UsageError(
                 "AP840",
-                f"{self.measure_seconds:g} seconds are none to measure in",
+                f"cannot measure for {self.measure_seconds:g} seconds",
                 where="--measure-seconds",
-                fix="0 measures nothing before planning, 10 is usual",
+                fix="0 turns measuring before planning off; the default is 10",
             )
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
         check_tolerance(self.tolerance)

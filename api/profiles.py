@@ -76,7 +76,7 @@ def measuring_environment(cluster: Cluster) -> Environment:
         names = ", ".join(dict.fromkeys(host.device.name for host in cluster.hosts))
         raise UsageError(
             "AP174", f"this cluster has different devices: {names}",
-            fix="profile each kind on hosts of its own",
+            fix="profile each kind of device separately, on a cluster of that kind",
         )  # fmt: skip
     return environment_of("cuda") if found.kind == "cuda" else found
 

@@ -96,7 +96,7 @@ def plan_options(global_batch: int, seq: int | None, options: SearchOptions) -> 
     for name in options:
         if name not in known:
             raise UsageError(
-                "AP141", f"{name!r} is no option", fix=f"the options are {', '.join(known)}"
+                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
             )
     return options_of(global_batch, seq, options)
 
@@ -118,14 +118,14 @@ def make_target(
     else:
         raise UsageError(
             "AP140",
-            f"a {type(model).__name__} is no model",
-            fix="give an nn.Module, a function that builds one, or the text of a target",
+            f"a {type(model).__name__} is not a model",
+            fix="pass an nn.Module, a function that builds one, or a target's name",
         )
     if example_batch is None:
         raise UsageError(
             "AP140",
             "example_batch is missing",
-            fix="give a batch of global shapes, or a function (global_batch, seq) that makes one",
+            fix="pass a batch of global shapes, or a function (global_batch, seq) that returns one",
         )
     return Target(name, build, batch_function(example_batch), loss_fn, is_named=False)
 
@@ -141,9 +141,9 @@ def _with_same_tensors(model: nn.Module) -> nn.Module:
     except (TypeError, RuntimeError, pickle.PicklingError) as error:
         raise UsageError(
             "AP851",
-            f"the {type(model).__name__} cannot be copied, as planning it needs",
+            f"the {type(model).__name__} cannot be copied, which planning requires",
             why=f"{type(error).__name__}: {error}",
-            fix="give a function that builds it",
+            fix="pass a function that builds it",
         ) from error
 
 
@@ -310,9 +310,9 @@ def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
     if "__new__" not in cls.__dict__:
         raise UsageError(
             "AP938",
-            f"{cls.__name__} is a subclass of {name}, which parallelize has made parallel",
-            why=f"the plan is that of a {name}",
-            fix=f"decorate {cls.__name__} instead, or give parallelize its objects",
+            f"{cls.__name__} is a subclass of {name}, which parallelize has decorated",
+            why=f"the plan is for {name}",
+            fix=f"decorate {cls.__name__} instead, or pass its objects to parallelize",
         )
     build = inspect.unwrap(original.__init__)
     code = getattr(build, "__code__", None)

@@ -45,8 +45,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if name is not None:
                 raise UsageError(
                     "AP925",
-                    f"the optimizer holds {name} as it was before the model was planned",
-                    why="its shards are trained in its place, so this step would change nothing",
-                    fix="make the optimizer after parallelize, from model.parameters() or, for "
+                    f"the optimizer holds {name} from before the model was planned",
+                    why="training updates its shards instead, so this step would change nothing",
+                    fix="create the optimizer after parallelize, from model.parameters() or, for "
                     "parts of the model, after model.join()",
                 )

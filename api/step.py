@@ -110,7 +110,7 @@ class Step:
             raise UsageError(
                 "AP148",
                 "a plain module cannot be trained under torchrun",
-                why="every process would train a copy of its own",
+                why="every process would train its own copy",
                 fix="model = autoparallel.parallelize(model, example_batch=...)",
             )
         _require_one_device(plan)
@@ -241,6 +241,6 @@ def _require_one_device(plan: Plan | None) -> None:
     if devices > 1:
         raise UsageError(
             "AP142",
-            f"the plan is for {devices} devices, but this process is alone",
+            f"the plan is for {devices} devices, but only this process is running",
             fix=f"torchrun --nproc-per-node {devices} your_script.py",
         )

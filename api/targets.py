@@ -106,7 +106,7 @@ def _split(text: str) -> tuple[str, str]:
     if separator and not (text.endswith(".py") or Path(text).exists()):
         raise UsageError(
             "AP102",
-            f"{text!r} names no target",
+            f"{text!r} is not a target",
             fix="use model.py, model.py:function, package.module:function or hf:PATH_OR_NAME",
         )
     return text, ""
@@ -302,7 +302,7 @@ def checked_batches(
                 "AP107",
                 "--seq is given, but example_batch takes no sequence length",
                 where=where,
-                fix="leave --seq out, or define example_batch(global_batch, seq=None)",
+                fix="remove --seq, or define example_batch(global_batch, seq=None)",
             )
         with running_user_code("AP107", f"example_batch of {where} fails"):
             made = example_batch(global_batch, **({} if seq is None else {"seq": seq}))
@@ -342,7 +342,7 @@ def check_batch(batch: Batch, global_batch: int, where: str) -> None:
         found = ", ".join(f"{name} has {count}" for name, count in rows.items())
         raise UsageError(
             "AP108",
-            f"no tensor of the example batch has {global_batch} rows",
+            f"no tensor of the example batch has {global_batch} samples in its first dimension",
             why=found or "every tensor is a scalar",
             where=where,
             fix=shape + " (the whole batch, not one device's share)",

@@ -194,10 +194,10 @@ def _prove(case: _Case, graph: Graph, mesh: Mesh, layout: Any, text: str) -> Non
         rule = f" as {case.rule.annotation!r} says" if case.rule else ""
         raise VerificationError(
             "AP602",
-            f"{case.path} cannot be split{rule}",
+            f"{case.path} cannot be sharded{rule}",
             why=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
             where=text,
-            fix="write _ for a dimension that is never split, and => for a function that is "
+            fix="write _ for a dimension that is never sharded, and => for a function that is "
             "not linear",
         ) from error
 
@@ -212,7 +212,7 @@ def _all_split(case: _Case, split: Mapping[str, None]) -> None:
     if missing:
         raise UsageError(
             "AP166",
-            f"the dimensions {', '.join(missing)} of {case.rule.annotation!r} were not split",
-            why="neither 2 nor 3 divides their sizes, or no layout can split them",
-            fix="give arguments of even sizes, or write _ for what is never split",
+            f"the dimensions {', '.join(missing)} of {case.rule.annotation!r} were never sharded",
+            why="neither 2 nor 3 divides their sizes, or no layout can shard them",
+            fix="pass arguments of even sizes, or write _ for a dimension that is never sharded",
         )

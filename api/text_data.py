@@ -78,7 +78,7 @@ def _vocabulary(target: Target) -> int:
     if not is_causal(target):
         raise UsageError(
             "AP864",
-            "--data is for causal language models of Hugging Face",
+            "--data needs a causal language model of Hugging Face",
             where=target.name,
             fix="define build_data(rank, world) in the target's file",
         )
@@ -98,7 +98,7 @@ class PackedText:
         if not self.num_rows:
             raise UsageError(
                 "AP865",
-                f"the text has {len(self.tokens)} tokens, fewer than one row of {self.seq}",
+                f"the text has {len(self.tokens)} tokens, fewer than one sequence of {self.seq}",
                 where=self.place,
                 fix="plan with a shorter --seq, or give more text",
             )
@@ -159,9 +159,9 @@ def open_tokens(
     if stored[0] >= vocabulary:
         raise UsageError(
             "AP866",
-            f"the text has token {stored[0]}, but the model knows only {vocabulary}",
+            f"the text has token {stored[0]}, but the model's vocabulary has only {vocabulary}",
             where=place,
-            fix="put the model's own tokenizer into its folder",
+            fix="copy the model's own tokenizer into its folder",
         )
     return stored[1:]
 
@@ -199,7 +199,7 @@ def _decoding(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise UsageError(
-            "AP865", f"{path} is no text in UTF-8", why=str(error), where=str(path)
+            "AP865", f"{path} is not UTF-8 text", why=str(error), where=str(path)
         ) from error
 
 

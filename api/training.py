@@ -91,8 +91,8 @@ def check_weights(weights: str, resume: str | None) -> None:
         raise UsageError(
             "AP863",
             "--weights and --resume are both given",
-            why="a checkpoint to go on from has the weights",
-            fix="leave one out: --resume goes on with a run, --weights starts one",
+            why="a checkpoint already contains the weights",
+            fix="remove one: --resume continues a run, --weights starts one",
         )
     open_weights(weights)
 

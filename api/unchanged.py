@@ -70,7 +70,7 @@ class Unchanged:
             raise UsageError(
                 "AP923",
                 "a hook was put on a submodule after the model was planned",
-                why="in training the plan's program runs in the submodules' place",
+                why="in training the plan's program runs instead of the submodules",
                 fix="put hooks on the model itself or on its parameters, remove them, "
                 "or register them before parallelize",
             )
@@ -78,8 +78,9 @@ class Unchanged:
             if parameter.master.requires_grad:
                 raise UsageError(
                     "AP929",
-                    f"{parameter.name} is to be trained, but was frozen when the model was planned",
-                    fix="set requires_grad before parallelize; freezing later is possible",
+                    f"{parameter.name} requires a gradient, but was frozen when the model was "
+                    "planned",
+                    fix="set requires_grad before parallelize; parameters may be frozen later",
                 )
         for (module, names), before, now in zip(
             self._settings, self._values, self._read_settings(), strict=True
@@ -146,7 +147,7 @@ def check_backward_hooks(model: nn.Module) -> None:
             raise UsageError(
                 "AP923",
                 f"{path} has a backward hook",
-                why="in training the plan's program runs in the submodules' place",
+                why="in training the plan's program runs instead of the submodules",
                 fix="put it on the model itself or on its parameters, or remove it",
             )
 
@@ -177,8 +178,9 @@ def _changed(what: str, planned: str) -> UsageError:
     return UsageError(
         "AP936",
         f"{what} was changed after the model was planned",
-        why=f"the plan's program is that {planned}, so the change would do nothing in training",
-        fix="change it before parallelize, or hold what changes in a buffer and write to that",
+        why=f"the plan's program is that {planned}, so the change would have no effect in training",
+        fix="change it before parallelize, or store the changing value in a buffer and write to "
+        "that",
     )
 
 

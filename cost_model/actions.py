@@ -314,7 +314,7 @@ def parse_action(text: str) -> Action:
     """
     match = _ACTION.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no action: expected stage, kind, micro-batch as in 1F0")
+        raise ValueError(f"{text!r} is not an action: expected stage, kind, micro-batch as in 1F0")
     stage, kind, microbatch, part, whole, last = match.groups()
     if whole is not None:
         return Action(whole, int(stage), NO_MICROBATCH if last is None else int(last))  # type: ignore[arg-type]

@@ -123,21 +123,27 @@ class Host:
     def __post_init__(self) -> None:
         if not self.wires:
             if self.detour is not None:
-                raise ClusterError("a detour, but no wires", fix="add wires, or leave it out")
+                raise ClusterError(
+                    "detour is set, but wires is not", fix="add wires, or remove detour"
+                )
             return
         if len(self.wires) != self.num_devices or not are_wires(self.wires):
             raise ClusterError(
-                f"wires of {self.num_devices} devices are as many rows of as many counts, "
-                "the same in both directions and 0 to itself"
+                f"wires must be a symmetric {self.num_devices} × {self.num_devices} table of "
+                "link counts "
+                "with zeros on the diagonal"
             )
         if self.num_devices > MOST_DEVICES:
-            raise ClusterError(f"wires are described of at most {MOST_DEVICES} devices")
+            raise ClusterError(f"wires can be given for at most {MOST_DEVICES} devices")
         if self.link.num_links < 1:
             raise ClusterError(
-                f"of how many links is the rate of {self.link.name!r}?", fix="add num_links"
+                f"link {self.link.name!r} does not say how many links its rate is for",
+                fix="add num_links",
             )
         if self.detour is None:
-            raise ClusterError("no link for devices without wires", fix='add detour = "pcie4"')
+            raise ClusterError(
+                "the host has no link for devices that no wires join", fix='add detour = "pcie4"'
+            )
 
     def link_among(self, devices: Sequence[int]) -> Link:
         """What a collective of some of the host's devices runs over, by their numbers in it.

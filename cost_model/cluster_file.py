@@ -76,7 +76,7 @@ def load_cluster(text: str, where: str = "cluster file") -> Cluster:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"this is no TOML: {error}", where) from error
+        raise ClusterError(f"the file is not valid TOML: {error}", where) from error
     return from_dict(table, where)
 
 
@@ -85,7 +85,7 @@ def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
     _check_keys(table, ("name", "inter_link", "rack_link", "hosts"), where)
     groups = table.get("hosts")
     if not isinstance(groups, list) or not groups:
-        raise ClusterError("a cluster needs hosts", f"{where}: hosts", "add a [[hosts]] table")
+        raise ClusterError("the cluster has no hosts", f"{where}: hosts", "add a [[hosts]] table")
     hosts: list[Host] = []
     usual: list[Link] = []
     for index, group in enumerate(groups):
@@ -106,7 +106,9 @@ def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], 
     if usual:
         return min(usual, key=lambda link: link.bytes_per_second)
     if len(hosts) > 1:
-        raise ClusterError("no link between the hosts", at, "name one")
+        raise ClusterError(
+            "no link between the hosts is given", at, "name a link preset, or give a table"
+        )
     return hosts[0].link
 
 
@@ -114,9 +116,15 @@ def _rack_link(value: Any, hosts: list[Host], at: str) -> Link | None:
     """The link between racks; there must be one exactly where there are several racks."""
     racks = {host.rack for host in hosts}
     if value is not None and len(racks) < 2:
-        raise ClusterError("a link between racks, but one rack", at, 'add rack = "NAME" to hosts')
+        raise ClusterError(
+            "a link between racks is given, but there is only one rack",
+            at,
+            'add rack = "NAME" to hosts',
+        )
     if value is None and len(racks) > 1:
-        raise ClusterError("no link between the racks", at, "name one")
+        raise ClusterError(
+            "no link between the racks is given", at, "name a link preset, or give a table"
+        )
     return None if value is None else _link(value, at)
 
 
@@ -178,18 +186,20 @@ def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
     known = ("count", "num_devices", "device", "link", "rack", "wires", "detour")
     _check_keys(group, known, at)
     if "device" not in group:
-        raise ClusterError("no device", at, 'add device = "H100", or a table')
+        raise ClusterError("no device is given", at, 'add device = "H100", or a table')
     device, preset_name = _device(group["device"], f"{at}.device")
     preset = find_preset(preset_name) if preset_name else None
     if "num_devices" not in group:
-        raise ClusterError("how many devices?", at, "add num_devices = 8")
+        raise ClusterError("the number of devices is missing", at, "add num_devices = 8")
     num_devices = _count(group["num_devices"], f"{at}.num_devices")
     if "link" in group:
         host = Host(device, num_devices, _link(group["link"], f"{at}.link"))
     elif preset:
         host = preset.host(num_devices, device)
     else:
-        raise ClusterError("no link within the host", at, 'add link = "nvlink4", or a table')
+        raise ClusterError(
+            "no link within the host is given", at, 'add link = "nvlink4", or a table'
+        )
     count = _count(group.get("count", 1), f"{at}.count")
     rack = _text(group.get("rack", ""), f"{at}.rack")
     host = _wired(replace(host, rack=rack), group, at)
@@ -199,7 +209,9 @@ def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
 def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
     """A host with the wires that its table has, if any."""
     if "detour" in group and "wires" not in group and not host.wires:
-        raise ClusterError("a detour, but no wires", f"{at}.detour", "add wires, as rows or a name")
+        raise ClusterError(
+            "detour is set, but wires is not", f"{at}.detour", "add wires, as rows or a name"
+        )
     detour = _link(group["detour"], f"{at}.detour") if "detour" in group else host.detour
     if group.get("wires") in (SWITCH, []):
         return replace(host, wires=(), detour=None)
@@ -215,10 +227,12 @@ def _wires(value: Any, host: Host, at: str) -> Wires:
     if isinstance(value, str):
         if value not in WIRES:
             raise ClusterError(
-                f"no wires named {value!r}", at, f"known: {SWITCH}, {', '.join(WIRES)}"
+                f"unknown wires {value!r}", at, f"known: {SWITCH}, {', '.join(WIRES)}"
             )
         if host.num_devices > len(WIRES[value]):
-            raise ClusterError(f"{value} has {len(WIRES[value])} devices, the host more", at)
+            raise ClusterError(
+                f"{value} is for {len(WIRES[value])} devices, but the host has more", at
+            )
         return wires_among(WIRES[value], range(host.num_devices))
     if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
         raise ClusterError(f"expected rows of counts, or a name, found {value!r}", at)
@@ -257,7 +271,7 @@ def _device(value: Any, at: str) -> tuple[Device, str]:
     values.setdefault("usable_memory_bytes", values.get("memory_bytes"))
     _check_required(values, Device, at)
     if not values["peak_flops"]:
-        raise ClusterError("no peak", f"{at}.peak_flops", "add { float32 = 19.5e12 }")
+        raise ClusterError("no peak rate is given", f"{at}.peak_flops", "add { float32 = 19.5e12 }")
     return Device(**values), ""
 
 
@@ -289,7 +303,9 @@ def _check_required(values: Mapping[str, Any], kind: type[Device] | type[Link], 
     for entry in fields(kind):
         needed = entry.default is MISSING and entry.default_factory is MISSING
         if needed and values.get(entry.name) is None:
-            raise ClusterError(f"no {entry.name}", at, f"add {entry.name}, or name a preset")
+            raise ClusterError(
+                f"{entry.name} is missing", at, f"add {entry.name}, or name a preset"
+            )
 
 
 def _table(value: Any, at: str) -> Mapping[str, Any]:
@@ -300,7 +316,7 @@ def _table(value: Any, at: str) -> Mapping[str, Any]:
 
 def _text(value: Any, at: str) -> str:
     if not isinstance(value, str):
-        raise ClusterError(f"expected a text, found {value!r}", at)
+        raise ClusterError(f"expected a string, found {value!r}", at)
     return value
 
 

@@ -250,7 +250,7 @@ def _detect_gpus(num_devices: int | None) -> Cluster:
     if num > present:
         raise ClusterError(
             f"this machine has {present} GPU(s), not {num}",
-            fix="ask for fewer, for cpu:N, or name the cluster that you plan for",
+            fix="use fewer GPUs, cpu:N, or the name of the cluster that you plan for",
         )
     names = [torch.cuda.get_device_name(index) for index in range(num)]
     hosts = []

@@ -69,7 +69,7 @@ def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
         again = next(name for at, name in enumerate(names) if name in names[:at])
         raise ClusterError(
             f"the ranks of host {again!r} are not consecutive",
-            fix="start the processes host by host, or name the cluster",
+            fix="start the processes host by host, or pass --cluster",
         )
     hosts: list[Host] = []
     fabrics: list[Link] = []
@@ -98,8 +98,8 @@ def _host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
     preset = match_gpu_name(first.name, first.memory_bytes)
     if preset is None and not own:
         raise ClusterError(
-            f"no preset is known for {first.name!r} of host {first.host!r}",
-            fix="describe the cluster in a TOML file and give that",
+            f"there is no preset for {first.name!r} of host {first.host!r}",
+            fix="describe the cluster in a TOML file, and pass that",
         )
     host = gpu_host(first.name, first.memory_bytes, count)
     if any(each.reaches_peers is False for each in devices):

@@ -71,13 +71,13 @@ def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
     """
     if optimizer not in OPTIMIZER_STATES:
         known = ", ".join(OPTIMIZER_STATES)
-        raise PolicyError(f"no optimizer {optimizer!r}: expected one of {known}")
+        raise PolicyError(f"unknown optimizer {optimizer!r}: expected one of {known}")
     dtypes = {
         "fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp16": ("float16", 4, 2),
         "fp64": ("float64", 8, 8),
     }  # fmt: skip
     if precision not in dtypes:
-        raise PolicyError(f"no precision {precision!r}: expected fp32, bf16, fp16 or fp64")
+        raise PolicyError(f"unknown precision {precision!r}: expected fp32, bf16, fp16 or fp64")
     compute_dtype, master, gathered = dtypes[precision]
     states = OPTIMIZER_STATES[optimizer] * master
     return PrecisionPolicy(precision, compute_dtype, master, master, states, gathered)
@@ -106,7 +106,7 @@ def state_bytes(
     4000
     """
     if zero not in (0, 1, 2, 3) or shards < 1:
-        raise PolicyError(f"no ZeRO stage {zero} over {shards} ranks")
+        raise PolicyError(f"ZeRO stage {zero} is not possible over {shards} ranks")
     part = -(-numel_local // shards) if zero >= 1 else numel_local
     held_by_fsdp = zero >= 1 and (wrapped or shards > 1)
     has_copy = zero < 3 and (policy.is_mixed or held_by_fsdp)

@@ -400,4 +400,4 @@ def _canonical(
     close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.5)
     near = list(dict.fromkeys(known[key] for key in close))
     fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    raise ClusterError(f"no {what} named {name!r}", where, fix)
+    raise ClusterError(f"unknown {what} {name!r}", where, fix)

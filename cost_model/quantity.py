@@ -31,14 +31,14 @@ def parse_rate(text: str) -> float:
     """
     number, per_second = _parse(text)
     if not per_second:
-        raise ValueError(f"{text!r} is no rate: expected one such as 50GB/s or 400Gbit/s")
+        raise ValueError(f"{text!r} is not a rate: expected one such as 50GB/s or 400Gbit/s")
     return number
 
 
 def _parse(text: str) -> tuple[float, bool]:
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no quantity: expected a number and a unit, such as 70GB")
+        raise ValueError(f"{text!r} is not a quantity: expected a number and a unit, such as 70GB")
     number, prefix, unit, per_second = match.groups()
     in_bytes = float(number) * _UNITS[prefix.lower() + "b"]
     return (in_bytes / 8 if unit.lower() == "bit" else in_bytes), per_second is not None

@@ -46,8 +46,8 @@ def parse_cluster(text: str) -> Cluster:
             chosen[between.name] = between
     if len(chosen) > 1:
         raise ClusterError(
-            f"two links between the hosts: {' and '.join(chosen)}", text,
-            "name one; links that differ between racks are described in a TOML file",
+            f"two links between the hosts are given: {' and '.join(chosen)}", text,
+            "give one link; describe links that differ between racks in a TOML file",
         )  # fmt: skip
     inter_link = next(iter(chosen.values()), min(usual, key=lambda link: link.bytes_per_second))
     return Cluster(name=text.strip(), hosts=tuple(hosts), inter_link=inter_link)
@@ -61,7 +61,7 @@ def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
     if num_devices > preset.host_size:
         hosts = -(-num_devices // preset.host_size)
         raise ClusterError(
-            f"no host has {num_devices} {preset.device.name}: at most {preset.host_size}",
+            f"a host has at most {preset.host_size} {preset.device.name}, not {num_devices}",
             text,
             f"write {num_hosts * hosts}x{preset.host_size}x{name}, or describe it in a TOML file",
         )
@@ -84,7 +84,7 @@ def _counts(word: str, text: str) -> tuple[int, int, str]:
     elif cpu:
         counts = 1, int(cpu.group(1)), "cpu"
     else:
-        raise ClusterError(f"{text!r} describes no cluster", text, _FIX)
+        raise ClusterError(f"{text!r} is not a cluster", text, _FIX)
     if counts[0] < 1 or counts[1] < 1:
         raise ClusterError(f"{text!r} has no devices", text, _FIX)
     return counts

@@ -114,9 +114,9 @@ def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
         if value.shape != tensor.shape:
             raise CaptureError(
                 "AP208",
-                f"the forward gives buffer {name} of a {type(module).__name__} another shape",
+                f"the forward changes the shape of buffer {name} of a {type(module).__name__}",
                 why=f"it was {tuple(tensor.shape)} and becomes {tuple(value.shape)}",
-                fix="give it its final shape where it is registered",
+                fix="register the buffer with its final shape",
             )
         with torch.no_grad():
             tensor.copy_(value)
@@ -164,14 +164,14 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
     if not isinstance(loss, Tensor):
         raise CaptureError(
             "AP203",
-            "the model gives no loss",
+            "the model returns no loss",
             why=f"its output is a {type(outputs).__name__} with no scalar tensor `loss` in it",
             fix="add `loss_fn(outputs, batch)` to the model file, or return the loss",
         )
     if loss.numel() != 1:
         raise CaptureError(
             "AP204",
-            f"the loss has shape {tuple(loss.shape)}, not one number",
+            f"the loss has shape {tuple(loss.shape)} and is not a scalar",
             why="training needs a scalar to call backward on",
             fix="reduce it (`.mean()`) in the model or in `loss_fn(outputs, batch)`",
         )
@@ -286,8 +286,8 @@ def tensor_keys(batch: Batch) -> tuple[BatchKey, ...]:
         return tuple(i for i, value in enumerate(batch) if isinstance(value, Tensor))
     raise UsageError(
         "AP110",
-        f"an example batch is a dict or a tuple of tensors, not a {type(batch).__name__}",
-        fix="let `example_batch` return what the model is called with",
+        f"the example batch must be a dict or a tuple of tensors, not a {type(batch).__name__}",
+        fix="let `example_batch` return the arguments of the model's forward",
     )
 
 

@@ -192,7 +192,9 @@ def _cross_entropy(op: LocalOp) -> Call:
         return op.call()
     of_probabilities = op.specs[op.positions["target"]].dtype.startswith(("float", "bfloat"))
     if class_axes and (op["weight"] is not None or of_probabilities):
-        raise _refused(op, "a loss with class weights or class probabilities needs whole rows")
+        raise _refused(
+            op, "a loss with class weights or class probabilities needs the whole class dimension"
+        )
     options = {name: op[name] for name in ("reduction", "ignore_index", "label_smoothing")}
     args = (op["self"], op["target"], op["weight"])
     options |= {"axes": (row_axes, class_axes), "count": op.count}
@@ -285,7 +287,7 @@ def _counted(op: LocalOp) -> Call:
 
 def _refused(op: LocalOp, why: str) -> PlanError:
     return PlanError(
-        "AP521", f"{op.node.name} cannot run in the layout that the plan gives it",
+        "AP521", f"{op.node.name} cannot run in its layout of the plan",
         why=why, where=op.node.source or op.node.module, fix="plan again",
     )  # fmt: skip
 

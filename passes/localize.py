@@ -210,8 +210,8 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
     refs = node.inputs
     if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
         raise PlanError(
-            "AP522", f"the plan's layout of {node.name} is of another op",
-            why=f"{node.op} has {len(refs)} inputs, the plan {len(layout.inputs)}",
+            "AP522", f"the plan's layout of {node.name} belongs to another op",
+            why=f"{node.op} has {len(refs)} inputs, the plan's layout {len(layout.inputs)}",
             where=node.source or node.module, fix="plan again",
         )  # fmt: skip
     keys = (*map(value_key, refs), *(node.name for _ in node.outputs))
@@ -221,7 +221,7 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
             local_shape(spec.shape, held, rank.mesh.shape)
         except ValueError as error:
             raise PlanError(
-                "AP523", f"{key} cannot be split as {node.name} wants it",
+                "AP523", f"{key} cannot be sharded as {node.name} requires",
                 why=str(error), where=node.source or node.module, fix="plan again",
             ) from error  # fmt: skip
 

@@ -69,8 +69,8 @@ def uncounted(function: str, where: str) -> CaptureError:
     """What to tell of a random function whose numbers cannot be counted (see ``random_ops``)."""
     return CaptureError(
         "AP211",
-        f"the model draws random numbers by {function}, which is not supported",
-        why="every rank would draw other numbers, from a generator of its own",
+        f"the model draws random numbers with {function}, which is not supported",
+        why="every rank would draw different numbers, from its own generator",
         where=where,
         fix="call torch.rand, randn, randint, normal, exponential_ or dropout in the forward "
         "itself (not through a function of torch that calls it) and without a generator, or draw "

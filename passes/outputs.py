@@ -91,7 +91,7 @@ def with_dataclasses(outputs: Any) -> Any:
             raise CaptureError(
                 "AP209",
                 f"the model returns its tensors in a {kind.__name__}",
-                why="outputs are rebuilt from a plan's results, which takes a structure",
+                why="outputs are rebuilt from the plan's results, which needs a known structure",
                 fix="return a tuple, a dict, a named tuple or a dataclass",
             )
     return outputs
@@ -141,9 +141,9 @@ def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
     if not found:
         raise CaptureError(
             "AP203",
-            "the model gives no loss",
+            "the model returns no loss",
             why="none of its outputs depends on its parameters",
-            fix="return the loss or the logits, or give loss_fn(outputs, batch)",
+            fix="return the loss or the logits, or define loss_fn(outputs, batch)",
         )
     total = found[0].mean()
     for value in found[1:]:
@@ -173,7 +173,7 @@ def _averaged(graph: Graph, mean: Ref) -> Ref:
         raise CaptureError(
             "AP210",
             f"the model returns its parameter {source.name}",
-            why="outputs are values that the forward computes",
-            fix="return a value made of it, such as its sum, or read it from the model",
+            why="an output must be a value that the forward computes",
+            fix="return a value computed from it, or read the parameter from the model",
         )
     return source

@@ -47,8 +47,8 @@ def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
     ranges = stage_ranges(plan)
     if ranges and ranges[-1].stop != len(blocks.blocks):
         raise PlanError(
-            "AP524", "the plan was made for another cut of the model",
-            why=f"it has {ranges[-1].stop} blocks, the model {len(blocks.blocks)}",
+            "AP524", "the plan was made for another division of the model into blocks",
+            why=f"the plan has {ranges[-1].stop} blocks, the model {len(blocks.blocks)}",
             fix="plan again",
         )  # fmt: skip
     return {
@@ -94,7 +94,7 @@ def wanted_layouts(
             refs = graph[name].inputs
             inputs = op_layout(stage, blocks, name).inputs
             if len(refs) != len(inputs):
-                raise PlanError("AP522", f"the plan's layout of {name} is of another op")
+                raise PlanError("AP522", f"the plan's layout of {name} belongs to another op")
             for ref, layout in zip(refs, inputs, strict=True):
                 wanted.setdefault(ref, []).append(layout)
     return wanted

@@ -252,7 +252,7 @@ def _share(
     )
     if why:
         raise PlanError(
-            "AP526", "the batch cannot be shared out as the plan says", why=why, fix="plan again"
+            "AP526", "the batch cannot be divided as the plan requires", why=why, fix="plan again"
         )
     return share_of(stage.shares, coordinates[0])
 

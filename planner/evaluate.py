@@ -209,7 +209,7 @@ def _walks(
         start += len(stage.blocks)
     num_blocks = len(walked.forms.blocks.blocks)
     if start != num_blocks:
-        raise PlanError("AP524", f"the plan has {start} blocks, the model {num_blocks}")
+        raise PlanError("AP524", f"the plan has {start} blocks, but the model has {num_blocks}")
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[Halves]:

@@ -71,7 +71,7 @@ def parse_placement(text: str) -> Placement:
     """
     match = _PLACEMENT.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no placement: expected S(dim), R, I or P")
+        raise ValueError(f"{text!r} is not a placement: expected S(dim), R, I or P")
     if match.group(1) is not None:
         return shard(int(match.group(1)))
     return {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}[match.group(2)]

@@ -136,6 +136,6 @@ def _of(node: Node, why: str) -> PlanError:
 
 def _refused(what: str, why: str, where: str) -> PlanError:
     return PlanError(
-        "AP560", f"shorter sequences than planned: {what}", why=why, where=where,
+        "AP560", f"sequences shorter than planned cannot be run: {what}", why=why, where=where,
         fix="feed sequences of the planned length, or plan for the shorter ones",
     )  # fmt: skip

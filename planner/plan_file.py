@@ -41,7 +41,7 @@ def loads(text: str, where: str = "plan") -> Plan:
     if schema not in range(1, SCHEMA + 1):
         raise PlanError(
             "AP502",
-            f"the plan has schema {schema!r}, this version reads 1 to {SCHEMA}",
+            f"the plan has schema {schema!r}, but this version reads 1 to {SCHEMA}",
             where=where,
             fix="plan again",
         )
@@ -61,7 +61,7 @@ def loads(text: str, where: str = "plan") -> Plan:
                 f"the plan was changed by hand at {key!r}",
                 why=f"its checksum is {checksum}, the file says {found}",
                 where=where,
-                fix="plan again; --parallel forces choices",
+                fix="plan again; --parallel fixes choices",
             )
     return plan
 
@@ -152,12 +152,12 @@ def _decode(value: Any, kind: Any, key: str) -> Any:
         _require(value in arguments, key, f"{value!r} is not one of {arguments}")
         return value
     if origin is tuple:
-        _require(isinstance(value, list), key, f"{value!r} is no list")
+        _require(isinstance(value, list), key, f"{value!r} is not a list")
         return tuple(
             _decode(item, arguments[0], f"{key}[{index}]") for index, item in enumerate(value)
         )
     if origin is not None:
-        _require(isinstance(value, dict), key, f"{value!r} is no object")
+        _require(isinstance(value, dict), key, f"{value!r} is not an object")
         return {name: _decode(item, arguments[1], f"{key}.{name}") for name, item in value.items()}
     return _scalar(value, kind, key)
 
@@ -165,15 +165,15 @@ def _decode(value: Any, kind: Any, key: str) -> Any:
 def _scalar(value: Any, kind: type, key: str) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float:
-        _require(is_number, key, f"{value!r} is no number")
+        _require(is_number, key, f"{value!r} is not a number")
         return float(value)
     right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    _require(right, key, f"{value!r} is no {kind.__name__}")
+    _require(right, key, f"{value!r} is not of type {kind.__name__}")
     return value
 
 
 def _decode_dataclass(value: Any, kind: Any, key: str) -> Any:
-    _require(isinstance(value, dict), key, f"{value!r} is no object")
+    _require(isinstance(value, dict), key, f"{value!r} is not an object")
     hints = get_type_hints(kind)
     prefix = f"{key}." if key else ""
     for name in hints:
@@ -190,7 +190,7 @@ def _decode_dataclass(value: Any, kind: Any, key: str) -> Any:
 
 
 def _layout(value: Any, key: str) -> Layout:
-    _require(isinstance(value, str), key, f"{value!r} is no layout")
+    _require(isinstance(value, str), key, f"{value!r} is not a layout")
     try:
         return parse_layout(value)
     except ValueError as error:
@@ -198,7 +198,7 @@ def _layout(value: Any, key: str) -> Layout:
 
 
 def _cluster(value: Any, key: str) -> Cluster:
-    _require(isinstance(value, dict), key, f"{value!r} is no object")
+    _require(isinstance(value, dict), key, f"{value!r} is not an object")
     try:
         return from_dict(value, key)
     except (ValueError, KeyError, TypeError) as error:

@@ -46,10 +46,11 @@ def check_replicas(graph: Graph) -> None:
     if changed:
         raise PlanError(
             "AP547",
-            f"training changes buffers, {changed[0]} among others, that two replicas would hold",
-            why="each replica of a stage sees some of the micro-batches only",
+            f"training changes buffers (such as {changed[0]}) of which each replica would have "
+            "a copy",
+            why="each replica of a stage sees only some of the micro-batches",
             where="schedule",
-            fix="a schedule without replicas of stages, such as 1f1b",
+            fix="a schedule without stage replicas, such as 1f1b",
         )
 
 

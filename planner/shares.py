@@ -73,9 +73,9 @@ def why_not(
     ``layout_of`` gives the layouts of op nodes, and of inputs where they are held in one.
     """
     if not graph.batch_dims:
-        return "rows meet before the loss"
+        return "samples are combined before the loss"
     if graph.accumulation.mixing:
-        return f"rows see each other in {graph.accumulation.mixing[0]}"
+        return f"samples depend on each other in {graph.accumulation.mixing[0]}"
     for name in nodes:
         layout = layout_of(name)
         if layout is None:
@@ -84,7 +84,7 @@ def why_not(
         values = [*node.inputs, *(Ref(name, index) for index in range(len(node.outputs)))]
         for ref, held in zip(values, (*layout.inputs, *layout.outputs), strict=True):
             if not _is_even(graph, ref, held):
-                return f"{name} has not its own rows alone"
+                return f"{name} does not hold exactly its own samples"
     return ""
 
 

@@ -136,9 +136,9 @@ class BatchCheck:
 def _mixed(hows: Mapping[int, Sequence[int]], step: int) -> UsageError:
     return UsageError(
         "AP831",
-        f"in step {step} some ranks were given the global batch and others a share of it",
+        f"in step {step} some ranks got the global batch and others a part of it",
         why=f"{_ranks(hows[GLOBAL])} the global batch, {_ranks(hows[SHARE])} a share",
-        fix="give every rank the same global batch, or every rank its rows: "
+        fix="give every rank the same global batch, or every rank its own samples: "
         "autoparallel.distribute(dataloader, model)",
     )
 
@@ -151,7 +151,7 @@ def _differing(what: str, values: Mapping[int, int], step: int) -> UsageError:
         "AP830",
         f"the batch of step {step} is not the same on all ranks: {what} differs",
         why=" and ".join(_ranks(ranks) for ranks in groups.values())
-        + " have rows in common and were given different ones",
+        + " need the same samples but got different ones",
         fix="draw the same batch on every rank (one seed, no DistributedSampler), "
         "or use autoparallel.distribute(dataloader, model)",
     )

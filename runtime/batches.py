@@ -201,9 +201,10 @@ class StepBatches:
         if len(fitting) != 1:
             raise UsageError(
                 "AP835",
-                f"this rank has {given} rows of a batch, and {planned.size} of a whole one",
-                why="how many rows the other ranks have is not known",
-                fix="hand over the batches of autoparallel.distribute as they come, give every "
-                "rank the global batch, or leave smaller batches out: drop_last=True",
+                f"this rank got {given} samples of a batch, but its part of a full batch is "
+                f"{planned.size}",
+                why="the sizes of the other ranks' parts are unknown",
+                fix="pass the batches of autoparallel.distribute unchanged, give every "
+                "rank the global batch, or drop smaller batches: drop_last=True",
             )
         return fitting[0]

@@ -71,6 +71,6 @@ def bucket_of(lengths: Sequence[int], length: int | None) -> int:
 
 def _refused(what: str, why: str) -> UsageError:
     return UsageError(
-        "AP561", f"{what} cannot be", why=why,
-        fix="lengths in ascending order, all below the planned one",
+        "AP561", f"{what} are not possible", why=why,
+        fix="use lengths in ascending order, all below the planned one",
     )  # fmt: skip

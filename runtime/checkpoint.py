@@ -236,7 +236,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     if version != FORMAT or missing:
         raise UsageError(
             "AP880",
-            f"the checkpoint has format {version}, and this version reads {FORMAT}",
+            f"the checkpoint has format {version}, but this version reads {FORMAT}",
             where=str(path / STATE),
             fix="use the version of autoparallel that wrote it",
         )
@@ -264,10 +264,10 @@ def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[in
     if differences:
         raise UsageError(
             "AP885",
-            "the checkpoint is of another model",
+            "the checkpoint belongs to another model",
             why="; ".join(differences),
             where=str(path),
-            fix="give the model, and its settings, that the checkpoint was saved with",
+            fix="use the model and settings that the checkpoint was saved with",
         )
 
 
@@ -284,9 +284,9 @@ def _parts_to_load(path: Path, state: TrainingState, document: Mapping[str, Any]
             raise UsageError(
                 "AP888",
                 f"the checkpoint has no state of {name!r}",
-                why=f"it has that of {others}" if others else "it was saved without any",
+                why=f"it has the states of {others}" if others else "it was saved without any",
                 where=str(path),
-                fix="load without it, or give the name that it was saved under",
+                fix="load without it, or use the name that it was saved under",
             )
     return [name for name in state.parts if name in saved]
 
@@ -307,7 +307,7 @@ def _check_optimizer(path: Path, state: TrainingState, document: Mapping[str, An
     if is_used and kind != saved["kind"]:
         raise UsageError(
             "AP889",
-            f"the checkpoint has the state of {saved['kind']}, and the optimizer is {kind}",
+            f"the checkpoint has the state of {saved['kind']}, but the optimizer is {kind}",
             where=str(path),
             fix=f"train with {saved['kind']}, or load only the model",
         )

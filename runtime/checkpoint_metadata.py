@@ -73,13 +73,13 @@ class SafeFileSystemReader(FileSystemReader):
             metadata = _Unpickler(io.BytesIO((self.folder / METADATA).read_bytes())).load()
             _check(metadata)
         except FileNotFoundError:
-            raise UsageError("AP132", f"{self.folder} holds no checkpoint") from None
+            raise UsageError("AP132", f"{self.folder} contains no checkpoint") from None
         except UsageError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged bytes can raise anything
             raise UsageError(
                 "AP880",
-                "the index of the checkpoint is damaged or not one",
+                "the index of the checkpoint is damaged",
                 why=f"{type(error).__name__}: {error}",
                 where=str(self.folder / METADATA),
                 fix="do not use this checkpoint unless you know where it comes from",
@@ -124,7 +124,7 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
             "the checkpoint cannot be read",
             why=f"{type(cause).__name__}: {cause}",
             where=str(reader.folder),
-            fix="give another checkpoint: --resume DIR/step-N",
+            fix="use another checkpoint: --resume DIR/step-N",
         ) from error
 
 
@@ -148,7 +148,7 @@ def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> U
     return UsageError(
         "AP881",
         f"{len(missing)} files of the checkpoint are missing: {', '.join(writers[:4])}",
-        why="a rank on another host wrote them to a disk that this host does not see",
+        why="a rank on another host wrote them to a disk that this host cannot read",
         where=str(folder),
         fix="save to a folder that all hosts share, or copy the files together",
     )

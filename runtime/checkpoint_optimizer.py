@@ -66,7 +66,7 @@ class NamedOptimizer:
                 "the optimizer has a parameter that the model does not",
                 why=f"parameter {names.index(None)} of a group of {len(names)} is not among "
                 "model.parameters()",
-                fix="make the optimizer of model.parameters(), after parallelize",
+                fix="create the optimizer from model.parameters(), after parallelize",
             )
         return [name for name in names if name is not None]
 
@@ -191,5 +191,6 @@ def _split_group(first: str, second: str, options: Mapping[str, Mapping[str, Any
         "AP884",
         f"{first!r} and {second!r} are in one group of the optimizer, but were saved with "
         f"{key} {one.get(key)} and {other.get(key)}",
-        fix="make the optimizer with the groups that it had when the checkpoint was saved",
+        fix="create the optimizer with the parameter groups that it had when the checkpoint was "
+        "saved",
     )

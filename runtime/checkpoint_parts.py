@@ -183,9 +183,9 @@ def part_tensors(name: str, entry: Mapping[str, Any]) -> tuple[int, list[str]]:
         if name != GENERATORS:
             raise UsageError(
                 "AP887",
-                f"{name!r} has a state of its own for each of {count} ranks; now there are "
+                f"{name!r} was saved with one state for each of {count} ranks; now there are "
                 f"{world_size}",
-                fix=f"resume with {count} processes, or give {name} a state that is the same on "
+                fix=f"resume with {count} processes, or give {name} a state that is equal on "
                 "every rank",
             )
         rank = 0

@@ -114,7 +114,9 @@ class _IntoTensor(LoadPlanner):
         pass
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise UsageError("AP861", f"{read_item.storage_index.fqn} of the checkpoint is no tensor")
+        raise UsageError(
+            "AP861", f"{read_item.storage_index.fqn} of the checkpoint is not a tensor"
+        )
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         pass

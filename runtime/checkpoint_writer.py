@@ -236,6 +236,5 @@ def _not_written(path: Path, error: BaseException) -> MachineError:
         f"the checkpoint {path.name} could not be written",
         why=f"{type(cause).__name__}: {cause}",
         where=str(path.parent),
-        fix="make room, or give a folder that can be written to; complete checkpoints that were "
-        "there before still are",
+        fix="free disk space, or use a writable folder; earlier complete checkpoints are kept",
     )

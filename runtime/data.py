@@ -125,7 +125,7 @@ def check_batch(
 def _missing(name: str, batch: Mapping[str, Tensor]) -> UsageError:
     return UsageError(
         "AP130",
-        f"the batch has no {name!r}, which the plan's model reads",
+        f"the batch has no {name!r}, which the model reads",
         why=f"it has {', '.join(sorted(batch)) or 'nothing'}",
     )
 
@@ -149,7 +149,7 @@ def microbatch_rows(
         "AP130",
         f"batch input {name!r} has shape {tuple(tensor.shape)}",
         why=f"the plan has {num_microbatches} micro-batches of shape {spec.shape}",
-        fix="feed the global batch that was planned, or plan for this one",
+        fix="pass the global batch that was planned, or plan for this one",
     )
 
 

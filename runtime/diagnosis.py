@@ -52,8 +52,8 @@ def not_finite(found: Iterable[Place]) -> AutoparallelError:
         return RunError(
             "AP910",
             "the loss or its gradient is not finite",
-            why="running the batch again gave finite values only: its numbers are at the edge "
-            "of what their dtype holds",
+            why="all values were finite when the batch was run again, so they are close to the "
+            "limits of their dtype",
             fix=ADVICE,
         )
     first = places[0]
@@ -63,13 +63,13 @@ def not_finite(found: Iterable[Place]) -> AutoparallelError:
 
 WHY = {
     WEIGHT: "an earlier update, or the checkpoint or weights that training started from",
-    INPUT: "the data holds it",
+    INPUT: "the data contains it",
     OUTPUT: "the block's inputs and weights are finite",
-    GRADIENT: "the outputs of all blocks are finite: the backward made it",
+    GRADIENT: "the outputs of all blocks are finite, so it arose in the backward",
 }
 ADVICE = (
-    "look at this batch and block; a smaller learning rate, warm-up or clipping (max_norm, "
-    '--clip-norm) keeps values small; on_nan="skip" (--on-nan skip) leaves such updates out'
+    "inspect this batch and block; a smaller learning rate, warm-up or clipping (max_norm, "
+    '--clip-norm) keeps values small; on_nan="skip" (--on-nan skip) skips such updates'
 )
 
 

@@ -437,7 +437,7 @@ def _mismatch(port: _Port, value: Tensor | None, stage: int) -> WorkerError:
     found = "nothing" if value is None else f"{tuple(value.shape)} {value.dtype}"
     return WorkerError(
         "AP810",
-        f"stage {stage} made {found} for {port.key!r}, which it sends",
+        f"stage {stage} computed {found} for {port.key!r}, which it sends",
         why=f"the plan's boundary is {port.shape} {port.dtype} on each rank",
         fix="report it as a bug; the stage's program and its plan disagree",
     )

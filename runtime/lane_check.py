@@ -39,7 +39,7 @@ def check_lanes(sent: Messages, taken: Messages) -> None:
     number, (own, other) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     raise PlanError(
         "AP542",
-        f"rank {lane[0]} sends rank {lane[1]} other messages than rank {lane[1]} takes",
+        f"rank {lane[0]} sends rank {lane[1]} messages that rank {lane[1]} does not expect",
         why=f"message {number} is {own} on rank {lane[0]}, and {other} on rank {lane[1]}",
         where="schedule",
         fix="all ranks must run one plan file; otherwise report it as a bug",

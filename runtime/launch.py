@@ -65,7 +65,7 @@ def launch(
         started = int(environment["WORLD_SIZE"])
         if started != num_processes:
             raise UsageError(
-                "AP152", f"the plan is for {num_processes} processes, torchrun started {started}",
+                "AP152", f"the plan needs {num_processes} processes, torchrun started {started}",
                 where="torchrun", fix="start as many as the plan has devices, or plan again",
             )  # fmt: skip
         worker = current_worker(environment, timeout_seconds)
@@ -182,8 +182,8 @@ class _Workers:
             if first_end is not None and time.monotonic() - first_end > timeout_seconds:
                 late = [rank for rank, code in enumerate(codes) if code is None]
                 raise HangError(
-                    "AP802", f"rank {late[0]} does not end although others have",
-                    fix="see what it does after its last step",
+                    "AP802", f"rank {late[0]} has not ended although other ranks have",
+                    fix="check what it does after its last step",
                 )  # fmt: skip
             time.sleep(POLL_SECONDS)
 
@@ -271,7 +271,7 @@ class _Workers:
                 why += ", as the system does when memory runs out"
             return WorkerError("AP801", f"{name} died", why=why, where=str(log))
         return WorkerError(
-            "AP801", f"{name} exited with code {code}", why="it left no error", where=str(log)
+            "AP801", f"{name} exited with code {code}", why="it reported no error", where=str(log)
         )
 
 

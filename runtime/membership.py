@@ -55,7 +55,7 @@ def join(device_type: str, local_rank: int, timeout_seconds: float | None = None
         raise MachineError(
             "AP411",
             f"the plan needs GPU {local_rank} of this machine, which has {count}",
-            fix="plan for the devices at hand: --cluster local",
+            fix="plan for this machine: --cluster local",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -85,9 +85,9 @@ def check_none_idle(plan: Plan) -> None:
     if found > needed:
         raise MachineError(
             "AP412",
-            f"the plan leaves {found - needed} of {found} processes without work",
+            f"the plan uses only {needed} of {found} processes",
             why=f"it is for the cluster {plan.cluster.name}; ranks from {needed} on would idle",
-            fix="leave out the cluster to plan for all, start fewer processes, or give "
+            fix="remove the cluster option to plan for all, start fewer processes, or pass "
             "allow_idle=True",
         )
 
@@ -130,5 +130,5 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
         raise MachineError(
             "AP410",
             f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
-            fix=f"start {needed} processes, or plan for the machines at hand",
+            fix=f"start {needed} processes, or plan for these machines",
         )

@@ -131,7 +131,7 @@ def _check_held(optimizer: Optimizer, held: Iterable[StageParameter]) -> None:
         raise UsageError(
             "AP904",
             f"build_optimizer returns an optimizer with {what} trained by the plan",
-            why="the model's own parameters are computed with, and no others",
+            why="only the parameters of the parallelized model are trained",
             fix="take the parameters that build_optimizer is given, or those of the parallelized "
             "model, not of the model before",
         )

@@ -96,5 +96,5 @@ def _uneven(sizes: Mapping[str, set[int]], length: int) -> UsageError:
         "AP130",
         "the inputs of the batch have sequences of several lengths",
         why=f"{words}; the plan is for {length}",
-        fix="feed all inputs with as many positions",
+        fix="pass all inputs with the same number of positions",
     )

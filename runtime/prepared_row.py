@@ -127,7 +127,7 @@ def _row_of(schedule: Schedule, stages: frozenset[int]) -> Row:
     if len(ranks) > 1 or {action.stage for action in row} != stages:
         raise PlanError(
             "AP541",
-            f"schedule {schedule.name!r} puts other stages together than {sorted(stages)}",
+            f"schedule {schedule.name!r} does not place stages {sorted(stages)} on one rank",
             why="the plan gives these stages the same devices",
             where="schedule",
             fix="plan again",

@@ -149,11 +149,11 @@ def _check(
     raise UsageError(
         "AP862",
         f"the weights are not those of {type(model).__name__}",
-        why="\n       ".join(wrong) or "no name is in both",
+        why="\n       ".join(wrong) or "no name is in both the file and the model",
         where=files.place,
-        fix="give the weights of this model and configuration"
+        fix="use the weights of this model and configuration"
         if is_shape_alone
-        else "--weights-partial (weights_partial=True) takes the names that are in both",
+        else "--weights-partial (weights_partial=True) loads only the names that are in both",
     )
 
 

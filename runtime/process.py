@@ -124,7 +124,7 @@ def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
     who = ranks.blame(Note(worker.rank, doing.what, doing.waits_for))
     return WorkerError(
         "AP820", f"rank {worker.rank} of {worker.world_size} has lost another rank",
-        why=f"{doing.what}; {who}", where=error.where, fix="see why that rank ended",
+        why=f"{doing.what}; {who}", where=error.where, fix="check why that rank ended",
     )  # fmt: skip
 
 

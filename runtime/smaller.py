@@ -51,9 +51,9 @@ def smaller_batch(
             return SmallerBatch(found, rows_of_stages(graph, program.blocks, found, counts=True))
     raise UsageError(
         "AP836",
-        f"a batch of {rows} rows cannot be run by a plan for {plan.model.global_batch}",
-        why=why or f"the plan's layouts do not divide the rows, and {uneven}",
-        fix="leave such batches out: drop_last=True of the DataLoader, or fill them up",
+        f"a batch of {rows} samples cannot be run by a plan for {plan.model.global_batch}",
+        why=why or f"the plan's layouts do not divide the samples, and {uneven}",
+        fix="drop such batches (drop_last=True of the DataLoader), or pad them",
     )
 
 
@@ -93,7 +93,7 @@ def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
 
 def _why_not_uneven(program: Program, plan: Plan) -> str:
     if len(plan.stages) > 1:
-        return "a pipeline has no unequal shares of rows"
+        return "a pipeline cannot have unequal shares of the batch"
     stage, graph = plan.stages[0], program.graph
     leaves = {node.name for node in graph if node.kind not in ("op", "input")}
     return why_not(

@@ -86,9 +86,9 @@ class TrainingCall:
         if program.share is not None:
             raise UsageError(
                 "AP940",
-                "a batch cannot be shared out evenly, and the model returns no loss",
-                why="outputs of unlike numbers of rows are not gathered",
-                fix="drop_last=True, or give loss_fn to parallelize and train by Step",
+                "a batch cannot be divided evenly, and the model returns no loss",
+                why="outputs with different numbers of samples are not gathered",
+                fix="set drop_last=True, or pass loss_fn to parallelize and train with Step",
             )
         made = self._differentiable(tuple(values[key] for key in program.kept))
         is_share = isinstance(batch, ShareBatch)
@@ -191,10 +191,10 @@ class TrainingCall:
         if self._is_running:
             raise UsageError(
                 "AP935",
-                "the model is called again while its own call runs",
+                "the model is called recursively",
                 why="torch.utils.checkpoint around the whole model repeats its forward in the "
                 "backwards of micro-batches, which run inside of the call",
-                fix="leave that to the plan: it recomputes what memory asks for",
+                fix="remove the checkpointing; the plan recomputes what memory requires",
             )
         executor = self._executor
         self._forget_open_backwards()
@@ -311,8 +311,8 @@ class _Delivered(torch.autograd.Function):
         if gradients is None:
             raise UsageError(
                 "AP934",
-                "a second backward through one loss",
-                why="the gradients of its micro-batches were handed over by the first",
+                "backward was called twice through one loss",
+                why="the first backward has already used the gradients of its micro-batches",
                 fix='add the losses up before one backward, or plan with parallel="microbatches=1"',
             )
         with torch.no_grad():

@@ -23,5 +23,5 @@ def reading(path: Path, *kinds: type[Exception]) -> Iterator[None]:
             f"the weights in {path} cannot be read",
             why=f"{type(error).__name__}: {lines[0] if lines else ''}",
             where=str(path.resolve()),
-            fix="write the file again; of a .pt file nothing but tensors by name is read",
+            fix="write the file again; a .pt file may contain only tensors by name",
         ) from error

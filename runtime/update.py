@@ -57,7 +57,7 @@ class UpdateOptions:
                 raise UsageError("AP900", f"{name} is {value}, but must be above 0")
         if self.max_norm is not None and self.max_value is not None:
             raise UsageError(
-                "AP900", "gradients are clipped by max_norm or by max_value, not by both"
+                "AP900", "gradients can be clipped by max_norm or by max_value, but not by both"
             )
         if self.accumulate < 1:
             raise UsageError("AP900", f"accumulate is {self.accumulate}, but must be at least 1")
@@ -93,10 +93,11 @@ def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
     if options != plain or options.on_nan == "skip":
         raise UsageError(
             "AP901",
-            f"schedule {schedule} can neither clip, accumulate nor scale gradients, nor skip",
+            f"schedule {schedule} does not support clipping, accumulation, loss scaling or "
+            "skipping",
             why="each of its stages updates its weights when its own gradients are there, before "
             "the norm of the whole gradient is known",
-            fix="plan with another schedule, such as 1f1b, or leave these options out",
+            fix="plan with another schedule, such as 1f1b, or remove these options",
         )
 
 

@@ -185,7 +185,7 @@ class Watchdog:
             if self.ranks is not None and self.ranks.has_failure():
                 if self._stopped.wait(LAST_WORDS_SECONDS):
                     return None
-                return self._give_up("AP821", "ends because another rank has failed")
+                return self._give_up("AP821", "stops because another rank has failed")
 
     def _left_seconds(self) -> float:
         """Until it counts as hanging."""
@@ -204,8 +204,8 @@ class Watchdog:
             why += f"; {self.ranks.blame(Note(self.ranks.rank, doing.what, doing.waits_for))}"
         error = HangError(
             code, f"{self._name} {what}", why=why, where=place,
-            fix="see which rank is late, and why"
-            + ("; a longer --timeout if it was only slow" if code == "AP802" else ""),
+            fix="check which rank is late, and why"
+            + ("; raise --timeout if it was only slow" if code == "AP802" else ""),
         )  # fmt: skip
         if self._stopped.is_set():
             return

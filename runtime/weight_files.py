@@ -84,10 +84,10 @@ def _open_folder(folder: Path) -> WeightFiles:
         return _open_file(single[0])
     raise UsageError(
         "AP860",
-        f"the folder {folder} holds no weights",
+        f"the folder {folder} contains no weights",
         why=f"it has no {', no '.join(FOLDER_FILES)}, no index of them, and no checkpoint",
         where=str(folder.resolve()),
-        fix="give a folder of save_pretrained, a checkpoint, or the weights' own file",
+        fix="use a folder of save_pretrained, a checkpoint, or a weight file",
     )
 
 
@@ -98,7 +98,7 @@ def _open_file(path: Path) -> WeightFiles:
         return TorchFile(path)
     raise UsageError(
         "AP860",
-        f"{path.name} is no file of weights",
+        f"{path.name} is not a weight file",
         why=f"its ending is none of .safetensors, {', '.join(TORCH_ENDINGS)}",
         where=str(path.resolve()),
     )
@@ -153,7 +153,7 @@ class TorchFile:
         with reading(path, RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError):
             self._tensors = _tensors_of(_load_mapped(path))
         if not self._tensors:
-            raise UsageError("AP860", f"{path} holds no tensors by name", where=self.place)
+            raise UsageError("AP860", f"{path} contains no named tensors", where=self.place)
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)

@@ -224,7 +224,7 @@ def plan_path(
         raise UsageError(
             "AP116",
             "a target cannot be planned under torchrun",
-            why="every process would plan on its own",
+            why="every process would plan separately",
             fix=f"autoparallel plan {source} -o plan.json, then torchrun with plan.json",
         )
     from autoparallel.planning import make_plan

@@ -202,7 +202,7 @@ def trained_schedule(name: str) -> ScheduleInfo:
     if info is None or not info.trains:
         names = [each.name for each in SCHEDULES.values() if each.trains]
         raise UsageError(
-            "AP150", f"there is no schedule named {name!r} that trains", where="--parallel",
+            "AP150", f"unknown training schedule {name!r}", where="--parallel",
             fix=f"use one of {', '.join(names)}",
         )  # fmt: skip
     return info
@@ -225,7 +225,7 @@ def microbatches(options: PlanOptions, dp: int) -> tuple[int, int]:
     if rows * count != batch:
         raise UsageError(
             "AP124",
-            f"a global batch of {batch} rows is not {count} micro-batches of {rows}",
-            fix=f"rows that divide {batch} and that dp={dp} divides",
+            f"{count} micro-batches of {rows} samples are not a global batch of {batch}",
+            fix=f"a micro-batch size that divides {batch} and is a multiple of dp={dp}",
         )
     return rows, count

@@ -127,8 +127,9 @@ def check_layers(program: Program, configuration: Configuration) -> tuple[int, .
     count = find_layers(Structure(program.graph, program.blocks)).count
     if configuration.layers is None and count < stages:
         raise UsageError(
-            "AP128", f"{stages} stages of at least one layer, the model has {count}",
-            fix=f"pp × chunks of at most {count}",
+            "AP128", f"{stages} stages need at least one layer each, but the model has {count} "
+            "layers",
+            fix=f"choose pp × chunks of at most {count}",
         )  # fmt: skip
     layers = configuration.layers or even_layers(count, stages)
     if len(layers) != stages or sum(layers) != count:

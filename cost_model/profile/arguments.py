@@ -94,7 +94,7 @@ def resolve(case: OpCase) -> Any:
         found = getattr(found, part, None)
         if found is None:
             raise MeasureError(
-                "torch knows no such op", case, "import the module that registers it first"
+                "torch has no such op", case, "import the module that registers it first"
             )
     return found
 

@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
         return {"device": ""}
     if name in ("dtype", "memory_format", "layout"):
         return {name: str(value).removeprefix("torch.")}
-    raise ProfileError(f"an argument of type {name} has no place in a profile", repr(value))
+    raise ProfileError(f"an argument of type {name} cannot be stored in a profile", repr(value))
 
 
 def case_to_json(case: OpCase) -> dict[str, Any]:

@@ -91,7 +91,9 @@ class Database:
     def _connect(self) -> sqlite3.Connection:
         if self._read_only:
             if not Path(self.path).is_file():
-                raise DatabaseError("no profile database", self.path, "run autoparallel profile")
+                raise DatabaseError(
+                    "there is no profile database", self.path, "run autoparallel profile"
+                )
             name, is_uri = f"{Path(self.path).absolute().as_uri()}?mode=ro", True
         else:
             name, is_uri = self.path, False
@@ -103,7 +105,7 @@ class Database:
         """Checks the schema's version; a new file gets its tables."""
         tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
         if "schema_version" not in tables and (tables or self._read_only):
-            raise DatabaseError("not a profile database, but another one", self.path)
+            raise DatabaseError("the file is another database, not a profile database", self.path)
         if not self._read_only:
             self._use_write_ahead_log()
             with self._transaction():
@@ -116,9 +118,9 @@ class Database:
         version = self._version()
         if version is not None and version > SCHEMA_VERSION:
             raise DatabaseError(
-                f"the profile database has schema {version}, this program knows {SCHEMA_VERSION}",
+                f"the profile database has schema {version}, this version reads {SCHEMA_VERSION}",
                 self.path,
-                "upgrade autoparallel, or export the profile with the program that wrote it",
+                "upgrade autoparallel, or export the profile with the version that wrote it",
             )
 
     def _use_write_ahead_log(self) -> None:
@@ -158,12 +160,18 @@ class Database:
             yield
         except sqlite3.OperationalError as error:
             fix = "another process holds it; try again" if "locked" in str(error) else ""
-            raise DatabaseError(f"the profile database: {error}", self.path, fix) from error
+            raise DatabaseError(
+                f"the profile database cannot be used: {error}", self.path, fix
+            ) from error
         except sqlite3.DatabaseError as error:
             fix = "move the file away; a new one is made"
-            raise DatabaseError(f"not a profile database: {error}", self.path, fix) from error
+            raise DatabaseError(
+                f"the file is not a profile database: {error}", self.path, fix
+            ) from error
         except OSError as error:
-            raise DatabaseError(f"the profile database: {error}", self.path) from error
+            raise DatabaseError(
+                f"the profile database cannot be used: {error}", self.path
+            ) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

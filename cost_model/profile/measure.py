@@ -174,7 +174,7 @@ def _check_here(environment: Environment) -> None:
     here = environment_of(environment.kind)
     if here != environment:
         why = difference(here, environment) or "measured elsewhere"
-        raise ProfileError("these times would be kept as another machine's", why)
+        raise ProfileError("the times would be stored for another machine", why)
 
 
 def _visit(case: OpCase, environment: Environment, database: Database, budget: Budget) -> Outcome:

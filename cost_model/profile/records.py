@@ -117,11 +117,13 @@ def _check_header(line: str, path: Path) -> None:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise DatabaseError(
-            "not an exported profile", str(path), "give a file that the export wrote"
+            "the file is not an exported profile",
+            str(path),
+            "use a file that profile --export wrote",
         )
     if header.get("version") != FORMAT_VERSION:
         raise DatabaseError(
-            f"the exported profile has version {header.get('version')}, this program knows "
+            f"the exported profile has version {header.get('version')}, this version reads "
             f"{FORMAT_VERSION}",
             str(path),
             "upgrade autoparallel",
@@ -132,7 +134,7 @@ def _read_line(line: str, where: str) -> Record:
     try:
         return _from_json(json.loads(line))
     except (KeyError, TypeError, ValueError) as error:
-        raise DatabaseError(f"not a record of a profile: {error}", where) from error
+        raise DatabaseError(f"the line is not a record of a profile: {error}", where) from error
 
 
 def case_of(values: Mapping[str, Any], environment: Environment) -> OpCase:

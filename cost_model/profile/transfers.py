@@ -115,7 +115,7 @@ def fit_link(points: Sequence[LinkPoint]) -> tuple[float, float]:
     (1.0, 1000000000)
     """
     if len({point.num_bytes / point.num_messages for point in points}) < 2:
-        raise ProfileError("a link needs transfers of two sizes or more to be fitted")
+        raise ProfileError("fitting a link needs transfers of at least two sizes")
     rows = np.array([(p.num_messages / p.seconds, p.num_bytes / p.seconds) for p in points])
     ones = np.ones(len(rows))
     scale = rows.max(axis=0)

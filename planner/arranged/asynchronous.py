@@ -158,8 +158,8 @@ def check_memory(plan: Plan, request: Request) -> None:
     if excess > 0:
         raise InfeasibleError(
             "AP301",
-            f"schedule {plan.schedule} does not fit: it lacks {excess / 1e9:.2f} GB",
-            why="stages keep older versions of their weights beside the newest",
+            f"schedule {plan.schedule} does not fit: it needs {excess / 1e9:.2f} GB more",
+            why="stages keep older versions of their weights in memory",
             fix="a synchronous schedule, or more stages",
         )
 
@@ -167,11 +167,11 @@ def check_memory(plan: Plan, request: Request) -> None:
 def _check_forced(forced: Forced) -> None:
     name = forced.schedule
     if forced.pp is None or forced.pp < 2:
-        raise _refused(f"schedule={name} without a pipeline of several ranks", fix="pp=2 or more")
+        raise _refused(f"schedule={name} needs a pipeline of several ranks", fix="pp=2 or more")
     if forced.zero:
         raise _refused(
             f"schedule={name} with zero={forced.zero}",
-            why="each stage keeps whole versions of its weights", fix="zero=0",
+            why="each stage keeps unsharded versions of its weights", fix="zero=0",
         )  # fmt: skip
     if name == "ampnet" and forced.recompute not in (None, "none"):
         raise _refused_recomputation(str(forced.recompute))
@@ -185,7 +185,7 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
         if stage.zero:
             raise _refused(
                 f"schedule {plan.schedule} with ZeRO {stage.zero} in stage {index}",
-                why="each stage keeps whole versions of its weights", fix="zero=0",
+                why="each stage keeps unsharded versions of its weights", fix="zero=0",
             )  # fmt: skip
         modes = {block.recompute for block in stage.blocks} - {"none"}
         if modes and plan.schedule == "ampnet":
@@ -198,7 +198,7 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
         name, first, second = tied
         raise _refused(
             f"schedule {plan.schedule} with the parameter {name} in stages {first} and {second}",
-            why="the two update their copies at different times, so these would come apart",
+            why="the stages update their copies at different times, so the copies would differ",
             fix="a model without tied parameters, or a synchronous schedule",
         )
 
@@ -257,7 +257,7 @@ def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, i
 def _refused_recomputation(mode: str) -> UsageError:
     return _refused(
         f"schedule ampnet with recompute={mode}",
-        why="activations that are computed again with newer weights are not those of the forward",
+        why="recomputation would use newer weights than the forward did",
         fix="recompute=none",
     )
 
@@ -265,8 +265,8 @@ def _refused_recomputation(mode: str) -> UsageError:
 def _refused_copy(what: str) -> UsageError:
     return _refused(
         f"schedule ampnet with {what}",
-        why="a backward that reads a copy of weights would not see the newest",
-        fix="tp=1, or a plan whose ops read weights where they are held",
+        why="a backward that reads a copy of the weights would not see the newest ones",
+        fix="tp=1, or a plan whose ops read the stored weights directly",
     )
 
 

@@ -45,7 +45,7 @@ def plan(
     ranks = request.forced.pp
     if ranks is None or ranks < 2:
         raise UsageError(
-            "AP546", "schedule=chimera without a pipeline of several ranks",
+            "AP546", "schedule=chimera needs a pipeline of several ranks",
             where="--parallel", fix="pp=2 or more",
         )  # fmt: skip
     build_schedule("chimera", ranks, 2)

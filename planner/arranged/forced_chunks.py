@@ -38,11 +38,11 @@ def num_ranks(forced: Forced, count: int, num_blocks: int) -> int:
     """The ranks of a pipeline of so many stages each. Raises UsageError AP546."""
     if forced.pp is None or forced.pp < 2:
         raise refused(
-            f"schedule={forced.schedule} without a pipeline of several ranks", "pp=2 or more"
+            f"schedule={forced.schedule} needs a pipeline of several ranks", "pp=2 or more"
         )
     if forced.pp * count > num_blocks:
         raise refused(
-            f"pp={forced.pp} × chunks={count} stages, the model has {num_blocks} blocks",
+            f"pp={forced.pp} × chunks={count} stages, but the model has {num_blocks} blocks",
             "fewer chunks",
         )
     return forced.pp
@@ -68,7 +68,7 @@ def none_found(
         }  # fmt: skip
         asked = ",".join(f"{name}={value}" for name, value in names.items() if value is not None)
     return refused(
-        f"no pipeline that was found can be run by {asked}",
+        f"no pipeline that was found can run under {asked}",
         "another number of chunks or micro-batches, or a schedule of one stage per rank",
     )
 
@@ -127,9 +127,9 @@ def check_begins(found: Plan, graph: Graph, blocks: Blocks, request: Request) ->
         if position not in starts:
             raise UsageError(
                 "AP183",
-                f"--stage-at {blocks.blocks[position].name}: no stage begins there",
-                why="several stages per rank are cut by their FLOPs alone",
-                fix="a schedule of one stage per rank, or leave --stage-at out",
+                f"--stage-at {blocks.blocks[position].name}: no stage starts there",
+                why="with several stages per rank, stage boundaries follow FLOPs alone",
+                fix="a schedule of one stage per rank, or remove --stage-at",
             )
 
 
@@ -150,6 +150,6 @@ def check_memory(found: Plan, request: Request, what: str) -> None:
 def _too_large(what: str, excess_bytes: int) -> InfeasibleError:
     return InfeasibleError(
         "AP301",
-        f"{what} do not fit: they lack {excess_bytes / 1e9:.3g} GB",
+        f"{what} do not fit: they need {excess_bytes / 1e9:.3g} GB more",
         fix="fewer chunks, recompute=full, or zero=1 or more",
     )

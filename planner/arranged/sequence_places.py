@@ -308,5 +308,5 @@ def _mixes(node: Node, why: str) -> PlanError:
         f"{node.op or node.name} of {node.module or node.name} cannot run on slices of sequences",
         why=why,
         where=node.source or node.module,
-        fix="a schedule of whole sequences, such as 1f1b",
+        fix="a schedule without sequence slices, such as 1f1b",
     )

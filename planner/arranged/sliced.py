@@ -44,12 +44,12 @@ def plan(
     if isinstance(asked, int) and asked > length:
         raise UsageError(
             "AP549", f"slices={asked} of sequences of {length} positions", where="--parallel",
-            fix=f"slices of at most {length}",
+            fix=f"at most {length} slices",
         )  # fmt: skip
     if (request.forced.cp or 1) > 1:
         raise UsageError(
-            "AP549", "cp splits positions, which schedule=terapipe takes in turn",
-            where="--parallel", fix="leave cp out",
+            "AP549", "cp and schedule=terapipe both split the positions of sequences",
+            where="--parallel", fix="remove cp",
         )  # fmt: skip
     forced = replace(request.forced, schedule="gpipe", slices=None)
     base = replace(found(replace(request, forced=forced)), schedule="terapipe")

@@ -312,14 +312,14 @@ def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None
         over = f"dp={own.dp}" + (f" × ep={own.ep}" if own.ep > 1 else "")
         raise UsageError(
             "AP124",
-            f"micro-batches of {own.microbatch_size} rows cannot be split over {over}",
-            fix=f"a multiple of {parts} rows",
+            f"micro-batches of {own.microbatch_size} samples cannot be split over {over}",
+            fix=f"a multiple of {parts} samples",
         )
     if not graph.batch_dims and own.microbatch_size != graph.batch_size:
         raise UsageError(
             "AP125",
-            f"this model can only be priced at the {graph.batch_size} rows it was captured with",
-            fix=f"micro-batches of {graph.batch_size} rows",
+            f"this model can only be simulated with {graph.batch_size} samples, as captured",
+            fix=f"micro-batches of {graph.batch_size} samples",
         )
 
 

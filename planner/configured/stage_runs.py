@@ -91,8 +91,8 @@ def stage_runs(structure: Structure, layers_of_stage: Sequence[int]) -> tuple[La
     if wanted != layers.count and (wanted < layers.count or layers.count < FEWEST_LAYERS):
         raise UsageError(
             "AP128",
-            f"the stages have {wanted} layers, the model {layers.count}",
-            fix=f"stages with {layers.count} layers in all",
+            f"the stages have {wanted} layers, but the model has {layers.count}",
+            fix=f"stages with {layers.count} layers in total",
         )
     last = len(layers_of_stage) - 1
     is_deeper = wanted > layers.count

@@ -81,14 +81,16 @@ def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str,
     allowed, denied = _expanded(allow, groups, "--allow"), _expanded(deny, groups, "--deny")
     both = sorted(allowed & denied)
     if both:
-        raise UsageError("AP186", f"{both[0]} is both allowed and denied", fix="name it once")
+        raise UsageError(
+            "AP186", f"{both[0]} is both allowed and denied", fix="remove it from --allow or --deny"
+        )
     for members in groups.values():
         named = allowed & set(members)
         if named:
             denied |= set(members) - named
     if set(schedules) <= denied:
         raise UsageError(
-            "AP186", "every schedule is denied", fix=f"leave one of {', '.join(schedules)}"
+            "AP186", "every schedule is denied", fix=f"allow at least one of {', '.join(schedules)}"
         )
     return Features(frozenset(denied))
 
@@ -106,7 +108,7 @@ def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: 
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]}? " if close else ""
                 raise UsageError(
-                    "AP185", f"{option}: there is no feature {name!r}",
+                    "AP185", f"{option}: unknown feature {name!r}",
                     fix=f"{hint}the features are {', '.join((*known, *WHOLE_GROUPS))}",
                 )  # fmt: skip
     return found

@@ -56,7 +56,7 @@ class Goal:
             )
         if self.objective == "devices" and self.deadline is None:
             raise UsageError(
-                "AP189", "the fewest devices for what? There is no deadline",
+                "AP189", "--objective devices needs a deadline",
                 fix="for example: --deadline 24h/1000steps or --deadline 30d/2e12tokens",
             )  # fmt: skip
 

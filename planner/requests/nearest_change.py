@@ -65,14 +65,15 @@ def with_nearest_change(
     if len(found) < ENOUGH:
         found += _more_devices(cluster, request, search, until)
     nearest = _nearest(cluster, request, search, until)
-    fix = "these fit, tried: " + "; ".join(found) if found else error.fix
+    fix = "these changes were tried and fit: " + "; ".join(found) if found else error.fix
     if nearest is None:
         return InfeasibleError(error.code, error.what, why=error.why, where=error.where, fix=fix)
     limit = _limit_bytes(cluster, request)
     peak = nearest.prediction.peak_memory_bytes
     return InfeasibleError(
         error.code,
-        f"the model does not fit: the nearest plan found needs {_text(peak)} of {_text(limit)}",
+        f"the model does not fit: the nearest plan needs {_text(peak)}, "
+        f"the limit is {_text(limit)}",
         why=f"{_binding(nearest)}{_choices(request)}",
         where=_fullest(nearest)[0],
         fix=fix,
@@ -132,7 +133,7 @@ def _choices(request: Request) -> str:
     forced = {name: getattr(request.forced, name) for name in Forced.__dataclass_fields__}
     said = [f"{name}={value}" for name, value in forced.items() if value is not None]
     if request.microbatch_size is not None:
-        said.append(f"micro-batches of {request.microbatch_size} rows")
+        said.append(f"micro-batches of {request.microbatch_size} samples")
     said += [f"--pin {pin}" for pin in request.pins]
     said += [f"--stage-at {path}" for path in request.stage_at]
     said += [f"--max-tp {request.max_tp}"] if request.max_tp is not None else []
@@ -171,7 +172,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
 
     if request.microbatch_size is not None or forced.num_microbatches is not None:
         free = replace(plain, forced=replace(forced, num_microbatches=None))
-        yield "the micro-batch left to the search", cluster, free
+        yield "without a fixed micro-batch size", cluster, free
     if forced.recompute in ("none", "selective"):
         yield without("recompute", f"recompute={forced.recompute}")
     if forced.zero is not None and forced.zero < 3:

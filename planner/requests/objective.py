@@ -82,8 +82,8 @@ def _kept(found: Plan, graph: Graph, blocks: Blocks, request: Request) -> Plan:
     for path in request.stage_at:
         if not begins.issuperset(stage_begins(graph, blocks, (path,))):
             raise UsageError(
-                "AP183", f"--stage-at {path} cannot be met by {found.schedule}",
-                why="its stages are cut evenly", fix="another schedule",
+                "AP183", f"--stage-at {path} cannot be met under {found.schedule}",
+                why="its stages are of equal size", fix="another schedule",
             )  # fmt: skip
     return check_kept(found, graph, blocks, request.pins)
 
@@ -117,7 +117,7 @@ class _Job:
         if price is None:
             names = ", ".join(dict.fromkeys(host.device.name for host in cluster.hosts))
             raise UsageError(
-                "AP188", "tokens per dollar need a price, and there is none",
+                "AP188", "--objective cost needs the price of the devices",
                 fix=f"--price DOLLARS of a device and hour, or of each by name ({names}); or "
                 "dollars_per_hour of the devices in the cluster file",
             )  # fmt: skip

@@ -54,7 +54,7 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
     if forced.num_microbatches is not None and batch % forced.num_microbatches:
         raise UsageError(
             "AP124",
-            f"a global batch of {batch} rows cannot be cut into {forced.num_microbatches} "
+            f"a global batch of {batch} samples cannot be split into {forced.num_microbatches} "
             "micro-batches",
             fix=f"a divisor of {batch}: {', '.join(map(str, divisors(batch)))}",
         )
@@ -72,9 +72,9 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
     if not rows:
         raise UsageError(
             "AP124",
-            f"a global batch of {batch} rows cannot be cut as asked",
+            f"a global batch of {batch} samples cannot be split as requested",
             why=_asked(request),
-            fix=f"micro-batches of a multiple of {_split_by(forced)} rows",
+            fix=f"a micro-batch size that is a multiple of {_split_by(forced)}",
         )
     middle = log2(2 * cluster.num_devices)
     return tuple(sorted(rows, key=lambda each: (abs(log2(each) - middle), each)))
@@ -84,9 +84,9 @@ def _captured_rows(graph: Graph, request: Request) -> tuple[int, ...]:
     if request.global_batch != graph.batch_size or request.forced.num_microbatches not in (None, 1):
         raise UsageError(
             "AP125",
-            f"this model can only be planned at the batch it was captured with, "
-            f"{graph.batch_size} rows in one micro-batch",
-            why="which of its dimensions count the batch could not be found out",
+            f"this model can only be planned with its captured batch, "
+            f"{graph.batch_size} samples in one micro-batch",
+            why="the batch dimension of some tensors could not be determined",
             fix=f"--global-batch {graph.batch_size}",
         )
     return (graph.batch_size,)
@@ -140,19 +140,19 @@ def stage_numbers(
     if forced is not None and forced < least:
         raise UsageError(
             "AP183",
-            f"--stage-at asks for {least} stages, pp={forced} is forced",
+            f"--stage-at needs {least} stages, but pp={forced} is fixed",
             fix=f"pp={least}, or fewer --stage-at",
         )
     if least > 1 and not request.features.allows("pp"):
         raise UsageError(
             "AP186",
-            f"--stage-at asks for {least} stages, and pp is denied",
-            fix="leave one of the two out",
+            f"--stage-at needs {least} stages, but pp is denied",
+            fix="remove one of the two",
         )
     if forced is not None and forced > num_blocks:
         raise UsageError(
             "AP128",
-            f"pp={forced} needs as many blocks, the model has {num_blocks}",
+            f"pp={forced} needs at least as many blocks, but the model has {num_blocks}",
             fix=f"pp of at most {num_blocks}",
         )
     if forced is not None:
@@ -164,8 +164,8 @@ def stage_numbers(
         if request.forces_chunks:
             raise UsageError(
                 "AP186",
-                f"schedule={asked.schedule} asks for a pipeline, and pp is denied",
-                fix="leave one of the two out",
+                f"schedule={asked.schedule} needs a pipeline, but pp is denied",
+                fix="remove one of the two",
             )
         return (1,)
     if request.forces_chunks:
@@ -174,7 +174,7 @@ def stage_numbers(
     if not found:
         raise UsageError(
             "AP183",
-            f"--stage-at asks for {least} stages, {most} fit on the cluster's devices",
+            f"--stage-at needs {least} stages, but the cluster's devices allow {most}",
             fix="fewer --stage-at",
         )
     return found

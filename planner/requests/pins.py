@@ -74,14 +74,14 @@ def parse_pin(text: str) -> Pin:
         raise UsageError(
             "AP180",
             f"--pin {text!r} is not PATH=LAYOUT@AXIS",
-            why=f"{layout!r} is no layout" if equals and at and placement is None else "",
+            why=f"{layout!r} is not a layout" if equals and at and placement is None else "",
             fix="for example: --pin 'layers.*.mlp.up_proj.weight=S(0)@tp'; layouts are S(dim), "
-            "R (whole), I and P",
+            "R (replicated), I and P",
         )
     if axis not in AXES:
         raise UsageError(
             "AP182",
-            f"--pin {text!r}: there is no axis {axis!r}",
+            f"--pin {text!r}: unknown axis {axis!r}",
             fix=f"one of {', '.join(AXES)}",
         )
     return Pin(pattern.strip(), placement, axis)
@@ -131,7 +131,7 @@ def matched(graph: Graph, pins: Iterable[Pin]) -> dict[str, tuple[Pin, ...]]:
 def _unknown(pin: Pin, known: Iterable[str]) -> UsageError:
     return UsageError(
         "AP181",
-        f"--pin {pin}: no parameter, module or op is called {pin.pattern!r}",
+        f"--pin {pin}: no parameter, module or op is named {pin.pattern!r}",
         fix=nearest(pin.pattern, known),
     )
 
@@ -142,12 +142,12 @@ def nearest(text: str, known: Iterable[str]) -> str:
     Numbers in a path count as ``*`` does, so one of many equal layers is named.
 
     >>> nearest("layers.*.up.wieght", ["layers.0.up.weight", "layers.1.up.weight", "head"])
-    'the nearest are layers.*.up.weight'
+    'similar names: layers.*.up.weight'
     """
     general = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in known))
     wanted = re.sub(r"\b\d+\b", "*", text)
     close = difflib.get_close_matches(wanted, general, n=3, cutoff=0.5)
-    return f"the nearest are {', '.join(close)}" if close else ""
+    return f"similar names: {', '.join(close)}" if close else ""
 
 
 def _check(pin: Pin, name: str, graph: Graph) -> None:
@@ -156,9 +156,9 @@ def _check(pin: Pin, name: str, graph: Graph) -> None:
     shape = node.spec.shape
     why = ""
     if placement.is_shard and placement.dim >= len(shape):
-        why = f"{name} has {len(shape)} dimensions, the last is S({len(shape) - 1})"
+        why = f"{name} has {len(shape)} dimensions, so the last is S({len(shape) - 1})"
     elif placement.kind == "P" and node.kind == "parameter":
-        why = f"{name} is a parameter, which is held split or whole"
+        why = f"{name} is a parameter, which is sharded or replicated"
     if why:
         raise UsageError("AP183", f"--pin {pin} cannot be met", why=why, fix="another layout")
 
@@ -170,8 +170,8 @@ def _check_agreement(name: str, pins: Sequence[Pin]) -> None:
                 raise UsageError(
                     "AP183",
                     f"--pin {pin} cannot be met",
-                    why=f"--pin {other} asks for another layout of {name}",
-                    fix="leave one of the two out",
+                    why=f"--pin {other} requires another layout of {name}",
+                    fix="remove one of the two",
                 )
 
 
@@ -268,7 +268,7 @@ def broken(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dic
             for pin in by_name.get(name, ()):
                 if not pin.keeps(layout.outputs[0], stage.mesh):
                     placement = _on(layout.outputs[0], stage.mesh, pin.axis)
-                    found.setdefault(pin, f"{name} is {placement} on {pin.axis}")
+                    found.setdefault(pin, f"{name} has the layout {placement} on {pin.axis}")
     return found
 
 
@@ -293,7 +293,7 @@ def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) ->
             "AP184",
             f"no plan meets --pin {pin}{others}",
             why=f"{what} in the nearest plan; {_reason(pin, graph)}",
-            fix="leave the pin out, or force the axis it needs: "
+            fix="remove the pin, or fix the axis it needs: "
             f"--parallel {pin.axis}=N with an N that divides the dimension",
         )
     kept_ones = tuple(a for a in plan.alternatives if a.step_seconds < PENALTY_SECONDS)
@@ -306,8 +306,8 @@ def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
         raise UsageError(
             "AP184",
             f"the configuration cannot meet --pin {' --pin '.join(map(str, pins))}",
-            why="its meshes lay nothing so",
-            fix="leave a pin out, or give the axis it needs in --parallel",
+            why="no mesh of this configuration has the required axis",
+            fix="remove a pin, or set the required axis in --parallel",
         )
 
 
@@ -323,4 +323,4 @@ def plain_kind(kind: str) -> str:
 def _reason(pin: Pin, graph: Graph) -> str:
     name = next(name for name, own in matched(graph, (pin,)).items() if pin in own)
     shape = " × ".join(map(str, graph[name].spec.shape))
-    return f"it is {shape}, and no mesh that fits and is allowed lays it so"
+    return f"it is {shape}, and no allowed mesh that fits shards it this way"

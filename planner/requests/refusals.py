@@ -34,13 +34,17 @@ def does_not_fit(
     if max(limits.zeros) < 3 and cluster.num_devices > 1:
         tries.append("zero=3")
     if request.microbatch_size is not None and request.microbatch_size > 1:
-        tries.append("fewer rows per micro-batch")
+        tries.append("a smaller micro-batch")
     devices = -(-int(cluster.num_devices * (limit + excess)) // int(limit)) + 1
     tries.append(f"about {devices} devices")
     return InfeasibleError(
         "AP301",
         "the model does not fit"
-        + (f": the nearest plan is about {excess / 1e9:.3g} GB over" if excess > 0 else ""),
+        + (
+            f": the nearest plan is about {excess / 1e9:.3g} GB over the limit"
+            if excess > 0
+            else ""
+        ),
         why=f"each device has {limit / 1e9:.3g} GB",
         fix=" or ".join(tries),
     )

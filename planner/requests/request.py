@@ -70,7 +70,7 @@ class Forced:
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")
         if self.slices is not None and self.schedule != "terapipe":
-            raise UsageError("AP120", f"slices={self.slices} without schedule=terapipe")
+            raise UsageError("AP120", f"slices={self.slices} needs schedule=terapipe")
         if isinstance(self.slices, int) and self.slices < 1:
             raise UsageError("AP120", f"slices={self.slices} is less than 1")
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
@@ -129,14 +129,14 @@ class Request:
         if self.search not in SEARCHES:
             raise UsageError("AP330", f"search={self.search} is not one of {', '.join(SEARCHES)}")
         if self.global_batch < 1:
-            raise UsageError("AP123", f"a global batch of {self.global_batch} has no rows")
+            raise UsageError("AP123", f"a global batch of {self.global_batch} has no samples")
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
         check_tolerance(self.tolerance)
         rows = self.microbatch_size
         if rows is not None and (rows < 1 or self.global_batch % rows):
             raise UsageError(
                 "AP124",
-                f"a global batch of {self.global_batch} rows cannot be cut into micro-batches "
+                f"a global batch of {self.global_batch} samples cannot be split into micro-batches "
                 f"of {rows}",
                 fix=f"a divisor of {self.global_batch}: "
                 + ", ".join(str(size) for size in divisors(self.global_batch)),
@@ -204,13 +204,13 @@ class Request:
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
     """Raises AP186 where a choice is forced and denied, AP187 for a gap that is none."""
     if not 0 <= gap < 1:
-        raise UsageError("AP187", f"a gap of {gap:g} is not at least 0 and below 1")
+        raise UsageError("AP187", f"a gap of {gap:g} is not between 0 and 1")
     if max_tp is not None and max_tp < 1:
         raise UsageError("AP120", f"max_tp={max_tp} is less than 1")
     if max_tp is not None and forced.tp is not None and forced.tp > max_tp:
         raise UsageError(
-            "AP186", f"tp={forced.tp} is forced, but at most {max_tp} is allowed",
-            fix="leave one of --parallel tp and --max-tp out",
+            "AP186", f"tp={forced.tp} is fixed, but --max-tp is {max_tp}",
+            fix="remove --parallel tp or --max-tp",
         )  # fmt: skip
     wanted = [name for name in ("dp", "tp", "pp", "cp", "ep") if (getattr(forced, name) or 1) > 1]
     wanted += [f"zero{forced.zero}"] if forced.zero else []
@@ -219,8 +219,8 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
     for name in wanted:
         if not features.allows(name):
             raise UsageError(
-                "AP186", f"{name} is forced and denied",
-                fix="leave it out of --parallel or of --deny, or name it in --allow",
+                "AP186", f"{name} is both fixed and denied",
+                fix="remove it from --parallel or --deny, or add it to --allow",
             )  # fmt: skip
 
 
@@ -228,8 +228,8 @@ def check_tolerance(tolerance: float) -> None:
     """Raises AP841 for a tolerance that is none."""
     if not 0 <= tolerance < 1:
         raise UsageError(
-            "AP841", f"a tolerance of {tolerance:g} is not at least 0 and below 1",
-            where="--tolerance", fix="0.02 takes plans within 2 % for equally fast",
+            "AP841", f"a tolerance of {tolerance:g} is not between 0 and 1",
+            where="--tolerance", fix="0.02 treats plans within 2 % of the fastest as equally fast",
         )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def _check_passes(schedule: Schedule, trains: bool) -> None:
             if not passed:
                 raise _fault(schedule, f"{first} is missing")
             if len(passed) > 1:
-                raise _fault(schedule, f"{first} is done by several replicas, stages {passed}")
+                raise _fault(schedule, f"{first} is run by several replicas, stages {passed}")
             position = positions[schedule.stage_rank[passed[0]]]
             for part in range(schedule.num_slices):
                 forward = Action(FORWARD, passed[0], m, part)
@@ -178,7 +178,7 @@ def _check_pass(
         return
     split = any(half in position for half in halves)
     if whole in position and split:
-        raise _fault(schedule, f"{whole} and its halves are both there")
+        raise _fault(schedule, f"{whole} appears both whole and in halves")
     for before, after in pairwise((forward, *halves) if split else (forward, whole)):
         if after not in position:
             raise _fault(schedule, f"{after} is missing")
@@ -190,7 +190,7 @@ def _positions(schedule: Schedule, row: Row) -> dict[Action, int]:
     position: dict[Action, int] = {}
     for index, action in enumerate(row):
         if action in position:
-            raise _fault(schedule, f"{action} is there twice")
+            raise _fault(schedule, f"{action} appears twice")
         whole_step = action.kind in (REDUCE, STEP) and action.microbatch == NO_MICROBATCH
         if not whole_step and not 0 <= action.microbatch < schedule.num_microbatches:
             raise _fault(schedule, f"{action} names a micro-batch that does not exist")
@@ -217,9 +217,9 @@ def _check_pairs(schedule: Schedule) -> None:
                     raise _fault(schedule, f"{action} has no stage to receive from")
                 received.update((source, action) for source in sources)
     for _, action in sorted(sent - received, key=str):
-        raise _fault(schedule, f"{action} is missing: its message is sent, never received")
+        raise _fault(schedule, f"{action} is missing: its message is sent but never received")
     for _, action in sorted(received - sent, key=str):
-        raise _fault(schedule, f"{action} waits for a message that nobody sends")
+        raise _fault(schedule, f"{action} waits for a message that is never sent")
 
 
 def _check_progress(schedule: Schedule) -> None:
@@ -333,4 +333,6 @@ def _check_versions(schedule: Schedule) -> None:
             if action.kind == STEP:
                 made[action.stage] += 1
             elif versions.get(action, 0) > made[action.stage]:
-                raise _fault(schedule, f"{action} needs a version of the weights not made yet")
+                raise _fault(
+                    schedule, f"{action} needs a version of the weights that does not exist yet"
+                )

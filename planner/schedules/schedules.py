@@ -34,7 +34,7 @@ def find_schedule(name: str) -> ScheduleInfo:
     found = SCHEDULES.get(ALIASES.get(name, name))
     if found is None:
         raise UsageError(
-            "AP150", f"there is no schedule named {name!r}", where="schedule",
+            "AP150", f"unknown schedule {name!r}", where="schedule",
             fix=f"use one of {', '.join(SCHEDULES)}",
         )  # fmt: skip
     return found
@@ -70,7 +70,8 @@ def build_schedule(
     info = find_schedule(name)
     if num_stages < 1 or num_microbatches < 1:
         raise UsageError(
-            "AP151", f"a schedule of {num_stages} stages and {num_microbatches} micro-batches",
+            "AP151", f"cannot build a schedule of {num_stages} stages and {num_microbatches} "
+            "micro-batches",
             why="a pipeline has at least one stage and one micro-batch", where="schedule",
         )  # fmt: skip
     if edges is not None and edges != chain(num_stages):
@@ -78,7 +79,9 @@ def build_schedule(
     chunks = info.chunks[0] if num_chunks is None else num_chunks
     size = _size(info, num_stages, num_microbatches, chunks)
     if slices and info.name != "terapipe":
-        raise _bad(f"schedule {info.name!r} runs whole sequences", "schedule terapipe")
+        raise _bad(
+            f"schedule {info.name!r} does not split sequences into slices", "schedule terapipe"
+        )
     parts: tuple[int, ...] = ()
     ways: Edges | None = None
     if info.name == "chimera":
@@ -134,7 +137,8 @@ def _of_graph(
     """The schedule of stages that form any directed acyclic graph."""
     if info.name not in OF_GRAPHS:
         raise UsageError(
-            "AP154", f"schedule {info.name!r} runs stages one after the other", where="schedule",
+            "AP154", f"schedule {info.name!r} does not support parallel branches of stages",
+            where="schedule",
             fix=f"one of {', '.join(OF_GRAPHS)}",
         )  # fmt: skip
     orders = OF_GRAPHS[info.name](num_microbatches, depths(Wiring.of(num_stages, edges)))
@@ -175,7 +179,7 @@ def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> 
 def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Size:
     """What the schedule is asked for, once it is known to fit. Raises UsageError AP153."""
     if num_chunks < 1 or num_stages % num_chunks:
-        raise _bad(f"{num_stages} stages are not {num_chunks} chunks on each rank")
+        raise _bad(f"{num_stages} stages cannot be divided into {num_chunks} chunks per rank")
     low, high = info.chunks
     if not low <= num_chunks <= high:
         has = "one chunk" if high == 1 else "two chunks"
@@ -187,16 +191,16 @@ def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks
     in_rounds = info.name in ("interleaved", "zb-h1") and num_chunks > 1
     if in_rounds and not round_size(num_ranks, num_microbatches):
         raise _bad(
-            f"{num_microbatches} micro-batches cannot go in equal rounds through {num_ranks} ranks",
+            f"{num_microbatches} micro-batches cannot be divided into rounds of {num_ranks} ranks",
             f"a multiple of {num_ranks} micro-batches",
         )
     if info.name == "dualpipev" and num_microbatches < num_stages:
         raise _bad(
-            f"schedule 'dualpipev' takes at least as many micro-batches as stages, {num_stages}"
+            f"schedule 'dualpipev' needs at least as many micro-batches as stages, {num_stages}"
         )
     if info.name == "chimera" and (num_ranks % 2 or num_microbatches < 2):
         raise _bad(
-            "schedule 'chimera' takes an even number of ranks and at least two micro-batches"
+            "schedule 'chimera' needs an even number of ranks and at least two micro-batches"
         )
     updates = per_update_of_2bw(num_ranks, num_microbatches) if info.name == "pipedream-2bw" else 1
     return Size(num_ranks, num_microbatches, num_chunks, per_update=updates)

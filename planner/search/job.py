@@ -328,8 +328,9 @@ class Job:
         excess = [*self.excess_bytes, *self.beyond]
         if not excess and is_proven and not self.ended_by:
             return UsageError(
-                "AP127", "no way to lay stages over the cluster has the degrees that are asked for",
-                fix="other degrees, or fewer of them",
+                "AP127", "the requested dp/tp/pp degrees match no assignment of stages to this "
+                "cluster",
+                fix="other degrees, or fix fewer of them",
             )  # fmt: skip
         if not excess or (self.effort.left_seconds <= 0 and not is_proven):
             return TimeLimitError(

@@ -135,7 +135,11 @@ def searched(
     def attempt(order: HostOrder, limited: Request) -> tuple[Job, list[Candidate]]:
         nonlocal stopped
         if stopped:
-            raise TimeLimitError("AP701", f"{stopped} ended the search", fix="let it run on")
+            raise TimeLimitError(
+                "AP701",
+                f"the search was ended by {stopped} before a plan was found",
+                fix="run again without interrupting",
+            )
         try:
             check_degrees(limited.forced, order.cluster)
             job = Job.of(graph, blocks, order.cluster, limited, rules=rules, basis=basis)
@@ -148,7 +152,7 @@ def searched(
                 raise
             stopped = INTERRUPTED
             raise TimeLimitError(
-                "AP701", "the search was interrupted", fix="let it run on"
+                "AP701", "the search was interrupted", fix="run again without interrupting"
             ) from None
         known.append(job)
         stopped = job.stopped

@@ -122,7 +122,7 @@ def test_adapters_are_merged_or_written_in_the_format_of_peft(llama: Path, tmp_p
     lora = "r=2,alpha=6"
     model = adapted(llama, lora)
     saved = checkpoint(tmp_path / "run", model.state_dict())
-    with pytest.raises(UsageError, match=r"AP871.*not known how they were trained"):
+    with pytest.raises(UsageError, match=r"AP871.*adapters whose settings are unknown"):
         autoparallel.export(saved, tmp_path / "out", to="hf", model=str(llama))
     autoparallel.export(saved, tmp_path / "out", to="hf", model=str(llama), lora=lora)
     tokens = torch.arange(8)[None]

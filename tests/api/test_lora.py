@@ -61,7 +61,7 @@ def test_all_linear_layers_can_be_named_at_once() -> None:
     ("text", "why"),
     [
         ("rank=8", "rank=8"), ("r=0", "at least 1"), ("r=8,alpha=x", "at least 1"),
-        ("r=8,r=9", "once"), ("8", "'8'"), ("r=8,alpha=-1", "above 0"),
+        ("r=8,r=9", "repeated"), ("8", "'8'"), ("r=8,alpha=-1", "above 0"),
     ],
 )  # fmt: skip
 def test_a_mistyped_option_is_refused(text: str, why: str) -> None:

@@ -437,9 +437,9 @@ def refusals_of_microbatches(adopt: Adopt) -> Figures:
 
 
 EXPECTED = {
-    "stale optimizer": "AP925 the optimizer holds Net.a.weight as it was before",
+    "stale optimizer": "AP925 the optimizer holds Net.a.weight from before",
     "setting": "AP920 in training the model is called with doubled=True",
-    "input": "AP933 an input of the model is to get a gradient",
+    "input": "AP933 an input of the model requires a gradient",
     "evaluation": "AP921 a backward in evaluation mode",
     "mode": "AP922 the mode of drop changed after the model was planned",
     "hook": "AP923 a hook was put on a submodule after the model was planned",
@@ -447,8 +447,8 @@ EXPECTED = {
     "dropout": "AP936 p of drop was changed",
     "parameter": "AP936 weight of a was changed",
     "module": "AP936 a module in the model was changed",
-    "frozen": "AP929 frozen is to be trained, but was frozen when the model was planned",
-    "cast": "AP924 a parallel model refuses a cast of frozen to torch.float64",
+    "frozen": "AP929 frozen requires a gradient, but was frozen when the model was planned",
+    "cast": "AP924 a parallel model does not support a cast of frozen to torch.float64",
     "copy": "AP930 a parallel model cannot be copied",
     "unsharded": "AP926 frozen was changed inside unsharded()",
     "data": "AP936 the data of a.weight was assigned",
@@ -458,10 +458,10 @@ EXPECTED = {
     "write only": "AP937 the forward writes buffer a.parametrizations.weight.0._u and never",
     "returned": "AP210 the model returns its parameter b.weight",
     "layer": "AP931 the model reads a weight of a layer that it does not call",
-    "filled": "AP939 a.weight was written to before the model has its weights",
+    "filled": "AP939 a.weight was written before the model has weights",
     "subclass": "AP938 Further is a subclass of Decorated",
-    "second": "AP934 a second backward through one loss",
-    "checkpoint": "AP935 the model is called again while its own call runs",
+    "second": "AP934 backward was called twice through one loss",
+    "checkpoint": "AP935 the model is called recursively",
 }
 
 

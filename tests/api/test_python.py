@@ -123,7 +123,7 @@ def test_a_batch_stands_for_batches_of_any_size() -> None:
 def test_a_plan_needs_a_model_and_a_batch() -> None:
     with pytest.raises(UsageError, match="example_batch is missing"):
         autoparallel.plan(Net())
-    with pytest.raises(UsageError, match="is no model"):
+    with pytest.raises(UsageError, match="is not a model"):
         make_target(3, batch(), None)  # type: ignore[arg-type]
 
 

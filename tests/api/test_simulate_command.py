@@ -154,11 +154,11 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
 @pytest.mark.parametrize(
     ("parallel", "more", "code", "says"),
     [
-        ("schedule=zigzag", (), "AP150", "no schedule named 'zigzag'"),
-        ("schedule=inference", (), "AP150", "that trains"),
+        ("schedule=zigzag", (), "AP150", "unknown training schedule 'zigzag'"),
+        ("schedule=inference", (), "AP150", "unknown training schedule"),
         ("dp=3,pp=2", (), "AP127", "is 6 devices, the cluster has 8"),
         ("tp=16", (), "AP127", "is 16 devices"),
-        ("pp=8,chunks=2,schedule=bfs", (), "AP128", "16 stages of at least one layer, the model"),
+        ("pp=8,chunks=2,schedule=bfs", (), "AP128", "16 stages need at least one layer each"),
         ("pp=2", ("--layers-per-stage", "4,5"), "AP128", "has 9 layers in 2 stages, not 8 in 2"),
         ("pp=2", ("--layers-per-stage", "8"), "AP128", "8 layers in 1 stages"),
         ("pp=2", ("--layers-per-stage", "8,0"), "AP112", "whole numbers above 0"),
@@ -166,7 +166,7 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
         ("pp=2,chunks=two", (), "AP112", "chunks=two"),
         ("pp=2,pipe=2", (), "AP112", "'pipe' is not one of"),
         ("pp=2,schedule=bfs,schedule=bfs", (), "AP112", "given twice"),
-        ("microbatches=7", (), "AP124", "is not 7 micro-batches of 9"),
+        ("microbatches=7", (), "AP124", "7 micro-batches of 9 samples are not"),
         ("dp=8", ("--trace", "/no/such/folder/t.json"), "AP101", "cannot write"),
     ],
 )

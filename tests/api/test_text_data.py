@@ -104,7 +104,7 @@ def test_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"AP865.*UTF-8"):
         tokens_of(tmp_path / "b.txt")
-    with pytest.raises(UsageError, match=r"AP865.*fewer than one row of 8"):
+    with pytest.raises(UsageError, match=r"AP865.*fewer than one sequence of 8"):
         PackedText(np.arange(7, dtype=np.uint32), seq=8, seed=0)
 
 

@@ -75,17 +75,17 @@ HOST = '[[hosts]]\nnum_devices = 8\ndevice = "H100"\n'
 @pytest.mark.parametrize(
     ("text", "what", "where"),
     [
-        ("hosts = [", "no TOML", "c.toml"),
-        ("", "needs hosts", "c.toml: hosts"),
-        ("hosts = []", "needs hosts", "c.toml: hosts"),
+        ("hosts = [", "not valid TOML", "c.toml"),
+        ("", "has no hosts", "c.toml: hosts"),
+        ("hosts = []", "has no hosts", "c.toml: hosts"),
         ("hosts = [3]", "expected a table", "c.toml: hosts[0]"),
         ("nodes = 3", "unknown key 'nodes'", "c.toml"),
         (HOST + "gpus = 3", "unknown key 'gpus'", "c.toml: hosts[0]"),
-        ('[[hosts]]\ndevice = "H100"', "how many devices", "c.toml: hosts[0]"),
+        ('[[hosts]]\ndevice = "H100"', "number of devices is missing", "c.toml: hosts[0]"),
         ("[[hosts]]\nnum_devices = 8", "no device", "c.toml: hosts[0]"),
         (HOST + "count = 0", "at least 1", "c.toml: hosts[0].count"),
         (HOST + "count = true", "whole number", "c.toml: hosts[0].count"),
-        (HOST + 'link = "nvlink44"', "no link named", "c.toml: hosts[0].link"),
+        (HOST + 'link = "nvlink44"', "unknown link", "c.toml: hosts[0].link"),
         (
             HOST + 'link = { preset = "pcie4", bytes_per_second = -1 }',
             "at least 0",
@@ -93,13 +93,13 @@ HOST = '[[hosts]]\nnum_devices = 8\ndevice = "H100"\n'
         ),
         (
             HOST + 'link = { preset = "pcie4", bytes_per_second = "80GB" }',
-            "no rate",
+            "not a rate",
             "c.toml: hosts[0].link.bytes_per_second",
         ),
-        (HOST + 'link = { name = "w" }', "no alpha_seconds", "c.toml: hosts[0].link"),
+        (HOST + 'link = { name = "w" }', "alpha_seconds is missing", "c.toml: hosts[0].link"),
         (
             '[[hosts]]\nnum_devices = 8\ndevice = { preset = "H10" }',
-            "no device named 'H10'",
+            "unknown device 'H10'",
             "c.toml: hosts[0].device.preset",
         ),
         (
@@ -109,7 +109,7 @@ HOST = '[[hosts]]\nnum_devices = 8\ndevice = "H100"\n'
         ),
         (
             '[[hosts]]\nnum_devices = 8\ndevice = { preset = "H100", memory_bytes = "80" }',
-            "no quantity",
+            "not a quantity",
             "c.toml: hosts[0].device.memory_bytes",
         ),
         (
@@ -117,12 +117,12 @@ HOST = '[[hosts]]\nnum_devices = 8\ndevice = "H100"\n'
             "more than 0",
             "c.toml: hosts[0].device.peak_flops.x",
         ),
-        (HOST + "rack = 3", "expected a text", "c.toml: hosts[0].rack"),
+        (HOST + "rack = 3", "expected a string", "c.toml: hosts[0].rack"),
         (HOST + 'rack = "a"\n' + HOST + 'rack = "b"', "between the racks", "c.toml: rack_link"),
-        ('rack_link = "pcie4"\n' + HOST, "but one rack", "c.toml: rack_link"),
+        ('rack_link = "pcie4"\n' + HOST, "only one rack", "c.toml: rack_link"),
         (
             f'rack_link = "no wire"\n{HOST}rack = "a"\n{HOST}rack = "b"',
-            "no link named",
+            "unknown link",
             "c.toml: rack_link",
         ),
     ],
@@ -199,7 +199,7 @@ def test_a_path_is_read_and_a_missing_one_named(tmp_path: Path) -> None:
     assert resolve_cluster(str(path)) == load_cluster(MIXED, str(path))
     with pytest.raises(ClusterError, match="cannot be read"):
         resolve_cluster(str(tmp_path / "none.toml"))
-    with pytest.raises(ClusterError, match="describes no cluster"):
+    with pytest.raises(ClusterError, match="is not a cluster"):
         resolve_cluster("nonsense")
     assert resolve_cluster("4x8xH100") == parse_cluster("4x8xH100")
 
@@ -278,12 +278,12 @@ def test_wires_of_v100_hosts_by_default_by_name_and_with_a_switch() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('wires = "ring"', "no wires named 'ring' .*hosts.0..wires.*hybrid-cube-mesh"),
+        ('wires = "ring"', "unknown wires 'ring' .*hosts.0..wires.*hybrid-cube-mesh"),
         ("wires = 3", "expected rows of counts, or a name, found 3"),
         ("wires = [[0, -1], [-1, 0]]", "expected a number of links, found -1"),
-        ("wires = [[0, 1], [1, 0]]", "wires of 4 devices are as many rows"),
-        ('detour = "pcie4"', "a detour, but no wires .*hosts.0..detour"),
-        ('wires = "all-pairs-twice"', "of how many links is the rate of 'nvlink4'"),
+        ("wires = [[0, 1], [1, 0]]", "symmetric 4 × 4 table"),
+        ('detour = "pcie4"', "detour is set, but wires is not .*hosts.0..detour"),
+        ('wires = "all-pairs-twice"', "'nvlink4' does not say how many links"),
     ],
 )
 def test_wrong_wires_name_their_key(line: str, message: str) -> None:

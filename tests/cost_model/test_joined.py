@@ -48,7 +48,7 @@ def test_ranks_that_alternate_between_hosts_are_refused() -> None:
 
 
 def test_an_unknown_gpu_of_another_host_is_refused() -> None:
-    with pytest.raises(ClusterError, match="no preset is known for 'Tesla M60' of host 'b'"):
+    with pytest.raises(ClusterError, match="there is no preset for 'Tesla M60' of host 'b'"):
         joined_cluster([*gpus("a", 1), *gpus("b", 1, "Tesla M60")])
 
 

@@ -151,11 +151,11 @@ LINK = Link("bridge", 1e-6, 1e9, num_links=1)
 @pytest.mark.parametrize(
     ("wires", "link", "detour", "message"),
     [
-        (((0, 1), (2, 0)), LINK, LINK, "the same in both directions"),
-        (((0, 1, 1), (1, 0, 1), (1, 1, 0)), LINK, LINK, "wires of 2 devices"),
-        (PAIR, Link("bridge", 1e-6, 1e9), LINK, "of how many links is the rate of 'bridge'"),
-        (PAIR, LINK, None, "no link for devices without wires"),
-        ((), LINK, LINK, "a detour, but no wires"),
+        (((0, 1), (2, 0)), LINK, LINK, "symmetric 2 × 2 table"),
+        (((0, 1, 1), (1, 0, 1), (1, 1, 0)), LINK, LINK, "2 × 2 table of link counts"),
+        (PAIR, Link("bridge", 1e-6, 1e9), LINK, "'bridge' does not say how many links"),
+        (PAIR, LINK, None, "no link for devices that no wires join"),
+        ((), LINK, LINK, "detour is set, but wires is not"),
     ],
 )
 def test_wires_that_do_not_fit(wires: Wires, link: Link, detour: Link | None, message: str) -> None:

@@ -303,14 +303,14 @@ def test_size_arguments_follow_a_rescaled_batch() -> None:
 def test_a_split_that_does_not_divide_is_a_plan_error_that_names_the_node() -> None:
     layouts = layouts_of(MEGATRON)
     three = Mesh(("tp",), (3,))
-    with pytest.raises(PlanError, match="as up wants it") as caught:
+    with pytest.raises(PlanError, match="as up requires") as caught:
         build(mlp(), layouts, three, make_communicators(three)[0])
     assert caught.value.where == "model.py:7"
 
 
 def test_a_layout_of_another_op_is_a_plan_error() -> None:
     layouts = layouts_of(MEGATRON | {"up": "R -> S(1)"})
-    with pytest.raises(PlanError, match="of another op"):
+    with pytest.raises(PlanError, match="belongs to another op"):
         build(mlp(), layouts, TP, make_communicators(TP)[0])
 
 

@@ -70,7 +70,7 @@ def test_the_number_of_ranks_is_the_best_where_none_is_forced(schedule: str) -> 
     [
         (Forced(schedule="zbv", dp=4), "devices and blocks for 1"),
         (Forced(schedule="interleaved", chunks=6), "each with 6 blocks or more: .* for 1"),
-        (Forced(schedule="zbv", pp=1), "without a pipeline"),
+        (Forced(schedule="zbv", pp=1), "needs a pipeline"),
         (Forced(schedule="bfs", pp=4, chunks=3), "the model has 10 blocks"),
         (Forced(schedule="zbv", chunks=3), "chunks=3 with schedule=zbv"),
         (Forced(schedule="1f1b", pp=2, chunks=2), "chunks=2 with schedule=1f1b"),
@@ -222,7 +222,7 @@ def test_where_a_stage_is_to_begin_one_does_or_that_is_refused() -> None:
     forced = Forced(pp=2, schedule="interleaved")
     found = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, stage_at=("layers.2",)))
     assert "layers.2" in {stage.blocks[0].name for stage in found.stages}
-    with pytest.raises(UsageError, match=r"--stage-at layers\.1: no stage begins there") as caught:
+    with pytest.raises(UsageError, match=r"--stage-at layers\.1: no stage starts there") as caught:
         plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, stage_at=("layers.1",)))
     assert caught.value.code == "AP183"
 

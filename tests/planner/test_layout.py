@@ -31,7 +31,7 @@ def test_every_layout_survives_its_text() -> None:
 
 @pytest.mark.parametrize("text", ["S", "S()", "S(-1)", "Q", "", "S(0"])
 def test_a_text_that_is_no_placement_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no placement"):
+    with pytest.raises(ValueError, match="is not a placement"):
         parse_placement(text)
 
 

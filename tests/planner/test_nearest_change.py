@@ -34,4 +34,4 @@ def test_a_plan_that_is_nearest_is_named_though_the_changes_took_all_the_time(
     error = nearest_change.with_nearest_change(
         InfeasibleError("AP301", "the model does not fit"), plan.cluster, request, search
     )
-    assert f"needs {peak / 1e9:.2f} GB of" in error.what
+    assert f"needs {peak / 1e9:.2f} GB, the limit is" in error.what

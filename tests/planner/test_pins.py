@@ -88,11 +88,11 @@ def test_a_split_pin_keeps_meshes_without_its_axis_away() -> None:
     ("pin", "code", "says"),
     [
         ("layers.*.up.weight", "AP180", "PATH=LAYOUT@AXIS"),
-        ("layers.*.up.weight=S0@tp", "AP180", "'S0' is no layout"),
+        ("layers.*.up.weight=S0@tp", "AP180", "'S0' is not a layout"),
         ("layers.*.up.weight=S(0)@xp", "AP182", "dp, ep, cp, tp"),
         ("layers.*.upp.weight=S(0)@tp", "AP181", "layers.*.up.weight"),
         ("layers.*.up.weight=S(2)@tp", "AP183", "the last is S(1)"),
-        ("layers.*.up.weight=P@tp", "AP183", "held split or whole"),
+        ("layers.*.up.weight=P@tp", "AP183", "sharded or replicated"),
     ],
 )
 def test_a_pin_that_means_nothing_is_named(pin: str, code: str, says: str) -> None:

@@ -169,9 +169,9 @@ def test_looped_orders_equal_torch_pipelining(name, torch_name, ranks, chunks, n
         (("dualpipev", 8, 7), 2, "at least as many micro-batches as stages"),
         (("chimera", 3, 4), 1, "an even number of ranks"),
         (("chimera", 4, 1), 1, "at least two micro-batches"),
-        (("bfs", 4, 4), 3, "are not 3 chunks"),
-        (("bfs", 4, 4), 0, "are not 0 chunks"),
-        (("interleaved-1f1b", 8, 9), 2, "cannot go in equal rounds"),
+        (("bfs", 4, 4), 3, "into 3 chunks"),
+        (("bfs", 4, 4), 0, "into 0 chunks"),
+        (("interleaved-1f1b", 8, 9), 2, "cannot be divided into rounds"),
     ],
 )
 def test_chunks_that_a_schedule_cannot_have_are_a_usage_error(arguments, chunks, message):
@@ -249,7 +249,7 @@ def test_an_action_survives_its_text(text):
 
 @pytest.mark.parametrize("text", ["", "F0", "1F", "1X0", "1STEP3.1", "1REDUCE0.1", "-1F0"])
 def test_text_that_is_no_action_is_refused(text):
-    with pytest.raises(ValueError, match="is no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         parse_action(text)
 
 
@@ -273,9 +273,9 @@ def edited(old: str, new: str, *, name: str = "1f1b") -> Schedule:
         ("0F1 ", "", "0F1 is missing"),
         ("0B1 ", "", "0B1 is missing"),
         ("1RECV_F1 ", "", "1RECV_F1 is missing"),
-        ("0SEND_F1 ", "", "1RECV_F1 waits for a message that nobody sends"),
+        ("0SEND_F1 ", "", "1RECV_F1 waits for a message that is never sent"),
         ("1F0 1B0", "1B0 1F0", "1B0 comes before 1F0"),
-        ("0F1", "0F1 0F1", "0F1 is there twice"),
+        ("0F1", "0F1 0F1", "0F1 appears twice"),
         ("0F1", "0F1 0F2", "0F2 names a micro-batch"),
         ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0", "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1", "deadlock"),
         ("0F0 0SEND_F0", "0SEND_F0 0F0", "deadlock"),
@@ -346,7 +346,7 @@ def test_a_message_that_one_of_two_makes_is_missed():
     schedule = build_schedule("1f1b", 4, 1, edges=FORK)
     row = tuple(action for action in schedule.table[2] if str(action) != "2SEND_F0")
     damaged = replace(schedule, table=(*schedule.table[:2], row, schedule.table[3]))
-    with pytest.raises(PlanError, match="3RECV_F0 waits for a message that nobody sends"):
+    with pytest.raises(PlanError, match="3RECV_F0 waits for a message that is never sent"):
         check_schedule(damaged)
 
 
@@ -356,6 +356,6 @@ def test_edges_of_a_chain_make_the_usual_table():
 
 
 def test_a_looped_schedule_runs_no_graph():
-    with pytest.raises(UsageError, match="one after the other") as caught:
+    with pytest.raises(UsageError, match="parallel branches") as caught:
         build_schedule("bfs", 4, 4, num_chunks=2, edges=FORK)
     assert caught.value.code == "AP154"

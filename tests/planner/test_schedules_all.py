@@ -161,7 +161,7 @@ def test_chimera_is_the_picture_of_its_paper():
 def test_replicas_that_take_the_same_micro_batch_are_refused():
     table = parse_table("0F0 0B0 0REDUCE 0STEP\n1F0 1B0 1REDUCE 1STEP")
     twice = Schedule("twice", 1, (0, 1), table, edges=(), parts=(0, 0))
-    with pytest.raises(PlanError, match="done by several replicas"):
+    with pytest.raises(PlanError, match="run by several replicas"):
         check_schedule(twice)
 
 
@@ -207,14 +207,16 @@ def test_weights_that_are_not_made_yet_are_refused():
         "0F0 0F1 0F2 0F3 0B0 0REDUCE0 0STEP0 0B1 0REDUCE1 0STEP1 "
         "0B2 0REDUCE2 0STEP2 0B3 0REDUCE3 0STEP3"
     )
-    with pytest.raises(PlanError, match="0F2 needs a version of the weights not made yet"):
+    with pytest.raises(
+        PlanError, match="0F2 needs a version of the weights that does not exist yet"
+    ):
         check_schedule(Schedule("late", 4, (0,), table, weights="double-buffered"))
 
 
 def test_other_names_find_the_same_schedule():
     for alias, name in ALIASES.items():
         assert find_schedule(alias) is SCHEDULES[name]
-    with pytest.raises(UsageError, match="whole sequences"):
+    with pytest.raises(UsageError, match="does not split sequences"):
         build_schedule("1f1b", 2, 2, slices=(1, 1))
     assert Action("F", 0, 0).kind in COMPUTE
     assert peak_in_flight(build_schedule("zb-h1", 2, 4)) == (2, 2)

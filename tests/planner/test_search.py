@@ -97,7 +97,7 @@ def test_what_cannot_be_met_is_a_usage_error(forced: Forced, global_batch: int, 
 
 def test_a_pipeline_longer_than_the_model_is_a_usage_error() -> None:
     graph, blocks = mlp(1, rows=8)
-    with pytest.raises(UsageError, match="needs as many blocks"):
+    with pytest.raises(UsageError, match="needs at least as many blocks"):
         plan(graph, blocks, cluster(4), Request(8, forced=Forced(pp=4)))
 
 

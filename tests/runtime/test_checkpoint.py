@@ -106,5 +106,5 @@ def test_a_checkpoint_of_zero_with_tensor_parallel_loads_under_data_parallel(
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no checkpoint"):
+    with pytest.raises(UsageError, match="contains no checkpoint"):
         load_checkpoint(tmp_path, TrainingState({}, ()))

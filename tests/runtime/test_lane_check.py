@@ -105,5 +105,5 @@ def test_both_sides_take_what_is_sent_in_its_order(schedule: Schedule) -> None:
 def test_a_wrong_table_is_refused_when_the_exchange_is_made(
     schedule: Schedule, wrong: str, on: tuple[int, ...], message: str
 ) -> None:
-    with pytest.raises(RankError, match=r"AP542.*other messages(.|\n)*" + message):
+    with pytest.raises(RankError, match=r"AP542.*does not expect(.|\n)*" + message):
         run_processes(2, compare, schedule, wrong, on)

@@ -120,7 +120,7 @@ def idle(is_allowed: bool) -> list[float]:
 
 
 def test_a_plan_that_leaves_processes_idle_is_refused_unless_asked_for() -> None:
-    with pytest.raises(RankError, match=r"AP412.*leaves 1 of 2 processes without work"):
+    with pytest.raises(RankError, match=r"AP412.*uses only 1 of 2 processes"):
         run_processes(2, idle, False)
     expected = run_processes(1, adopt)[0]
     assert run_processes(2, idle, True)[0] == pytest.approx(expected, rel=1e-5)

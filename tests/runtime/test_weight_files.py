@@ -120,10 +120,10 @@ def _save_sharded(folder: str) -> None:
 def test_a_place_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"AP860.*no file or folder"):
         open_weights(tmp_path / "none.safetensors")
-    with pytest.raises(UsageError, match=r"AP860.*holds no weights"):
+    with pytest.raises(UsageError, match=r"AP860.*contains no weights"):
         open_weights(tmp_path)
     (tmp_path / "weights.npz").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"AP860.*is no file of weights"):
+    with pytest.raises(UsageError, match=r"AP860.*is not a weight file"):
         open_weights(tmp_path / "weights.npz")
     index = {"weight_map": {"a": "gone.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -95,7 +95,7 @@ def test_keyword_order_does_not_matter() -> None:
 
 
 def test_an_argument_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(ProfileError, match="type object has no place"):
+    with pytest.raises(ProfileError, match="type object cannot be stored"):
         canonical((object(),), {})
 
 
