@@ -33,7 +33,7 @@ FILE = "planner.sqlite"
 MOST_BYTES = 512 * 2**20
 """The file's limit: some hundreds of models."""
 
-LIBRARIES = ("numpy", "highspy", "pulp")
+LIBRARIES = ("numpy", "highspy")
 """What computes and solves besides this package and torch."""
 
 ORDER = ("capture", "tables", "solutions", "programs", "memory")
@@ -135,7 +135,7 @@ def _change(other: str) -> str:
     """What differs from another version, by name.
 
     >>> _change("none")
-    'unlike autoparallel, torch, numpy, highspy, pulp, python'
+    'unlike autoparallel, torch, numpy, highspy, python'
     """
     theirs = dict(part.rpartition(" ")[::2] for part in other.split(", "))
     own = dict(part.rpartition(" ")[::2] for part in version().split(", "))

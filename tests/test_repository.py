@@ -185,6 +185,44 @@ def test_the_readmes_commands_exist() -> None:
     assert {name for name in files if not (ROOT / name).exists()} == set()
 
 
+MAX_WORDS = 2500
+"""Of a document, without the bars of its tables."""
+
+
+def documents() -> list[Path]:
+    own = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    return [*own, *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("README.md")]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of the headings of a document, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_every_document_is_short_and_listed_in_the_readme() -> None:
+    docs = sorted((ROOT / "docs").glob("*.md"))
+    words = {path.name: len(re.findall(r"[^\s|]+", path.read_text())) for path in docs}
+    assert {name: count for name, count in words.items() if count >= MAX_WORDS} == {}
+    listed = set(re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text()))
+    assert {path.name for path in docs} - listed == set()
+
+
+def test_the_links_of_documents_lead_to_files_and_headings() -> None:
+    broken = []
+    for path in documents():
+        prose = re.sub(r"`[^`\n]*`", "", path.read_text())
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            if link.startswith("http"):
+                continue
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                broken.append((path.name, link))
+    assert broken == []
+
+
 def test_the_ci_runs_the_readmes_test_command() -> None:
     command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"
     assert f"\n{command}\n" in (ROOT / "README.md").read_text()
