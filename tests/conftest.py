@@ -1,4 +1,4 @@
-"""For every test: a database and a cache of its own; at the end, how many layouts were proved."""
+"""A session's own database and cache; at the end, how many layouts were proved."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _own_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test sees, or adds to, what its user has measured or planned."""
+    from processes import measure_briefly
+
     with pytest.MonkeyPatch.context() as patch:
+        measure_briefly()
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.setenv("AUTOPARALLEL_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("AUTOPARALLEL_MEASURE_SECONDS", "0")  # plans are the same on every machine
