@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from autoparallel import load_plan, save_plan
 
@@ -22,10 +23,7 @@ GPT = (
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A command line in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "autoparallel", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    return run_python("-m", "autoparallel", *arguments, folder=ROOT)
 
 
 @pytest.fixture(scope="module")
