@@ -1,7 +1,8 @@
-"""For every test: a database and a cache of its own; at the end, how many layouts were proved."""
+"""A session's own database, cache and captures; at the end, how many layouts were proved."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -49,11 +50,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _own_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test sees, or adds to, what its user has measured or planned."""
+    from kept_captures import FOLDER
+    from processes import measure_briefly
+
     with pytest.MonkeyPatch.context() as patch:
+        measure_briefly()
+        patch.setenv(FOLDER, str(_session_folder(tmp_path_factory, "captures")))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.setenv("AUTOPARALLEL_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("AUTOPARALLEL_MEASURE_SECONDS", "0")  # plans are the same on every machine
         yield
+
+
+def _session_folder(factory: pytest.TempPathFactory, name: str) -> Path:
+    """A folder that all workers of pytest-xdist share."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    base = factory.getbasetemp()
+    folder = (base.parent if is_worker else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

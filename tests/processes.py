@@ -14,8 +14,11 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from autoparallel.cost_model import detect
 
 PRELOADED = [
     "torch",
@@ -25,11 +28,29 @@ PRELOADED = [
     "torch.utils.checkpoint",
     "torch._inductor.codecache",
     "torch.export._trace",
+    "numpy.ma",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "autoparallel.commands.export",
+    "autoparallel.commands.plan",
+    "autoparallel.commands.run",
+    "autoparallel.commands.verify",
+    "autoparallel.joining",
     "autoparallel.module",
+    "autoparallel.passes.capture",
+    "autoparallel.planner.requests.objective",
     "autoparallel.planning",
+    "autoparallel.python",
+    "autoparallel.step",
     "autoparallel.worker",
     "pytest",
 ]
+"""What most ranks and commands use; a module that is not installed is left out."""
+
+
+FULL_SECONDS = detect._PATIENCE_SECONDS
+BRIEF_SECONDS = 0.003
+"""For so long the product measures each of a CPU's rates, and tests do that need no exact rates."""
 
 
 class RankError(AssertionError):
@@ -53,9 +74,7 @@ def run_processes(
     one thread. The first rank that fails ends the others and its traceback is raised as
     RankError; so does running out of time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    context = forking_context()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes, ends = [], []
@@ -80,6 +99,14 @@ def run_processes(
                     process.join()
 
 
+def forking_context() -> ForkServerContext:
+    """Processes of this context are forked from the fork server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return context
+
+
 def _collect(ends: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ends):
@@ -101,6 +128,11 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
+def measure_briefly() -> None:
+    """In this process, a CPU's rates are measured for ``BRIEF_SECONDS`` each."""
+    detect._PATIENCE_SECONDS = BRIEF_SECONDS
+
+
 def _rank(
     end: Connection,
     store: str,
@@ -115,6 +147,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    measure_briefly()
     if backend == "strict":
         from strict_group import register
 

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from kept_captures import capture_once
 from test_verification_branches import slow_wires
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, record_build
+from autoparallel.passes.deferred_init import Deferred
 from autoparallel.passes.program import Program
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.targets import Target, load_target
 
 SCHEDULES = (
@@ -82,9 +83,7 @@ class Models:
     @cache  # noqa: B019
     def captured(self, model: str, precision: str = "fp32") -> tuple[Deferred, Program]:
         found = self.target(model)
-        deferred = record_build(found.build_model, seed=0)
-        batch = found.example_batch(2, self.sequences.get(model))
-        return deferred, capture_model(deferred.model, batch, found.loss_fn, precision)
+        return capture_once(found, found.example_batch(2, self.sequences.get(model)), precision)
 
     def planned(self, case: Case, rows: int) -> Plan | None:
         """Of a batch of so many rows; None where the model or the schedule cannot have this."""

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from capture_models import example
+from kept_captures import capture_once
 from processes import run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, plain_build, record_build
+from autoparallel.passes.deferred_init import Deferred, plain_build
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.program import Program
 from autoparallel.planner.layout import conversion_steps, shard
@@ -21,7 +22,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.rules import axis_strategies
 from autoparallel.planner.strategy import combine
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.reference import run_reference
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
@@ -54,8 +55,7 @@ def target() -> Target:
 
 @cache
 def captured(precision: str) -> tuple[Deferred, Program]:
-    deferred = record_build(target().build_model, seed=0)
-    return deferred, capture_model(deferred.model, MOE.example_batch(2, SEQ), None, precision)
+    return capture_once(target(), MOE.example_batch(2, SEQ), precision)
 
 
 def planned(parallel: str) -> Plan:

@@ -11,11 +11,12 @@ from functools import cache
 
 import pytest
 import torch
+from kept_captures import capture_once
 from one_device import build_optimizer, reference_of
 from processes import run_processes
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
-from autoparallel.passes.deferred_init import Deferred, record_build
+from autoparallel.passes.deferred_init import Deferred
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.program import Program
 from autoparallel.planner.batch import rows_apart
@@ -25,7 +26,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.reference import Reference
 from autoparallel.runtime.trainer import Trainer
@@ -88,10 +89,8 @@ def target(model: str) -> Target:
 @cache
 def captured(model: str, precision: str) -> tuple[Deferred, Program]:
     found = target(model)
-    deferred = record_build(found.build_model, seed=0)
     rows = BATCH if model == CASES["towers"].model else 2
-    batch = found.example_batch(rows, None)
-    return deferred, capture_model(deferred.model, batch, found.loss_fn, precision)
+    return capture_once(found, found.example_batch(rows, None), precision)
 
 
 @cache

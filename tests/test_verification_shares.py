@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from kept_captures import capture_once
 from one_device import build_optimizer, reference_of
 from processes import RankError, run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, record_build
+from autoparallel.passes.deferred_init import Deferred
 from autoparallel.passes.inputs import random_batch
 from autoparallel.passes.program import Program
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.reference import Reference
 from autoparallel.runtime.trainer import Trainer
@@ -83,9 +84,8 @@ def target(model: str) -> Target:
 @cache
 def captured(model: str, precision: str) -> tuple[Deferred, Program]:
     found = target(model)
-    deferred = record_build(found.build_model, seed=0)
     batch = found.example_batch(2, SEQ if model in ("gpt", "dropout") else None)
-    return deferred, capture_model(deferred.model, batch, found.loss_fn, precision)  # type: ignore[arg-type]
+    return capture_once(found, batch, precision)  # type: ignore[arg-type]
 
 
 def planned(case: Case) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import run_python, run_torchrun
 from torch import nn
 
 import autoparallel
@@ -102,14 +101,9 @@ ALONE = "alone"
 
 def losses(script: Path, kind: str, *arguments: object) -> dict[int, tuple[float, float]]:
     """The loss and the learning rate of each step, in one process or under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    start = [] if kind == ALONE else launcher
+    run = run_python if kind == ALONE else run_torchrun
     parallel = "dp=2" if kind == ALONE else kind
-    done = subprocess.run(
-        [sys.executable, *start, str(script), parallel, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = run(str(script), parallel, *map(str, arguments))
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.findall(r"loss (\d+) ([\d.]+) ([\d.]+)", done.stdout)
     return {int(step): (float(loss), float(rate)) for step, loss, rate in found}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_python
 from one_device import reference_of
 from processes import RankError, run_processes
 from test_batches import BOTH, DP, PLANNED, PP, Case, make_trainer, planned
@@ -224,10 +223,9 @@ def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Pa
     model.write_text(f"LOG = {str(log)!r}\n{MODEL}")
 
     def run(parallel: str, *more: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "autoparallel", "run", str(model), "--cluster", "cpu:2",
-             "--global-batch", "8", "--parallel", parallel, "--steps", "2", *more],
-            cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        done = run_python(
+            "-m", "autoparallel", "run", str(model), "--cluster", "cpu:2",
+            "--global-batch", "8", "--parallel", parallel, "--steps", "2", *more, folder=ROOT,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from commands import run_python, run_torchrun
 from finetuned_models import save_gpt2, save_llama, save_tokenizer, words
 from torch import Tensor, nn
 
@@ -43,11 +41,7 @@ def _own_cache(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def command(*arguments: str) -> str:
     """What a command line of two processes says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "autoparallel", *arguments],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "autoparallel", *arguments, folder=ROOT, timeout_seconds=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -155,10 +149,9 @@ def test_a_lora_fine_tune_equals_one_process_and_exports_merged(
 
 
 def test_weights_that_are_not_there_are_refused_before_planning(place: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "autoparallel", "run", f"hf:{place / 'llama'}", "--weights", "none"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_python(
+        "-m", "autoparallel", "run", f"hf:{place / 'llama'}", "--weights", "none", folder=ROOT
+    )
     assert done.returncode == 2
     assert "error[AP860]" in done.stderr
 
@@ -204,13 +197,8 @@ def test_a_parallelized_class_starts_from_weights_alone_and_under_torchrun(
     torch.save(tensors, tmp_path / "weights.pt")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("WEIGHTS", repr(str(tmp_path / "weights.pt"))))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     losses = []
-    for start in ([], launcher):
-        done = subprocess.run(
-            [sys.executable, *start, str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+    for done in (run_python(str(script)), run_torchrun(script)):
         assert done.returncode == 0, done.stderr
         losses.append(sorted(re.findall(r"loss ([\d.]+)", done.stdout)))
     assert len(set(losses[0])) == 3

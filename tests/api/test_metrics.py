@@ -6,10 +6,10 @@ import importlib.util
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from autoparallel.callbacks import StepRecord
 from autoparallel.metrics import JsonLines, TensorBoard, check_installed
@@ -62,10 +62,9 @@ def callbacks():
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "autoparallel", "run", "model.py", "--cluster", "cpu:2",
-         "--global-batch", "8", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+    return run_python(
+        "-m", "autoparallel", "run", "model.py", "--cluster", "cpu:2", "--global-batch", "8",
+        *arguments, folder=folder,
     )  # fmt: skip
 
 

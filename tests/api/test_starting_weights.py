@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -71,11 +69,7 @@ def example_batch(global_batch, seq=None):
 
 
 def command(*arguments: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "autoparallel", *arguments],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_python("-m", "autoparallel", *arguments, folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -120,11 +114,10 @@ def test_from_pretrained_is_called_once_by_each_process(tmp_path: Path) -> None:
 
 
 def test_an_unknown_initialization_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "autoparallel", "run", str(ROOT / "examples/gpt.py"), "--cluster",
-         "cpu:1", "--init", "zero", "--parallel", "dp=1", "--global-batch", "2", "--seq", "16",
-         "--set", "n_layer=1", "--set", "seq=16"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+    done = run_python(
+        "-m", "autoparallel", "run", str(ROOT / "examples/gpt.py"), "--cluster", "cpu:1",
+        "--init", "zero", "--parallel", "dp=1", "--global-batch", "2", "--seq", "16",
+        "--set", "n_layer=1", "--set", "seq=16", folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2
     assert "error[AP850]" in done.stderr

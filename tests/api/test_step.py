@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import run_python, run_torchrun
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -45,12 +43,8 @@ def batch(rows: int = 6) -> dict[str, Tensor]:
     }
 
 
-def run_script(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+def run_script(*arguments: str, alone: bool = False) -> str:
+    done = run_python(*arguments) if alone else run_torchrun(*arguments, timeout_seconds=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -61,15 +55,14 @@ def run_script(*arguments: str) -> str:
     ids=["dp", "tp-pp"],
 )
 def test_every_plan_trains_as_the_plain_loop_does_with_all_options(plans: tuple[str, ...]) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = run_script(*launcher, str(SCRIPT), *plans)
+    said = run_script(str(SCRIPT), *plans)
     for plan in plans:
         assert said.count(f"equal {plan}\n") == 2
         assert said.count(f"guarded {plan}\n") == 2
 
 
 def test_one_device_trains_as_the_plain_loop_does_with_all_options() -> None:
-    assert run_script(str(SCRIPT), "dp=1") == "equal dp=1\nguarded dp=1\n"
+    assert run_script(str(SCRIPT), "dp=1", alone=True) == "equal dp=1\nguarded dp=1\n"
 
 
 def test_evaluation_changes_nothing_and_drops_nothing() -> None:

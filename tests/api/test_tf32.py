@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from torch import Tensor, nn
 
 import autoparallel
@@ -186,11 +185,11 @@ def test_the_command_line_takes_the_choice_and_refuses_others(
 def test_a_model_file_that_sets_torch_is_planned_as_it_sets_it(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL + "\ntorch.set_float32_matmul_precision('high')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "autoparallel", "plan", str(model), "--cluster", "1xA100",
-         "--profile", "analytic", "--json", "--no-cache"],
-        capture_output=True, text=True, check=True,
+    done = run_python(
+        "-m", "autoparallel", "plan", str(model), "--cluster", "1xA100",
+        "--profile", "analytic", "--json", "--no-cache",
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     assert loads(done.stdout).tf32 == ("conv", "matmul")
 
 
@@ -233,10 +232,7 @@ def loss_fn(outputs, batch):
 
 def outputs_of(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     (folder / "cluster.toml").write_text(CLUSTER)
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    done = run_python("-m", *command, folder=folder)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import run_python, run_torchrun
 
 from autoparallel import load_plan, save_plan
 
@@ -22,10 +23,7 @@ GPT = (
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A command line in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "autoparallel", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    return run_python("-m", "autoparallel", *arguments, folder=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -162,26 +160,27 @@ sys.stdout.write(f"names {names == sorted(name for name, _ in Net().named_parame
 """
 
 
-def losses_of(script: Path) -> tuple[list[str], list[str]]:
-    """What a script prints as losses, alone and under torchrun with two processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    losses = []
-    for start in ([], launcher):
-        done = subprocess.run(
-            [sys.executable, *start, str(script)],
-            env=environment, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "names False" not in done.stdout
-        losses.append(sorted(re.findall(r"loss ([\d.]+)", done.stdout)))
-    return losses[0], losses[1]
+def started(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python`` with ``arguments``, in an interpreter of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What a script printed as losses."""
+    assert done.returncode == 0, done.stderr
+    assert "names False" not in done.stdout
+    return sorted(re.findall(r"loss ([\d.]+)", done.stdout))
 
 
 def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    alone, parallel = losses_of(script)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    alone = losses_of(started(str(script)))
+    parallel = losses_of(started(*launcher, str(script)))
     assert len(set(alone)) == 3
     assert parallel == sorted(alone + alone)
 
@@ -200,6 +199,6 @@ def test_the_ordinary_loop_trains_a_plan_without_pipeline(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP.replace("PARALLEL", repr(parallel)).replace("AS_CLASS", str(as_class)))
-    alone, together = losses_of(script)
+    alone, together = losses_of(run_python(str(script))), losses_of(run_torchrun(script))
     assert len(set(alone)) == 3
     assert together == sorted(alone + alone)

@@ -5,11 +5,13 @@ import importlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from processes import FULL_SECONDS
 
 from autoparallel.cost_model import detect
 from autoparallel.cost_model.cluster import Cluster, ClusterError
@@ -30,6 +32,14 @@ MODULES = [
     "cluster", "cluster_file", "collectives", "compute", "detect", "link_presets", "memory",
     "presets", "quantity", "resolve", "shorthand",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _full_patience() -> Iterator[None]:
+    """These tests measure as long as the product does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detect, "_PATIENCE_SECONDS", FULL_SECONDS)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,19 @@ def planned(processes: int, **options: Any) -> Plan:
     return plan(GRAPH, BLOCKS, CLUSTER, Request(32, processes=processes, **options))
 
 
+@cache
+def planned_alone() -> Plan:
+    """The plan that one process finds."""
+    return planned(1)
+
+
 def unsolved(found: Plan) -> Plan:
     """Without how long it took."""
     return replace(found, solver=SolverInfo(found.solver.gap, 0, {}, found.solver.bound_seconds))
 
 
 def test_a_plan_is_the_same_however_many_processes_search() -> None:
-    alone = planned(1)
-    assert unsolved(planned(2)) == unsolved(alone)
+    assert unsolved(planned(2)) == unsolved(planned_alone())
     assert not multiprocessing.active_children()
 
 
@@ -76,7 +82,7 @@ def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch)
 def test_what_a_lost_process_should_have_done_is_done_here(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, begun, lost = planned(1), Beside.start, []
+    alone, begun, lost = planned_alone(), Beside.start, []
 
     def start(job: Job) -> Beside | None:
         found = begun(job)
@@ -98,7 +104,7 @@ def test_what_a_lost_process_should_have_done_is_done_here(
 
 def test_where_no_process_can_be_had_one_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Beside, "start", staticmethod(lambda job: None))
-    assert unsolved(planned(2)) == unsolved(planned(1))
+    assert unsolved(planned(2)) == unsolved(planned_alone())
 
 
 def test_what_nothing_fits_is_told_by_the_least_of_all() -> None:
@@ -194,9 +200,9 @@ def test_what_another_process_solved_is_kept_too() -> None:
     for processes in (1, 2):
         shelf = Kept()
         first, again = Cache(shelf, "toy"), Cache(shelf, "toy")
-        for cache, number in ((first, processes), (again, 1)):
+        for values, number in ((first, processes), (again, 1)):
             request = Request(32, processes=number)
-            plan(GRAPH, BLOCKS, CLUSTER, request, basis=Basis(cache=cache))
+            plan(GRAPH, BLOCKS, CLUSTER, request, basis=Basis(cache=values))
         assert again.made["solutions"] < first.made["solutions"] / 2
         assert again.made["tables"] == 0
         reused.append((again.reused, again.made))
