@@ -138,5 +138,5 @@ def refusals(text: str) -> str:
 def test_what_padding_would_change_is_refused_on_every_rank_before_any_message() -> None:
     found = run_processes(2, refusals, planned("bidirectional", "pp=2,microbatches=4"))
     for text in found:
-        assert text.startswith("error[AP560]: shorter sequences than planned")
+        assert text.startswith("error[AP560]: sequences shorter than planned cannot be run")
         assert "matmul" in text
