@@ -236,7 +236,7 @@ def test_under_torchrun_errors_are_raised_here():
 
 
 def test_torchrun_with_another_number_of_processes_is_a_usage_error():
-    with pytest.raises(UsageError, match="for 2 processes, torchrun started 3"):
+    with pytest.raises(UsageError, match="needs 2 processes, torchrun started 3"):
         start("tells", 2, environment=torchrun(0, 3))
 
 
