@@ -13,7 +13,6 @@ from brute_force_shares import Shared, best_shared
 from random_cases import Case
 
 from autoparallel.planner.errors import InfeasibleError
-from autoparallel.planner.intra_op import intra_op
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.objective import plan_for
@@ -22,7 +21,7 @@ from autoparallel.planner.requests.request import (
     CHUNKED_SCHEDULES,
     SCHEDULES,
 )
-from autoparallel.planner.search import exact, job
+from autoparallel.planner.search import exact
 from autoparallel.planner.search.free_axes import WORTH_IT
 from autoparallel.planner.strategy import NodeLayout
 
@@ -38,13 +37,11 @@ ONE_STAGE_PER_RANK = features_of(
 
 @contextmanager
 def as_large_space() -> Iterator[None]:
-    """Inside, no graph is small, and no space is small enough to be gone through to the end.
+    """Inside, no space is small enough to be gone through to the end.
 
     Of a real model there are more pipelines than that, or more ways to run its stages.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "SMALL_GRAPH", 0)
-        patch.setattr(intra_op, "SMALL_GRAPH", 0)
         patch.setattr(exact, "MOST_PIPELINES", 0)
         yield
 
