@@ -241,7 +241,11 @@ class StageWalk:
 
 
 def _entry_link(cluster: Cluster, before: Sequence[int], devices: Sequence[int]) -> Link:
-    """What a stage gets values over from another one, as the search prices it."""
-    if before[-1] + 1 == devices[0]:
+    """What a stage gets values over from another one, as the search prices it.
+
+    Where the hosts were put in another order, the ranks of a stage may not follow each other.
+    """
+    is_one_run = devices[-1] - devices[0] == len(devices) - 1
+    if is_one_run and before[-1] + 1 == devices[0]:
         return cluster.entry_link(devices[0], len(devices))
     return cluster.send_link(before, devices)

@@ -51,6 +51,46 @@ def random_case(seed: int, *, mixed: bool | None = None) -> Case:
     return Case(seed, graph, blocks, on, request, share)
 
 
+def random_pipeline_case(seed: int) -> Case:
+    """4 or 5 blocks on 2 or 3 equal devices: of 2, ranks may have two stages.
+
+    In every other case compute counts more than messages. Memory is tight in some cases of 2
+    devices and 4 blocks, whose recomputations are few.
+    """
+    rng = random.Random(seed)
+    batch, devices = rng.choice((2, 4, 4, 8)), rng.choice((2, 2, 3))
+    graph, blocks = random_model(rng, batch)
+    while len(blocks.blocks) < 4:
+        graph, blocks = random_model(rng, batch)
+    on = random_cluster(rng, mixed=False)
+    while on.num_devices != devices:
+        on = random_cluster(rng, mixed=False)
+    is_tight = devices == 2 and len(blocks.blocks) == 4 and rng.random() < 0.5
+    share = rng.choice((0.95, 0.8, 0.65)) if is_tight else None
+    request = Request(batch, time_limit_seconds=LONG_SECONDS)
+    case = Case(seed, graph, blocks, on, request, share)
+    return where_compute_counts(case) if seed % 2 else case
+
+
+def where_compute_counts(case: Case) -> Case:
+    """Links a thousand times as fast, devices a hundredth, so that it is worth sharing out."""
+
+    def quick(link: Link) -> Link:
+        bandwidth = link.bytes_per_second * 1000
+        return replace(link, bytes_per_second=bandwidth, alpha_seconds=link.alpha_seconds / 1000)
+
+    def slow(device: Device) -> Device:
+        peaks = {name: peak / 100 for name, peak in device.peak_flops.items()}
+        return replace(device, peak_flops=peaks, memory_bytes_per_second=1e12)
+
+    hosts = tuple(
+        replace(each, link=quick(each.link), device=slow(each.device))
+        for each in case.cluster.hosts
+    )
+    links = quick(case.cluster.inter_link)
+    return replace(case, cluster=replace(case.cluster, hosts=hosts, inter_link=links))
+
+
 def num_layouts(graph: Graph, blocks: Blocks) -> int:
     """Assignments of strategies to the kinds' nodes on one axis of two ranks."""
     nodes = [graph[name] for block in blocks.kinds.values() for name in block.nodes]

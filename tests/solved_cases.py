@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
+import pytest
 from brute_force import Best, BruteForce
 from brute_force_shares import Shared, best_shared
 from random_cases import Case
 
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.objective import plan_for
+from autoparallel.planner.requests.request import (
+    ARRANGED_SCHEDULES,
+    CHUNKED_SCHEDULES,
+    SCHEDULES,
+)
+from autoparallel.planner.search import exact
 from autoparallel.planner.search.free_axes import WORTH_IT
-from autoparallel.planner.search.search import plan
 from autoparallel.planner.strategy import NodeLayout
 
 SAME = 1e-9
 """Relative: two steps within this are equal."""
 
 
+ONE_STAGE_PER_RANK = features_of(
+    SCHEDULES, (), (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
+)
+"""The schedules that brute force goes through."""
+
+
+@contextmanager
+def as_large_space() -> Iterator[None]:
+    """Inside, no space is small enough to be gone through to the end.
+
+    Of a real model there are more pipelines than that, or more ways to run its stages.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "MOST_PIPELINES", 0)
+        yield
+
+
 def found_plan(case: Case) -> Plan | None:
     """The planner's answer, None if it says that nothing fits."""
+    request = replace(case.request, features=ONE_STAGE_PER_RANK)
     try:
-        return plan(case.graph, case.blocks, case.cluster, case.request)
+        return plan_for(case.graph, case.blocks, case.cluster, request)
     except InfeasibleError:
         return None
 

@@ -24,14 +24,14 @@ from .elimination import Floats
 from .families import Family
 from .kind_tables import Rates
 
-MOST_PROGRAMS, MOST_SMALL_PROGRAMS = 2, 8
-"""Integer programs that are solved to narrow a stage's gap; the second in a small graph."""
+MOST_PROGRAMS = 2
+"""Integer programs that are solved to narrow a stage's gap."""
 
 WINNERS_PROGRAMS = 256
 """For a stage of the plan itself: more than there are mixes of recomputation near its own."""
 
 PROGRAM_SECONDS = 1.0
-"""What such a program may take, but in a small graph; its bound then is what was proven."""
+"""What such a program may take; its bound then is what was proven."""
 
 
 def priced(

@@ -44,12 +44,6 @@ from .stage_limits import Limits as Limits
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
 
-SMALL = 60
-"""In a small graph, programs of up to so many binaries are solved to the end for every run."""
-
-SMALL_GRAPH = 30
-"""Ops of all kinds of blocks, at most, of a small graph."""
-
 
 _Bounded = tuple[Sequence[Run], Rates]
 
@@ -146,9 +140,7 @@ class IntraOp:
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Whether a run is solved by tables, or its graph is so small that programs are quick."""
-        if self._is_small_graph:
-            return True
+        """Whether a run is solved by tables."""
         if (run.key, num_microbatches) in self._bounds:
             return self._family(run) is not None
         return self._prepare_by_tables((run,), num_microbatches)
@@ -208,23 +200,7 @@ class IntraOp:
         is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
         if is_wanting and self._make_fit(run, num_microbatches, in_flight, found is None):
             found = pool.cheapest(run, num_microbatches, in_flight, limit)
-        answer = self._stage_answer(run, num_microbatches, found)
-        if answer is not None and answer.gap > SAME - 1 and self._is_small(run):
-            return self._closed(answer, 0.0, SAME - 1, float("inf"))
-        return answer
-
-    @property
-    def _is_small_graph(self) -> bool:
-        every = self.model.structure.blocks.kinds.values()
-        return sum(len(block.nodes) for block in every) <= SMALL_GRAPH
-
-    def _is_small(self, run: Run) -> bool:
-        """Whether the run's programs are so small that they may all be solved to the end."""
-        if not self._is_small_graph:
-            return False
-        kinds = [self.model.kind(kind).decisions for kind in run.counts]
-        sizes = [len(each.choices) for decisions in kinds for each in decisions]
-        return sum(sizes) <= SMALL and np.isfinite(self.limits.memory_bytes)
+        return self._stage_answer(run, num_microbatches, found)
 
     def _gap(self, run: Run, num_microbatches: int, best: Found | None) -> float:
         if best is None:
@@ -384,7 +360,7 @@ class IntraOp:
         self.effort.table_seconds += time.perf_counter() - began
         try:
             left = self.effort.left_seconds
-            if np.isfinite(cutoff) and not self._is_small_graph:
+            if np.isfinite(cutoff):
                 left = min(left, closing.PROGRAM_SECONDS)
             answer = ilp.optimize(problem, time_limit_seconds=left, gap=gap, cutoff=cutoff)
         except TimeLimitError:

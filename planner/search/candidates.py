@@ -94,14 +94,13 @@ def candidate(
     stages, rows = draft.pipeline.stages, draft.rows
     depths = stage_depths(edges(job, rows, stages), len(stages))
     held = [job.held(schedule, len(stages), rows, depth) for depth in depths]
-    every = programs if job.is_small else 0
     chosen: list[Chosen] = []
     for choice, own in zip(stages, held, strict=True):
-        found = stage(job, rows, choice, own, programs=every)
+        found = stage(job, rows, choice, own)
         if found is None:
             return None
         chosen.append(found)
-    if programs and not every:
+    if programs:
         _refine(job, rows, stages, held, chosen, programs)
     return simulated(job, rows, schedule, stages, chosen)
 

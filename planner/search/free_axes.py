@@ -1,9 +1,9 @@
 """Plans that use the axis "dp" for more than the batch.
 
-In: a job; the winner, or pipelines of a small graph. Out: candidates whose meshes' axes are left to
-the solver. They are no part of the space that is searched: its tables would be far wider. Of a
-large graph only the winner is tried, of a small one every pipeline, where these are few, in the
-order of what it takes at least.
+In: a job; the winner, or several pipelines. Out: candidates whose meshes' axes are left to the
+solver. They are no part of the space that is searched: its tables would be far wider. So neither
+are they part of what a plan's bound holds for. The pipelines are tried in the order of what they
+take at least.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORTH_IT = 1e-9
 def freed(job: Job, best: Candidate) -> Candidate:
     """The winner with the meshes' axes left to the solver, if that is faster.
 
-    Of a large graph only where tables can solve it: integer programs that wide take long.
+    Only where tables can solve it: integer programs that wide take long.
     Unequal shares of the batch leave "dp" to the batch.
     """
     if any(answer.shares for _, answer in best.answers):
@@ -60,8 +60,8 @@ def freed(job: Job, best: Candidate) -> Candidate:
 def free_candidates(
     job: Job, pipelines: Sequence[tuple[int, Stages]], best_seconds: Callable[[], float]
 ) -> Iterator[Candidate]:
-    """Pipelines of a small graph with a stage whose axes are left to the solver, under every
-    schedule, as long as they may be faster than the best."""
+    """Pipelines with a stage whose axes are left to the solver, under every schedule, as long as
+    they may be faster than the best."""
     stages = _FreeStages(job)
     found = []
     for number, (rows, own) in enumerate(pipelines):
@@ -124,7 +124,8 @@ class _FreeStages:
             every = [
                 (solver, answer)
                 for solver in self._solvers(rows, choice, place)
-                if (answer := solver.best(run, count, in_flight)) is not None
+                if solver.is_quick(run, count)
+                and (answer := solver.best(run, count, in_flight)) is not None
             ]
             self._known[key] = min(
                 every, key=lambda each: answer_seconds(each[1], count), default=None

@@ -25,7 +25,7 @@ from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import Floats, StageChoice, Table
 from ..inter_op.mesh_proposals import Proposals, proposals
 from ..inter_op.submesh import meshes, num_row_parts, restriction, submesh_sizes
-from ..intra_op.intra_op import SMALL_GRAPH, Effort, IntraOp, Limits
+from ..intra_op.intra_op import Effort, IntraOp, Limits
 from ..layout import Mesh
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
@@ -178,12 +178,6 @@ class Job:
     @cached_property
     def place_key(self) -> Any:
         return place_key(self.cluster)
-
-    @cached_property
-    def is_small(self) -> bool:
-        """Whether everything can be tried; see ``intra_op.SMALL_GRAPH``."""
-        kinds = self.structure.blocks.kinds.values()
-        return sum(len(block.nodes) for block in kinds) <= SMALL_GRAPH
 
     def num_microbatches(self, rows: int) -> int:
         return self.request.global_batch // rows

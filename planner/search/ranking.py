@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
-from ..intra_op.closing import MOST_PROGRAMS, MOST_SMALL_PROGRAMS
+from ..inter_op.inter_op import StageChoice
+from ..intra_op.closing import MOST_PROGRAMS
 from ..placement.placement import learned_pipelines
 from ..requests.options import microbatch_rows
 from ..requests.request import SCHEDULES
@@ -22,7 +23,7 @@ from .exact import exact_candidates, is_few
 from .free_axes import WORTH_IT, free_candidates, freed
 from .job import Job
 from .loops import MOST_CHUNKS, loops
-from .nearby import few_pipelines, passed_over
+from .nearby import passed_over
 from .proof import Proof
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
@@ -33,9 +34,6 @@ from .work_bound import work_bound
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
-
-MOST_FREED = 24
-"""Pipelines of many that are tried with free axes, in a small graph."""
 
 NEAR = 1.05
 """Of what another part found, drafts within this factor of the best are taken in."""
@@ -76,8 +74,6 @@ class Ranking:
         if job.request.search == "rl":
             self._learn(rows, numbers)
             self._refine()
-            if job.is_small:
-                self._free_axes()
             return
         job.company = Company.of(job, rows, is_large=self._is_large(numbers))
         every = job.company.over(explored, numbers, first=lambda own: self._first(own, numbers))
@@ -95,13 +91,11 @@ class Ranking:
         self._prove(rows, numbers)
         if job.company.beside is None:
             self.proof.least()
-        if job.is_small:  # the best without is known only now
-            self._free_axes()
 
     def _is_large(self, numbers: tuple[int, ...]) -> bool:
         """Whether a space is worth sharing out, and every price need not be heard of here."""
         job = self.job
-        return not job.is_small and not is_few(job, numbers) and job.basis.asked is None
+        return not is_few(job, numbers) and job.basis.asked is None
 
     def _explore(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Follows the quests of some micro-batch sizes: stages of one size, then of any."""
@@ -315,7 +309,6 @@ class Ranking:
         job, top = self.job, self.job.request.top
         fastest = self.found.by_speed()
         best = list(dict.fromkeys(self.found.drawn[id(each)] for each in fastest))[:top]
-        programs = MOST_SMALL_PROGRAMS if job.is_small else MOST_PROGRAMS
         if job.effort.work - self.began > LONG:
             best = best[:1]
         for draft in best:
@@ -325,30 +318,37 @@ class Ranking:
             if lost is None:
                 continue
             for each in candidates(
-                job, draft, programs=programs, below=self.found.step_seconds, without=lost
+                job, draft, programs=MOST_PROGRAMS, below=self.found.step_seconds, without=lost
             ):
                 self.found.offer(each)
-        if not job.is_small and not self._is_late(0.9):
+        if not self._is_late(0.9):
             self._free_axes()
 
     def _free_axes(self) -> None:
-        """Offers the fastest with their axes left to the solver; of large graphs the winner.
+        """Offers the fastest pipelines, and single stages, with their axes left to the solver.
 
-        To be better than the winner as it is one need not have been the winner. Where prices are
-        to be measured only the winner is tried: each mesh has ops of its own.
+        A pipeline that loses with the axis "dp" for the batch alone may win without: a single
+        stage may fit only so. Only the winner is tried after much work, and where prices are to
+        be measured: each mesh has ops of its own.
         """
         job = self.job
         if not self.found.best or not job.request.frees_axes:
             return
         self._offer_faster(freed(job, self.found.best[0]))
-        if job.is_small and job.basis.asked is None:
-            rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-            few = few_pipelines(job, rows, job.stage_numbers)
-            if few is None:
-                few = [*dict.fromkeys((each.rows, each.stages) for each in self.found.by_speed())]
-                few = few[:MOST_FREED]
-            for found in free_candidates(job, few, lambda: self.found.step_seconds):
+        if job.basis.asked is None and job.effort.work - self.began <= LONG:
+            fastest = dict.fromkeys((each.rows, each.stages) for each in self.found.by_speed())
+            some = list(dict.fromkeys([*[*fastest][: job.request.top], *self._single_stages()]))
+            for found in free_candidates(job, some, lambda: self.found.step_seconds):
                 self._offer_faster(found)
+
+    def _single_stages(self) -> Iterator[tuple[int, tuple[StageChoice, ...]]]:
+        """One stage on all devices at every micro-batch size, where work alone is fast enough."""
+        job = self.job
+        if 1 in job.stage_numbers:
+            whole = StageChoice(0, len(job.structure.blocks.blocks), 0, job.cluster.num_devices)
+            for rows in microbatch_rows(job.structure.graph, job.request, job.cluster):
+                if self._work(rows) < self.found.step_seconds:
+                    yield rows, (whole,)
 
     def _offer_faster(self, found: Candidate) -> None:
         if found.step_seconds < self.found.step_seconds * (1 - WORTH_IT):
@@ -378,7 +378,7 @@ class Ranking:
             self.proof.proven = bound
             if found is not None:
                 self.found.offer(found)
-        if self.found.step_seconds < before and not job.is_small:
+        if self.found.step_seconds < before:
             self._free_axes()
         if not self.proof.proven:
             self.bound_rest()

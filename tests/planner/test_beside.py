@@ -30,12 +30,6 @@ GRAPH, BLOCKS = mlp(14, rows=8, width=512, inner=2048)
 CLUSTER = cluster(8, num_hosts=2)
 
 
-@pytest.fixture(autouse=True)
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph of few ops, searched as large ones are."""
-    monkeypatch.setattr(Job, "is_small", False)
-
-
 def planned(processes: int, **options: Any) -> Plan:
     return plan(GRAPH, BLOCKS, CLUSTER, Request(32, processes=processes, **options))
 

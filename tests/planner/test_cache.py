@@ -24,7 +24,6 @@ from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.cached_search import CachedIntraOp, cache_for
-from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.search import plan
 
 
@@ -127,10 +126,9 @@ def test_the_same_again_solves_nothing_where_memory_binds(share: float) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_same_again_solves_nothing_in_any_process(
-    processes: int, monkeypatch: pytest.MonkeyPatch
+    processes: int,
 ) -> None:
-    """Of a space that is searched as large ones are: what another process solved is kept too."""
-    monkeypatch.setattr(Job, "is_small", False)
+    """What another process solved is kept too."""
     graph, blocks = mlp(5, rows=8, width=512, inner=2048)
     on = cluster(6, num_hosts=2)
     request = Request(16, processes=processes, time_limit_seconds=600.0)

@@ -1,4 +1,4 @@
-"""Plans of small graphs whose axis "dp" is for more than the batch."""
+"""Plans whose axis "dp" is for more than the batch."""
 
 from __future__ import annotations
 

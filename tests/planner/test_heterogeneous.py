@@ -187,3 +187,15 @@ def test_degrees_that_no_stages_can_have_are_an_error_of_the_request() -> None:
     on = toys(host(1.0, num_devices=2), host(2.0))
     with pytest.raises(UsageError, match="AP127"):
         plan(graph, blocks, on, Request(4, forced=Forced(tp=2)))
+
+
+def test_a_stage_on_hosts_in_another_order_is_priced_as_it_was_searched() -> None:
+    """The host of one device comes last: ranks 1, 2, 3 and 0, which do not follow each other."""
+    graph, blocks = mlp(1, rows=8)
+    on = toys(host(1), host(2, num_devices=3), inter_link=SLOW)
+    found = plan(graph, blocks, on, Request(8, forced=Forced(pp=1)))
+    (stage,) = found.stages
+    swapped = replace(found, stages=(replace(stage, devices=(1, 2, 3, 0)),))
+    for each in (found, swapped):
+        priced = evaluate(graph, blocks, each, on)
+        assert priced.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)

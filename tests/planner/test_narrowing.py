@@ -11,9 +11,8 @@ from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.intra_op import intra_op
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search import job, narrowing, search
+from autoparallel.planner.search import narrowing, search
 from autoparallel.planner.search.narrowing import narrowed
 from examples.gpt import GPT, example_batch
 
@@ -38,13 +37,12 @@ def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
     cluster: str,
     limit: float,
     forced: Forced,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a model as large graphs are treated; of a small one every program is solved anyway."""
-    for module in (job, intra_op):
-        monkeypatch.setattr(module, "SMALL_GRAPH", 1)
-    request = Request(32, precision="bf16", memory_limit_bytes=int(limit), forced=forced)
+    """With the axis "dp" for the batch alone: where it is free, more than layouts is searched."""
     on = parse_cluster(cluster)
+    request = Request(
+        32, precision="bf16", memory_limit_bytes=int(limit), forced=forced, max_tp=on.num_devices
+    )
     found = search.searched(program.graph, program.blocks, on, request)
     before = found.ranking[0]
     after = narrowed(found.job, before)

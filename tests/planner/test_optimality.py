@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 
 import pytest
 from brute_force_shares import Shared
-from random_cases import Case, random_case
+from random_cases import Case, random_case, where_compute_counts
 from solved_cases import SAME, Solved, assert_is_the_best, best_of_all, found_plan, with_limit
 
-from autoparallel.cost_model.cluster import Device, Link
 from autoparallel.planner.evaluate import evaluate
 
 NUM_CASES = 200
@@ -70,25 +68,6 @@ def test_a_plan_outside_of_the_space_is_the_fastest_where_dp_may_do_anything(see
 @pytest.mark.parametrize("seed", range(NUM_CASES, 5 * NUM_CASES))
 def test_the_plan_is_the_fastest_of_many_more(seed: int) -> None:
     assert_is_the_best(solved(seed))
-
-
-def where_compute_counts(case: Case) -> Case:
-    """Links a thousand times as fast, devices a hundredth, so that it is worth sharing out."""
-
-    def quick(link: Link) -> Link:
-        bandwidth = link.bytes_per_second * 1000
-        return replace(link, bytes_per_second=bandwidth, alpha_seconds=link.alpha_seconds / 1000)
-
-    def slow(device: Device) -> Device:
-        peaks = {name: peak / 100 for name, peak in device.peak_flops.items()}
-        return replace(device, peak_flops=peaks, memory_bytes_per_second=1e12)
-
-    hosts = tuple(
-        replace(each, link=quick(each.link), device=slow(each.device))
-        for each in case.cluster.hosts
-    )
-    links = quick(case.cluster.inter_link)
-    return replace(case, cluster=replace(case.cluster, hosts=hosts, inter_link=links))
 
 
 @pytest.mark.parametrize(
