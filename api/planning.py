@@ -14,6 +14,7 @@ from autoparallel.collection import rare_collections
 from autoparallel.cost_model.tf32 import FAMILIES, Tf32
 from autoparallel.planner.cache.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.intra_op.pulp_solver import find_solver
 from autoparallel.planner.plan import Float32Ops, Plan, Precision
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
@@ -82,6 +83,7 @@ class PlanOptions:
     time_limit_seconds: float = 60.0
     top: int = 5
     search: str = "dp"
+    solver: str = "highs"
     processes: int = 1
     profile: Mode = "auto"
     database: str | None = None
@@ -114,6 +116,7 @@ class PlanOptions:
             )
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
         check_tolerance(self.tolerance)
+        find_solver(self.solver)
 
     @property
     def autocasts(self) -> bool:
@@ -304,6 +307,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         target=target.name,
         settings=target.settings,
         search=options.search,
+        solver=options.solver,
         processes=options.processes,
     )
 

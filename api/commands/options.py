@@ -143,6 +143,13 @@ TopOption = Annotated[int, typer.Option("--top", min=1, help="candidates that ar
 SearchOption = Annotated[
     str, typer.Option("--search", help="dp, or rl: placers that learn by trial, for comparison")
 ]
+SolverOption = Annotated[
+    str,
+    typer.Option(
+        "--solver",
+        help="of integer programs: highs, or one of PuLP's that is installed: cbc, gurobi, scip",
+    ),
+]
 ProcessesOption = Annotated[
     int | None,
     typer.Option("--processes", min=1, max=2, help="that search at once: 2 if there are cores"),
@@ -205,6 +212,7 @@ def plan_options(
     time_limit: TimeLimitOption = 60.0,
     top: TopOption = 5,
     search: SearchOption = "dp",
+    solver: SolverOption = "highs",
     processes: ProcessesOption = None,
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,

@@ -79,7 +79,10 @@ def certainty(plan: Plan) -> RenderableType:
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
     solver = plan.solver
     lines.append(Text(f"memory: {memory_source(plan)}"))
-    lines.append(Text(f"plan: {gap_text(plan)} ({solver.num_problems} problems solved)"))
+    solved = f"{solver.num_problems} problems solved"
+    if solver.solver != "highs":
+        solved += f", integer programs by {solver.solver}"
+    lines.append(Text(f"plan: {gap_text(plan)} ({solved})"))
     if simplest_text(plan):
         lines.append(Text(f"choice: {simplest_text(plan)}"))
     if solver.layouts_gap is not None and solver.layouts_gap < solver.gap:
