@@ -228,13 +228,9 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.pricing.whole_block import whole_blocks
     from autoparallel.planner.requests.objective import plan_for
 
-    graph = priced_graph(program, compiled=options.compiled)
-    basis = basis_for(cluster, options, target)
-    if not options.compiled:  # whole blocks are measured as they run eagerly
-        basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
+    graph, basis = priced(program, target, cluster, options)
     basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
     found = plan_for(
@@ -246,6 +242,19 @@ def plan_program(
         basis=basis,
     )
     return replace(stamped(found), compiled=bool(options.compiled))
+
+
+def priced(
+    program: Program, target: Target, cluster: Cluster, options: PlanOptions
+) -> tuple[Graph, Basis]:
+    """A program's graph as it is priced, and what was measured for it."""
+    from autoparallel.planner.pricing.whole_block import whole_blocks
+
+    graph = priced_graph(program, compiled=options.compiled)
+    basis = basis_for(cluster, options, target)
+    if not options.compiled:  # whole blocks are measured as they run eagerly
+        basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
+    return graph, basis
 
 
 def priced_graph(program: Program, *, compiled: bool | None) -> Graph:

@@ -311,8 +311,8 @@ def optimize(
     solver fails, ``KeyboardInterrupt`` if it was interrupted.
     """
     began = time.perf_counter()
-    scale, scaled = _scaled(problem)
-    program = build(scaled)
+    scale, normalized = _normalized(problem)
+    program = build(normalized)
     raw = solver.solve(
         program,
         SolveOptions(
@@ -379,15 +379,19 @@ def _columns_of(problem: Problem, choices: Sequence[int]) -> Floats:
     return np.concatenate(own).astype(np.float64)
 
 
-def _scaled(problem: Problem) -> tuple[float, Problem]:
+def _normalized(problem: Problem) -> tuple[float, Problem]:
     """Costs brought to about one, where the solver's tolerances belong."""
     largest = max((float(np.abs(cost).max(initial=0.0)) for cost in problem.costs), default=0.0)
     for coupling in problem.couplings:
         largest = max(largest, float(np.abs(coupling.cost).max(initial=0.0)))
     if largest <= 0.0:
         return 1.0, problem
-    scale = 1e3 / largest
-    return scale, Problem(
+    return 1e3 / largest, scaled(problem, 1e3 / largest)
+
+
+def scaled(problem: Problem, scale: float) -> Problem:
+    """The problem with its costs in another unit, without what no choice changes."""
+    return Problem(
         tuple(cost * scale for cost in problem.costs),
         tuple(
             Coupling(item.source, item.consumers, item.cost * scale) for item in problem.couplings
