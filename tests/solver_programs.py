@@ -7,7 +7,7 @@ take, so that the limit binds.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -41,12 +41,16 @@ MODELS = Models(
     {
         "gpt": (
             "examples/gpt.py",
-            {"d_model": 64, "n_head": 4, "n_layer": 3, "seq": 32, "vocab": 128},
+            {"d_model": 1024, "n_head": 8, "n_layer": 2, "seq": 512, "vocab": 4096},
         ),
-        "skip": ("tests/models/long_skip.py", {"width": 32}),
+        "skip": ("tests/models/long_skip.py", {"width": 1024}),
     },
-    sequences={"gpt": 32},
+    sequences={"gpt": 512},
 )
+
+
+LINES = Mesh(("tp",), (2,)), Mesh(("tp",), (4,)), Mesh(("dp",), (2,))
+PLANES = (Mesh(("dp", "tp"), (2, 2)),)
 
 
 @dataclass(frozen=True)
@@ -125,16 +129,37 @@ def _of_tables(seed: int) -> Problem:
 
 
 def _of_random_graph(seed: int) -> Problem:
-    graph, blocks = random_graph(seed, 6, num_blocks=2)
-    return _of_graph(seed, graph, blocks)
+    graph, blocks = random_graph(seed, 5, num_blocks=2)
+    problem = _of_graph(seed, graph, blocks)
+    assert problem.memory is not None
+    return replace(problem, memory=_enlarged(problem.memory, 1e5))
 
 
-def _of_model(seed: int, model: str) -> Problem:
-    return _of_graph(seed, *_captured(model))
+def _enlarged(memory: Memory, factor: float) -> Memory:
+    """Bytes as of a model of a size that there is: the toys' limits would bind by single bytes."""
+
+    def shared(each: SharedBytes) -> SharedBytes:
+        return replace(each, num_bytes=each.num_bytes * factor)
+
+    def alternative(each: Alternative) -> Alternative:
+        linear = tuple((at, sizes * factor) for at, sizes in each.linear)
+        return Alternative(linear, tuple(map(shared, each.shared)))
+
+    return Memory(
+        memory.limit,
+        memory.constant,
+        tuple(sizes * factor for sizes in memory.linear),
+        tuple(map(shared, memory.shared)),
+        tuple(tuple(map(alternative, peak)) for peak in memory.peaks),
+    )
+
+
+def _of_model(seed: int, model: str, meshes: tuple[Mesh, ...] = LINES) -> Problem:
+    return _of_graph(seed, *_captured(model), meshes)
 
 
 def _of_mlp(seed: int) -> Problem:
-    return _of_graph(seed, *mlp(3, rows=16, width=64, inner=256))
+    return _of_graph(seed, *mlp(3, rows=256, width=1024, inner=4096))
 
 
 @cache
@@ -143,10 +168,10 @@ def _captured(model: str) -> tuple[Graph, Blocks]:
     return program.graph, program.blocks
 
 
-def _of_graph(seed: int, graph: Graph, blocks: Blocks) -> Problem:
+def _of_graph(seed: int, graph: Graph, blocks: Blocks, meshes: tuple[Mesh, ...] = LINES) -> Problem:
     """The whole model as a stage on a mesh, under some ZeRO stage and recomputation."""
     rng = random.Random(seed)
-    mesh = rng.choice((Mesh(("tp",), (2,)), Mesh(("tp",), (4,)), Mesh(("dp", "tp"), (2, 2))))
+    mesh = rng.choice(meshes)
     on = cluster(4, bytes_per_second=rng.choice((1e8, 1e9)), flops=rng.choice((1e10, 1e11)))
     own = assembly(graph, blocks, mesh, on)
     rung = rng.choice((NOTHING, forced("full", own.run.class_counts[0])))
@@ -155,14 +180,7 @@ def _of_graph(seed: int, graph: Graph, blocks: Blocks) -> Problem:
     return own.problem(setting)
 
 
-def _cases() -> tuple[Case, ...]:
-    kinds: dict[str, tuple[int, Callable[[int], Problem]]] = {
-        "tables": (20, _of_tables),
-        "random graph": (20, _of_random_graph),
-        "mlp": (8, _of_mlp),
-        "gpt": (10, partial(_of_model, model="gpt")),
-        "skip": (6, partial(_of_model, model="skip")),
-    }
+def _cases(kinds: Mapping[str, tuple[int, Callable[[int], Problem]]]) -> tuple[Case, ...]:
     return tuple(
         Case(f"{name} {seed}", partial(make, seed), (0.2, 0.6)[seed // 2 % 2] if seed % 2 else None)
         for name, (number, make) in kinds.items()
@@ -170,4 +188,20 @@ def _cases() -> tuple[Case, ...]:
     )
 
 
-CASES = _cases()
+CASES = _cases(
+    {
+        "tables": (20, _of_tables),
+        "random graph": (20, _of_random_graph),
+        "mlp": (8, _of_mlp),
+        "gpt": (10, partial(_of_model, model="gpt")),
+        "skip": (6, partial(_of_model, model="skip")),
+    }
+)
+
+LARGE_CASES = _cases(
+    {
+        f"{name} on a plane": (4, partial(_of_model, model=name, meshes=PLANES))
+        for name in ("gpt", "skip")
+    }
+)
+"""On meshes of two axes, where strategies are many."""

@@ -10,7 +10,7 @@ import numpy as np
 import pulp
 import pytest
 from small_graphs import cluster, mlp
-from solver_programs import CASES, Case, random_problem
+from solver_programs import CASES, LARGE_CASES, Case, random_problem
 
 from autoparallel.planner.errors import (
     AutoparallelError,
@@ -45,7 +45,11 @@ def assert_keeps_its_limit(problem: Problem, choices: tuple[int, ...]) -> None:
         assert memory_bytes(problem.memory, choices) <= problem.memory.limit * (1 + SAME)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE_CASES)],
+    ids=lambda case: case.name,
+)
 def test_cbc_and_highs_agree(case: Case) -> None:
     """The objective of either is found again from its choices, which keep the memory limit."""
     problem = case.made()
