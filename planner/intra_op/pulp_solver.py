@@ -193,8 +193,8 @@ class _Loaded:
         solver, gap = self._solver(has_start=integral and self.options.start is not None)
         try:
             self.problem.solve(solver)
-        except (self.pulp.PulpError, OSError) as error:
-            return Raw("error", np.zeros(0), -np.inf, detail=str(error))
+        except Exception as error:  # noqa: BLE001 - solvers have exceptions of their own
+            return Raw("error", np.zeros(0), -np.inf, detail=f"{type(error).__name__}: {error}")
         values = np.array([each.value() or 0.0 for each in self.variables])
         is_solution = _solves(self.program, values, integral=integral)
         status = self._status(is_solution)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pulp
 import pytest
+import torch
+from torch import nn
 
 import autoparallel
 from autoparallel.__main__ import run_command
 
+TARGET = str(Path(__file__).resolve().parents[1] / "models" / "regression.py")
 
-@pytest.fixture
-def plan_file(model_file: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    path = model_file.with_name("plan.json")
-    arguments = ["--cluster", "cpu:2", "--solver", "cbc", "--no-cache", "-o", str(path)]
-    assert run_command(["plan", str(model_file), *arguments]) == 0
-    capsys.readouterr()
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("planned") / "plan.json"
+    arguments = ["--cluster", "cpu:2", "--parallel", "tp=2", "--solver", "cbc", "--no-cache"]
+    assert run_command(["plan", TARGET, *arguments, "-o", str(path)]) == 0
     return path
 
 
@@ -42,9 +46,10 @@ def test_a_stage_is_written_for_other_solvers(
     if ending == "mps":
         _, problem = pulp.LpProblem.fromMPS(str(path))
         problem.solve(pulp.PULP_CBC_CMD(msg=False))
-        assert pulp.value(problem.objective) == pytest.approx(told, rel=0.01)
+        # the plan had to split over tp, which the program need not
+        assert pulp.value(problem.objective) <= told * (1 + 1e-6)
     else:
-        assert "linear" in path.read_text()
+        assert re.search(r"linear__\d+__\w*S\w*_to_S1\b", path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -70,11 +75,12 @@ def test_what_cannot_be_written_is_told(
 
 
 def test_a_changed_model_has_no_program_of_the_plan(
-    plan_file: Path, model_file: Path, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model_file.write_text(model_file.read_text().replace("depth=2", "depth=3"))
-    path = plan_file.with_name("stage.lp")
-    assert run_command(["program", str(plan_file), "-o", str(path)]) == 6
+    plan = autoparallel.load_plan(plan_file)
+    path = tmp_path / "plan.json"
+    autoparallel.save_plan(replace(plan, model=replace(plan.model, fingerprint="other")), path)
+    assert run_command(["program", str(path), "-o", str(tmp_path / "stage.lp")]) == 6
     assert "AP550" in capsys.readouterr().err
 
 
@@ -86,5 +92,6 @@ def test_an_unknown_solver_is_told_before_anything_is_loaded(
 
 
 def test_python_takes_a_solver() -> None:
+    model, batch = nn.Linear(4, 1), (torch.zeros(8, 4),)
     with pytest.raises(autoparallel.UsageError, match="AP331"):
-        autoparallel.plan("model.py", solver="simplexx")
+        autoparallel.plan(model, batch, cluster="cpu:2", solver="simplexx")
