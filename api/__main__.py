@@ -38,6 +38,7 @@ from autoparallel.commands.inspect import inspect
 from autoparallel.commands.ops import ops
 from autoparallel.commands.plan import plan
 from autoparallel.commands.profile import profile
+from autoparallel.commands.program import program
 from autoparallel.commands.run import run
 from autoparallel.commands.schedules import schedules
 from autoparallel.commands.simulate import simulate
@@ -55,6 +56,7 @@ app = typer.Typer(
 )
 for command in (
     plan, inspect, run, verify, export, profile, simulate, schedules, cluster, ops, cache,
+    program,
 ):  # fmt: skip
     app.command()(command)
 

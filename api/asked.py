@@ -61,6 +61,7 @@ class SearchOptions(TypedDict, total=False):
     time_limit: float
     num_candidates: int
     search: str
+    solver: str
     processes: int | None
     profile: Mode
     database: str | None
@@ -97,6 +98,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         time_limit_seconds=asked.get("time_limit", 60.0),
         num_candidates=asked.get("num_candidates", 5),
         search=asked.get("search", "dp"),
+        solver=asked.get("solver", "highs"),
         processes=asked.get("processes") or num_processes(),
         profile=asked.get("profile", "auto"),
         database=asked.get("database"),

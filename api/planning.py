@@ -14,6 +14,7 @@ from autoparallel.collection import rare_collections
 from autoparallel.cost_model.tf32 import FAMILIES, Tf32
 from autoparallel.planner.cache.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.intra_op.pulp_solver import find_solver
 from autoparallel.planner.plan import Float32Ops, Plan, Precision
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
@@ -82,6 +83,7 @@ class PlanOptions:
     time_limit_seconds: float = 60.0
     num_candidates: int = 5
     search: str = "dp"
+    solver: str = "highs"
     processes: int = 1
     profile: Mode = "auto"
     database: str | None = None
@@ -114,6 +116,7 @@ class PlanOptions:
             )
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
         check_tolerance(self.tolerance)
+        find_solver(self.solver)
 
     @property
     def autocasts(self) -> bool:
@@ -225,13 +228,9 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.pricing.whole_block import whole_blocks
     from autoparallel.planner.requests.objective import plan_for
 
-    graph = priced_graph(program, compiled=options.compiled)
-    basis = basis_for(cluster, options, target)
-    if not options.compiled:  # whole blocks are measured as they run eagerly
-        basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
+    graph, basis = priced(program, target, cluster, options)
     basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
     found = plan_for(
@@ -243,6 +242,19 @@ def plan_program(
         basis=basis,
     )
     return replace(stamped(found), compiled=bool(options.compiled))
+
+
+def priced(
+    program: Program, target: Target, cluster: Cluster, options: PlanOptions
+) -> tuple[Graph, Basis]:
+    """A program's graph as it is priced, and what was measured for it."""
+    from autoparallel.planner.pricing.whole_block import whole_blocks
+
+    graph = priced_graph(program, compiled=options.compiled)
+    basis = basis_for(cluster, options, target)
+    if not options.compiled:  # whole blocks are measured as they run eagerly
+        basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
+    return graph, basis
 
 
 def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
@@ -304,6 +316,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         target=target.name,
         settings=target.settings,
         search=options.search,
+        solver=options.solver,
         processes=options.processes,
     )
 

@@ -179,6 +179,14 @@ def walked_stages(graph: Graph, blocks: Blocks, plan: Plan) -> list[StageWalk]:
     return [max(own, key=lambda walk: walk.cost().activation_bytes) for own in walks]
 
 
+def held_micro_batches(
+    graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
+) -> Sequence[Halves]:
+    """The micro-batches that each stage holds at once, by what of their backward is left."""
+    walked = walked_none(at_microbatch(graph, plan), blocks, rules)
+    return _held(plan, _edges(walked, plan))
+
+
 def _edges(walked: Walked, plan: Plan) -> WeightedEdges | None:
     places = Places(plan.cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
     return stage_edges(walked.forms.structure, stage_starts(plan), places)

@@ -157,7 +157,8 @@ class SolverInfo:
     micro-batch with its share of the step's end can take in other layouts, ZeRO stages and
     recomputation. This is by how much T, the dynamic program's time of the pipeline, would be less
     if each stage took so much less; of several stages per rank that of the pipeline that was cut
-    again. None where it is not known. ``simplest`` is None for the fastest plan found.
+    again. None where it is not known. ``simplest`` is None for the fastest plan found. ``solver``
+    solved the integer programs.
     """
 
     gap: float
@@ -167,6 +168,7 @@ class SolverInfo:
     stopped: str = ""
     layouts_gap: float | None = None
     simplest: Simplest | None = None
+    solver: str = "highs"
 
 
 @dataclass(frozen=True, slots=True)

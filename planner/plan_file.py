@@ -78,7 +78,9 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
         table["model"] = {"float32_ops": "none", **table["model"]}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
     if isinstance(solver, dict):
-        solver = {"stopped": "", "layouts_gap": None, "simplest": None, **solver}
+        solver = {
+            "stopped": "", "layouts_gap": None, "simplest": None, "solver": "highs", **solver
+        }  # fmt: skip
         table = {**table, "solver": solver}
     if schema == SCHEMA or not isinstance(prediction, dict) or not isinstance(solver, dict):
         return table

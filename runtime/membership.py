@@ -116,6 +116,18 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
     """Raises where ``plan`` is not of this model, there are too few processes, or ``device``
     only emulates the plan's precision."""
     check_device(device, plan.model.precision)
+    check_model(program, plan)
+    needed = num_processes(plan)
+    if dist.get_world_size() < needed:
+        raise MachineError(
+            "AP410",
+            f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
+            fix=f"start {needed} processes, or plan for these machines",
+        )
+
+
+def check_model(program: Program, plan: Plan) -> None:
+    """Raises PlanError AP550 where ``plan`` is not of this model."""
     found = program.graph.fingerprint
     if plan.model.fingerprint != found:
         raise PlanError(
@@ -124,11 +136,4 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
             why=f"the plan's model is {plan.model.fingerprint}, this one {found}",
             where=plan.model.target,
             fix="the model file or its settings changed: plan again",
-        )
-    needed = num_processes(plan)
-    if dist.get_world_size() < needed:
-        raise MachineError(
-            "AP410",
-            f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
-            fix=f"start {needed} processes, or plan for these machines",
         )

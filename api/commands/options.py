@@ -156,6 +156,13 @@ SearchOption = Annotated[
         "--search", help="dp (dynamic programming), or rl (learned placers, for comparison)"
     ),
 ]
+SolverOption = Annotated[
+    str,
+    typer.Option(
+        "--solver",
+        help="of integer programs: highs, or one of PuLP's that is installed: cbc, gurobi, scip",
+    ),
+]
 ProcessesOption = Annotated[
     int | None,
     typer.Option(
@@ -226,6 +233,7 @@ def plan_options(
     time_limit: TimeLimitOption = 60.0,
     num_candidates: NumCandidatesOption = 5,
     search: SearchOption = "dp",
+    solver: SolverOption = "highs",
     processes: ProcessesOption = None,
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,

@@ -75,9 +75,10 @@ def confidence(plan: Plan) -> RenderableType:
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
     solver = plan.solver
     lines.append(Text(f"memory: {memory_source(plan)}"))
-    lines.append(
-        Text(f"optimality gap: {gap_text(plan)}; {solver.num_problems} subproblems solved")
-    )
+    solved = f"{solver.num_problems} subproblems solved"
+    if solver.solver != "highs":
+        solved += f", integer programs by {solver.solver}"
+    lines.append(Text(f"optimality gap: {gap_text(plan)}; {solved}"))
     if simplest_text(plan):
         lines.append(Text(f"choice: {simplest_text(plan)}"))
     if solver.layouts_gap is not None and solver.layouts_gap < solver.gap:

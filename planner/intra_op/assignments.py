@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from .highs import Ints
+from .program import Ints
 
 
 def assignments(sizes: Sequence[int]) -> Ints:

@@ -1,115 +1,82 @@
-"""Linear and mixed-integer programs as arrays, solved by HiGHS.
+"""Programs solved by HiGHS through its own interface, without a modelling layer.
 
-In: columns with costs, rows with bounds, of which the first columns are binary. Out: a value
-per column and the proven bound. The relaxation is solved first; the integers only where it
-is fractional. Source: Huangfu and Hall, "Parallelizing the dual revised simplex method",
-Mathematical Programming Computation 10, 2018 (HiGHS).
+Source: Huangfu and Hall, "Parallelizing the dual revised simplex method", Mathematical
+Programming Computation 10, 2018 (HiGHS).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import highspy
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Status = Literal["optimal", "time_limit", "infeasible", "cutoff"]
-
-INTEGRALITY = 1e-6
-"""How far from 0 and 1 a binary may be and still count as integral."""
-
-
-@dataclass(slots=True)
-class Program:
-    """A linear program in the making: columns and rows, appended as arrays."""
-
-    costs: list[Floats] = field(default_factory=list)
-    rows: list[tuple[Ints, Floats]] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    num_columns: int = 0
-    num_binaries: int = 0
-
-    def columns(self, costs: Floats) -> Ints:
-        """New columns with these costs; their numbers."""
-        start = self.num_columns
-        self.costs.append(np.asarray(costs, dtype=np.float64).ravel())
-        self.num_columns += self.costs[-1].size
-        return np.arange(start, self.num_columns)
-
-    def row(self, columns: Ints, values: Floats, lower: float, upper: float) -> None:
-        self.rows.append((columns, values))
-        self.lower.append(lower)
-        self.upper.append(upper)
+from .program import Program, Raw, SolveOptions, Status, relax_then_branch
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
-    """What HiGHS said: a value per column, and the proven bound."""
+class Highs:
+    """The solver that is used unless another one is asked for."""
 
-    status: Status
-    values: Floats
-    bound: float
-    lp_integral: bool
+    name: str = "highs"
 
-
-def solve(
-    program: Program,
-    *,
-    time_limit_seconds: float = 60.0,
-    seed: int = 0,
-    gap: float = 0.0,
-    cutoff: float = np.inf,
-) -> Raw:
-    """The linear program's answer; with integers only where the relaxation is fractional.
-
-    Integers are solved up to a relative ``gap``, and not at all if the relaxation is not
-    below ``cutoff``: nothing of interest can be.
-    """
-    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("threads", 1)
-    highs.setOptionValue("random_seed", seed)
-    highs.setOptionValue("time_limit", max(0.05, time_limit_seconds))
-    highs.passModel(_highs_model(program))
-    highs.run()
-    status = _status(highs)
-    if status != "optimal":
-        return Raw(status, np.zeros(program.num_columns), -np.inf, False)
-    values = np.array(highs.getSolution().col_value)
-    bound = highs.getInfo().objective_function_value
-    binaries = values[: program.num_binaries]
-    if np.abs(binaries - np.round(binaries)).max(initial=0.0) <= INTEGRALITY:
-        return Raw("optimal", values, bound, True)
-    if bound >= cutoff:
-        return Raw("cutoff", values, bound, False)
-    columns = np.arange(program.num_binaries, dtype=np.int32)
-    kinds = np.full(program.num_binaries, highspy.HighsVarType.kInteger)
-    highs.changeColsIntegrality(program.num_binaries, columns, kinds)
-    highs.setOptionValue("mip_rel_gap", max(gap, 1e-9))
-    highs.setOptionValue("mip_abs_gap", 1e-12)
-    highs.run()
-    status = _status(highs)
-    info = highs.getInfo()
-    has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    values = np.array(highs.getSolution().col_value) if has_solution else np.zeros(0)
-    return Raw(status, values, max(bound, info.mip_dual_bound), False)
+    def solve(self, program: Program, options: SolveOptions) -> Raw:
+        return relax_then_branch(program, _Loaded(program, options), options.cutoff)
 
 
-def _status(highs: Any) -> Status:
+HIGHS = Highs()
+
+
+class _Loaded:
+    """A program in HiGHS, which goes on from the relaxation's basis."""
+
+    def __init__(self, program: Program, options: SolveOptions) -> None:
+        self.program = program
+        self.highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        for name, value in {
+            "output_flag": False,
+            "threads": 1,
+            "random_seed": options.seed,
+            "time_limit": max(0.05, options.time_limit_seconds),
+            "mip_rel_gap": max(options.gap, 1e-9),
+            "mip_abs_gap": 1e-12,
+        }.items():
+            self.highs.setOptionValue(name, value)
+        self.highs.passModel(_highs_model(program))
+
+    def run(self, *, integral: bool) -> Raw:
+        if integral:
+            number = self.program.num_binaries
+            kinds = np.full(number, highspy.HighsVarType.kInteger)
+            self.highs.changeColsIntegrality(number, np.arange(number, dtype=np.int32), kinds)
+        self.highs.run()
+        info = self.highs.getInfo()
+        has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        values = np.array(self.highs.getSolution().col_value) if has_solution else np.zeros(0)
+        bound = info.mip_dual_bound if integral else info.objective_function_value
+        status = _status(self.highs.getModelStatus(), has_solution)
+        return Raw(status, values, bound, detail=self._detail(status))
+
+    def _detail(self, status: Status) -> str:
+        if status != "error":
+            return ""
+        return str(self.highs.modelStatusToString(self.highs.getModelStatus()))
+
+
+def _status(found: Any, has_solution: bool) -> Status:
     model = highspy.HighsModelStatus
-    found = highs.getModelStatus()
-    if found == model.kOptimal or found == model.kModelEmpty:
+    if found in (model.kOptimal, model.kModelEmpty):
         return "optimal"
-    if found in (model.kTimeLimit, model.kIterationLimit, model.kInterrupt):
-        return "time_limit"
+    if found in (model.kTimeLimit, model.kIterationLimit, model.kSolutionLimit):
+        return "feasible" if has_solution else "time_limit"
     if found in (model.kInfeasible, model.kUnboundedOrInfeasible):
         return "infeasible"
-    raise AssertionError(f"HiGHS ended with {highs.modelStatusToString(found)}")
+    if found == model.kUnbounded:
+        return "unbounded"
+    if found == model.kInterrupt:
+        return "interrupted"
+    return "error"
 
 
 def _highs_model(program: Program) -> Any:
@@ -118,9 +85,7 @@ def _highs_model(program: Program) -> Any:
     model.num_col_, model.num_row_ = program.num_columns, len(program.rows)
     model.col_cost_ = np.concatenate(program.costs)
     model.col_lower_ = np.zeros(program.num_columns)
-    upper = np.full(program.num_columns, np.inf)
-    upper[: program.num_binaries] = 1.0
-    model.col_upper_ = upper
+    model.col_upper_ = program.upper_bounds
     model.row_lower_ = np.array(program.lower)
     model.row_upper_ = np.array(program.upper)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise

@@ -14,8 +14,8 @@ rows and columns of C are classes of equal ones (``merge_classes``) there are fe
 of the bound: this is the local marginal polytope of a pairwise model (Wainwright and Jordan 2008,
 section 4), Alpa's linearization (Zheng et al. 2022, section 4.2) with fewer variables.
 
-``build`` makes arrays, ``solve`` runs HiGHS on them (the LP first; the integers only where
-the LP is fractional), ``invert`` reads the choices back.
+``build`` makes arrays, a ``Solver`` solves them (HiGHS, or another one by PuLP: the LP first; the
+integers only where the LP is fractional), ``invert`` reads the choices back.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 
 from ..classes import classes_of
-from ..errors import TimeLimitError
-from .highs import Floats, Ints, Program, Raw, Status, solve
+from ..errors import MachineError, TimeLimitError
+from .highs import HIGHS
+from .program import Floats, Ints, Program, Raw, SolveOptions, Solver, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +120,22 @@ class Answer:
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-30)
 
 
-def build(problem: Problem) -> Program:
-    """The linear program of a problem; its first columns are the choices, in order."""
+def build(problem: Problem, *, can_exceed: bool = True) -> Program:
+    """The linear program of a problem; its first columns are the choices, in order.
+
+    ``can_exceed``: memory may be over its limit, at a price that no saving of time is worth.
+    """
     program = Program()
-    choices = [program.columns(cost) for cost in problem.costs]
+    choices = [
+        program.columns(cost, "choice", (number,)) for number, cost in enumerate(problem.costs)
+    ]
     program.num_binaries = program.num_columns
     for columns in choices:
         program.row(columns, np.ones(len(columns)), 1.0, 1.0)
     for coupling in problem.couplings:
         _add_coupling(program, choices, coupling)
     if problem.memory is not None:
-        _add_memory(program, choices, problem.memory, problem.memory_weight)
+        _add_memory(program, choices, problem, can_exceed=can_exceed)
     return program
 
 
@@ -155,7 +162,8 @@ def _add_coupling(program: Program, choices: Sequence[Ints], coupling: Coupling)
     if len(sides) == 1:
         _add_pair(program, choices, source, sides[0], cost, cost)
         return
-    paid = program.columns(cost).reshape(cost.shape)
+    decisions = source.decision, *(side.decision for side in sides)
+    paid = program.columns(cost, "shared_conversion", decisions).reshape(cost.shape)
     for side in sides:
         pairs = _add_pair(program, choices, source, side, cost, np.zeros_like(cost))
         for row, column in zip(*np.nonzero(cost), strict=True):
@@ -176,7 +184,8 @@ def _add_pair(
     cost: Floats,
 ) -> Ints:
     """Columns e[s, w] with both marginals; their numbers as a matrix."""
-    pairs = program.columns(cost).reshape(shape.shape)
+    decisions = source.decision, side.decision
+    pairs = program.columns(cost, "conversion", decisions).reshape(shape.shape)
     for row in range(shape.shape[0]):
         laid_out = choices[source.decision][source.classes == row]
         _tie(program, pairs[row, :], laid_out)
@@ -202,7 +211,11 @@ UNIT_BYTES = 1e6
 """Memory rows are in megabytes, for the solver's tolerances."""
 
 
-def _add_memory(program: Program, choices: Sequence[Ints], memory: Memory, weight: float) -> None:
+def _add_memory(
+    program: Program, choices: Sequence[Ints], problem: Problem, *, can_exceed: bool
+) -> None:
+    memory = problem.memory
+    assert memory is not None
     columns: list[Ints] = []
     values: list[Floats] = []
     for cost, own in zip(memory.linear, choices, strict=True):
@@ -213,19 +226,23 @@ def _add_memory(program: Program, choices: Sequence[Ints], memory: Memory, weigh
         columns.append(held)
         values.append(sizes)
     for alternatives in memory.peaks:
-        peak = program.columns(np.zeros(1))
+        peak = program.columns(np.zeros(1), "peak_megabytes")
         columns.append(peak)
         values.append(np.ones(1))
         for alternative in alternatives:
             _add_alternative(program, choices, alternative, peak)
-    total = program.columns(np.array([weight * UNIT_BYTES]))
+    price = np.array([problem.memory_weight * UNIT_BYTES])
+    total = program.columns(price, "total_megabytes")
     row, sizes = np.concatenate(columns), np.concatenate(values)
     constant = memory.constant / UNIT_BYTES
     program.row(np.concatenate([row, total]), np.append(sizes, -1.0), -constant, -constant)
     limit = memory.limit / UNIT_BYTES
     if not np.isfinite(limit):
         return
-    excess = program.columns(np.array([EXCESS_COST]))
+    if not can_exceed:
+        program.row(total, np.ones(1), -np.inf, limit)
+        return
+    excess = program.columns(np.array([EXCESS_COST]), "excess_megabytes")
     program.row(np.concatenate([total, excess]), np.array([1.0, -1.0]), -np.inf, limit)
 
 
@@ -251,7 +268,8 @@ def _shared_columns(
     program: Program, choices: Sequence[Ints], shared: SharedBytes
 ) -> tuple[Ints, Floats]:
     """One column per class, at least every holder's choice of it."""
-    held = program.columns(np.zeros(len(shared.num_bytes)))
+    decisions = tuple(dict.fromkeys(side.decision for side in shared.holders))
+    held = program.columns(np.zeros(len(shared.num_bytes)), "held", decisions)
     for side in shared.holders:
         for index, column in enumerate(held):
             own = choices[side.decision][side.classes == index]
@@ -281,34 +299,32 @@ def optimize(
     seed: int = 0,
     gap: float = 0.0,
     cutoff: float = np.inf,
+    solver: Solver = HIGHS,
+    start: Sequence[int] = (),
 ) -> Answer:
     """``build``, ``solve`` and ``invert``, with the answer priced again from its choices.
 
     The answer's objective is within a relative ``gap`` of the best, unless nothing below
-    ``cutoff`` can be: then it is any, and its bound says so. Raises ``TimeLimitError`` if
-    nothing was found in time.
+    ``cutoff`` can be: then it is any, and its bound says so. ``start`` are choices that are known.
+
+    Raises ``TimeLimitError`` (AP701) if nothing was found in time, ``MachineError`` (AP403) if the
+    solver fails, ``KeyboardInterrupt`` if it was interrupted.
     """
     began = time.perf_counter()
-    scale, scaled = _scaled(problem)
-    program = build(scaled)
-    raw = solve(
+    scale, normalized = _normalized(problem)
+    program = build(normalized)
+    raw = solver.solve(
         program,
-        time_limit_seconds=time_limit_seconds,
-        seed=seed,
-        gap=gap,
-        cutoff=(cutoff - problem.constant) * scale,
+        SolveOptions(
+            time_limit_seconds,
+            seed,
+            gap,
+            (cutoff - problem.constant) * scale,
+            _columns_of(problem, start) if start else None,
+        ),
     )
-    match raw.status:
-        case "optimal" | "time_limit" | "cutoff" if raw.values.any():
-            choices = invert(problem, raw)
-        case "infeasible":
-            raise AssertionError("the only limit has a slack: this is never infeasible")
-        case _:
-            raise TimeLimitError(
-                "AP701",
-                "no layouts were found within the time limit",
-                fix="a longer --time-limit",
-            )
+    check_solved(raw, solver)
+    choices = invert(problem, raw)
     excess = 0.0
     if problem.memory is not None:
         excess = max(0.0, memory_bytes(problem.memory, choices) - problem.memory.limit)
@@ -324,15 +340,58 @@ def optimize(
     )
 
 
-def _scaled(problem: Problem) -> tuple[float, Problem]:
+def check_solved(raw: Raw, solver: Solver) -> None:
+    """Raises what ``optimize`` says where a solver has no solution."""
+    match raw.status:
+        case "optimal" | "feasible" | "cutoff":
+            return
+        case "time_limit":
+            raise TimeLimitError(
+                "AP701",
+                "no layouts were found within the time limit",
+                fix="a longer --time-limit",
+            )
+        case "interrupted":
+            raise KeyboardInterrupt
+        case "infeasible" | "unbounded":
+            raise MachineError(
+                "AP403",
+                f"the solver {solver.name} says that an integer program is {raw.status}",
+                why="every stage has layouts, and memory over its limit only has a price",
+                fix="another --solver",
+            )
+        case "error":
+            raise MachineError(
+                "AP403",
+                f"the solver {solver.name} failed",
+                why=raw.detail,
+                fix="another --solver",
+            )
+        case _:
+            assert_never(raw.status)
+
+
+def _columns_of(problem: Problem, choices: Sequence[int]) -> Floats:
+    """The values of the choices' columns; ``invert`` reads them back."""
+    own = [
+        np.arange(len(cost)) == choice for cost, choice in zip(problem.costs, choices, strict=True)
+    ]
+    return np.concatenate(own).astype(np.float64)
+
+
+def _normalized(problem: Problem) -> tuple[float, Problem]:
     """Costs brought to about one, where the solver's tolerances belong."""
     largest = max((float(np.abs(cost).max(initial=0.0)) for cost in problem.costs), default=0.0)
     for coupling in problem.couplings:
         largest = max(largest, float(np.abs(coupling.cost).max(initial=0.0)))
     if largest <= 0.0:
         return 1.0, problem
-    scale = 1e3 / largest
-    return scale, Problem(
+    return 1e3 / largest, scaled(problem, 1e3 / largest)
+
+
+def scaled(problem: Problem, scale: float) -> Problem:
+    """The problem with its costs in another unit, without what no choice changes."""
+    return Problem(
         tuple(cost * scale for cost in problem.costs),
         tuple(
             Coupling(item.source, item.consumers, item.cost * scale) for item in problem.couplings

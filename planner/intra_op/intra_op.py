@@ -32,7 +32,7 @@ from ..pricing.ladder_front import MOST_RUNGS
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from . import closing, ilp
-from .assembly import Assembly, Setting, fixed_bytes
+from .assembly import Assembly, Setting, Solution, fixed_bytes
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
 from .pool import SAME, Found, Pool
@@ -331,7 +331,9 @@ class IntraOp:
             if min(value, least) >= least * (1 - gap) or number >= most:
                 break
             setting = replace(base, zero=self.zeros[zero], rung=on[rung])
-            answer = self._program(run, setting, gap=gap / 2, cutoff=least * (1 - gap))
+            answer = self._program(
+                run, setting, gap=gap / 2, cutoff=least * (1 - gap), start=found.solution
+            )
             if answer is None:
                 break
             is_over = answer.status == "optimal" and answer.excess_bytes > 0
@@ -346,11 +348,13 @@ class IntraOp:
         return replace(improved, gap=gap_between(bound, improved.objective))
 
     def _program(
-        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf
-    ) -> ilp.Answer | None:
+        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf,
+        start: Solution | None = None,
+    ) -> ilp.Answer | None:  # fmt: skip
         """Solves one integer program and puts its solution in the pool; None if time is up.
 
-        It is not solved to the end where nothing below ``cutoff`` can be.
+        It is not solved to the end where nothing below ``cutoff`` can be. ``start``: see
+        ``ilp.optimize``.
         """
         if self.effort.left_seconds <= 0:
             return None
@@ -362,7 +366,11 @@ class IntraOp:
             left = self.effort.left_seconds
             if np.isfinite(cutoff):
                 left = min(left, closing.PROGRAM_SECONDS)
-            answer = ilp.optimize(problem, time_limit_seconds=left, gap=gap, cutoff=cutoff)
+            known = () if start is None else assembly.choices(start)
+            answer = ilp.optimize(
+                problem, time_limit_seconds=left, gap=gap, cutoff=cutoff,
+                solver=self.limits.solver, start=known,
+            )  # fmt: skip
         except TimeLimitError:
             return None
         finally:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from ..plan import Recompute
 from ..pricing.ladder import MODES
+from .highs import HIGHS
+from .program import Solver
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
 
-    ``gap``: a stage may be worse than the best by this part of its cost.
+    ``gap``: a stage may be worse than the best by this part of its cost. ``solver`` solves the
+    integer programs.
     """
 
     memory_bytes: float
@@ -21,6 +24,7 @@ class Limits:
     recompute: Recompute | None = None
     gap: float = 0.01
     modes: tuple[Recompute, ...] = MODES
+    solver: Solver = HIGHS
 
 
 STEPS_PER_PROBLEM = 20

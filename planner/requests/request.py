@@ -100,7 +100,8 @@ class Request:
     asks for the fastest. ``pins`` are
     layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
     may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
-    With ``processes`` 2 or more, two search a large space.
+    With ``processes`` 2 or more, two search a large space. ``solver`` solves the integer
+    programs (``pulp_solver.find_solver``).
     """
 
     global_batch: int
@@ -124,6 +125,7 @@ class Request:
     settings: Mapping[str, Any] = field(default_factory=dict)
     search: str = "dp"
     processes: int = 1
+    solver: str = "highs"
 
     def __post_init__(self) -> None:
         if self.search not in SEARCHES:

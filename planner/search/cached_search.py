@@ -122,15 +122,16 @@ class CachedIntraOp(IntraOp):
         return cast(Solved, found)
 
     def _program(
-        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf
-    ) -> Answer | None:
-        key = ((run.start, run.stop), setting, gap, cutoff)
+        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf,
+        start: Solution | None = None,
+    ) -> Answer | None:  # fmt: skip
+        key = ((run.start, run.stop), setting, gap, cutoff, self.limits.solver.name)
         if self.effort.left_seconds <= 0:
             return None
         found: Answer = self.cache.get(PROGRAMS, _PROGRAMS, *key)
         if found is MISSING:
-            made = IntraOp._program(self, run, setting, gap=gap, cutoff=cutoff)
-            if made is not None and made.status != "time_limit":
+            made = IntraOp._program(self, run, setting, gap=gap, cutoff=cutoff, start=start)
+            if made is not None and made.status in ("optimal", "cutoff"):
                 self.cache.put(replace(made, seconds=0.0), PROGRAMS, _PROGRAMS, *key)
             return made
         self.effort.num_problems += 1

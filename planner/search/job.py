@@ -26,6 +26,7 @@ from ..inter_op.inter_op import Floats, StageChoice, Table
 from ..inter_op.mesh_proposals import Proposals, proposals
 from ..inter_op.submesh import meshes, num_row_parts, restriction, submesh_sizes
 from ..intra_op.intra_op import Effort, IntraOp, Limits
+from ..intra_op.pulp_solver import find_solver
 from ..layout import Mesh
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
@@ -120,6 +121,7 @@ class Job:
                 request.recompute,
                 request.gap,
                 request.features.recompute,
+                find_solver(request.solver),
             ),
             Effort(now + request.time_limit_seconds),
             now,

@@ -139,7 +139,9 @@ def make_plan(
         stages=stages,
         prediction=_prediction(best, cluster, request),
         alternatives=alternatives(best, losers),
-        solver=SolverInfo(1.0, num_problems, dict(seconds), layouts_gap=best.layouts_gap),
+        solver=SolverInfo(
+            1.0, num_problems, dict(seconds), layouts_gap=best.layouts_gap, solver=request.solver
+        ),
         replicated_ops=tuple(replicated),
         replicated_seconds=replicated,
         unsharded_ops=_unsharded_ops(structure, best),

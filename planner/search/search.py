@@ -173,8 +173,9 @@ def solver_info(plan: Plan, found: Searched, bound_seconds: float) -> SolverInfo
     if layouts_gap is not None and plan.num_chunks == 1:
         layouts_gap = min(layouts_gap, gap)
     return SolverInfo(
-        gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by, layouts_gap
-    )
+        gap, found.spent[0], dict(found.spent[1]), bound, found.job.ended_by, layouts_gap,
+        solver=plan.solver.solver,
+    )  # fmt: skip
 
 
 def ranked(

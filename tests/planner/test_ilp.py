@@ -9,39 +9,19 @@ from math import prod
 import numpy as np
 import pytest
 from small_graphs import cluster, mlp, random_graph
+from solver_programs import assembly, random_problem
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.planner import rules
-from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.intra_op.assembly import Assembly, Setting
 from autoparallel.planner.intra_op.ilp import (
-    Alternative,
-    Coupling,
     Memory,
     Problem,
-    SharedBytes,
-    Side,
     cost,
     memory_bytes,
     merge_classes,
     optimize,
 )
 from autoparallel.planner.layout import Mesh, format_layout
-from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.stage_model import StageModel
-from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.strategy import NodeLayout
-
-
-def assembly(
-    graph: Graph, blocks: Blocks, mesh: Mesh, on: Cluster, *, merge: bool = True
-) -> Assembly:
-    prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
-    model = StageModel(
-        Structure(graph, blocks), prices, Restriction(), on.hosts[0].link, merge=merge
-    )
-    return Assembly(model, model.structure.run(0, len(blocks.blocks)))
 
 
 def chosen(found: Assembly, choices: tuple[int, ...]) -> dict[str, NodeLayout]:
@@ -120,45 +100,8 @@ def test_it_equals_every_assignment_of_a_random_graph(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_it_equals_every_assignment_of_random_tables(seed: int) -> None:
     """Dense random costs, conversions shared by up to three consumers, memory that binds."""
-    problem = _random_problem(random.Random(seed), with_memory=seed % 2 == 1)
+    problem = random_problem(random.Random(seed), with_memory=seed % 2 == 1)
     assert optimize(problem).objective == pytest.approx(brute_force(problem), rel=1e-7, abs=1e-9)
-
-
-def _random_problem(rng: random.Random, *, with_memory: bool) -> Problem:
-    sizes = [rng.randint(2, 4) for _ in range(5)]
-    costs = tuple(np.array([rng.uniform(0, 5) for _ in range(size)]) for size in sizes)
-
-    def side(decision: int, num_classes: int) -> Side:
-        return Side(
-            decision, np.array([rng.randrange(num_classes) for _ in range(sizes[decision])])
-        )
-
-    couplings = []
-    for _ in range(5):
-        members = rng.sample(range(5), rng.randint(2, 4))
-        rows, columns = rng.randint(2, 3), rng.randint(2, 3)
-        matrix = np.array(
-            [[rng.choice((0.0, rng.uniform(0, 4))) for _ in range(columns)] for _ in range(rows)]
-        )
-        consumers = tuple(side(member, columns) for member in members[1:])
-        couplings.append(Coupling(side(members[0], rows), consumers, matrix))
-    memory = _random_memory(rng, sizes) if with_memory else None
-    return Problem(costs, tuple(couplings), memory)
-
-
-def _random_memory(rng: random.Random, sizes: list[int]) -> Memory:
-    linear = tuple(np.array([rng.uniform(0, 9e6) for _ in range(size)]) for size in sizes)
-    holders = tuple(
-        Side(d, np.array([rng.randrange(-1, 2) for _ in range(sizes[d])])) for d in (0, 1, 3)
-    )
-    shared = SharedBytes(holders, np.array([3e6, 8e6]))
-    peaks = tuple(Alternative(((d, linear[d] * 2),)) for d in range(len(sizes)))
-    memory = Memory(0.0, 1e6, linear, (shared,), (peaks,))
-    totals = sorted(
-        memory_bytes(memory, choices) for choices in product(*(range(size) for size in sizes))
-    )
-    limit = totals[len(totals) // 5]
-    return Memory(limit, memory.constant, linear, (shared,), (peaks,))
 
 
 def test_it_tells_by_how_much_nothing_fits() -> None:

@@ -1,0 +1,104 @@
+"""Integer programs of a plan's stages, for other solvers: as PuLP problems and as files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.planner.errors import UsageError
+from autoparallel.planning import PlanOptions, capture_target, priced
+
+if TYPE_CHECKING:
+    from autoparallel.planner.search.stage_program import Minimized, StageProgram
+
+FORMATS = (".lp", ".mps")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A program in a file: where, how large it is, and its objective in the plan's layouts."""
+
+    path: Path
+    num_variables: int
+    num_binaries: int
+    num_constraints: int
+    unit: str
+    planned: float | None
+
+
+def write_program(problem: Any, path: str | Path) -> None:
+    """Writes a ``pulp.LpProblem`` in the format that the name of ``path`` says.
+
+    Raises UsageError AP332 for another ending, or a file that cannot be written.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".lp":
+            problem.writeLP(str(path))
+        else:
+            problem.writeMPS(str(path))
+    except OSError as error:
+        raise UsageError(
+            "AP332", "the program cannot be written", why=str(error.strerror), where=str(path)
+        ) from error
+
+
+def check_format(path: str | Path) -> None:
+    """Raises UsageError AP332 for a file that is neither ``.lp`` nor ``.mps``."""
+    if Path(path).suffix not in FORMATS:
+        raise UsageError(
+            "AP332", f"{path} ends in neither .lp nor .mps", where="-o", fix="-o stage.mps"
+        )
+
+
+def plan_program(
+    plan_path: str,
+    stage: int,
+    *,
+    minimized: Minimized = "time",
+    memory_limit_bytes: int | None = None,
+    profile: str = "auto",
+    database: str | None = None,
+) -> StageProgram:
+    """The program of a stage of the plan in a file, whose model is captured again.
+
+    Raises as ``load_plan`` and ``stage_program`` do, and PlanError AP550 where the model is not
+    the plan's any more.
+    """
+    from autoparallel.planner.search.stage_program import stage_program
+    from autoparallel.runtime.membership import check_model
+    from autoparallel.worker import batch_seq, load_job
+
+    plan, target = load_job(plan_path)
+    options = PlanOptions(
+        global_batch=plan.model.global_batch,
+        seq=batch_seq(plan, target),
+        precision=plan.model.precision,
+        float32_ops=plan.model.float32_ops,
+        compiled=plan.compiled,
+        optimizer=plan.model.optimizer,
+        profile=profile,  # type: ignore[arg-type]
+        database=database,
+    )
+    program = capture_target(target, options)
+    check_model(program, plan)
+    graph, basis = priced(program, target, plan.cluster, options)
+    return stage_program(
+        graph, program.blocks, plan, stage, minimized=minimized,
+        memory_limit_bytes=memory_limit_bytes, basis=basis,
+    )  # fmt: skip
+
+
+def write_plan_program(found: StageProgram, output: str) -> Written:
+    """A stage's program as a file."""
+    problem = found.named.as_pulp()
+    write_program(problem, output)
+    return Written(
+        Path(output),
+        problem.numVariables(),
+        found.named.program.num_binaries,
+        problem.numConstraints(),
+        found.unit,
+        found.planned,
+    )

@@ -1,0 +1,109 @@
+"""An integer program for people and other solvers: readable names, fixed units, a hard limit.
+
+In: a problem and the decisions that it is about. Out: a program in microseconds and megabytes with
+a name for every column. A choice is called ``OP__NUMBER__INPUTS_to_OUTPUTS``: the op (or parameter)
+of the first of the equal blocks that share it, the number of its strategy, and the layouts that
+its inputs are brought to and its outputs have, ``.`` between mesh axes and ``_`` between tensors.
+
+Unlike the program that the search solves, memory keeps to its limit or there is no solution, and
+what no choice changes is a column with the value 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..layout import Layout
+from ..pricing.decisions import Decision
+from ..strategy import NodeLayout
+from .ilp import Problem, build, scaled
+from .program import Floats, Group, Program
+from .pulp_solver import pulp_problem
+
+MICROSECONDS = 1e6
+"""In a second: stages take some to many of them, which is where solvers' tolerances belong."""
+
+LONGEST = 100
+"""Letters of a name that PuLP writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedProgram:
+    """A program, a name for each of its columns, and the decisions that its binaries are."""
+
+    title: str
+    program: Program
+    names: tuple[str, ...]
+    decisions: tuple[Decision, ...]
+
+    def as_pulp(self) -> Any:
+        """The ``pulp.LpProblem``. Raises MachineError AP402 where PuLP is not installed."""
+        return pulp_problem(self.program, self.title, self.names)
+
+    def cost(self, values: Floats) -> float:
+        """The objective of values of all columns."""
+        return float(np.concatenate(self.program.costs) @ values)
+
+
+def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -> NamedProgram:
+    """A problem in seconds as a program in microseconds, with names."""
+    program = build(scaled(problem, MICROSECONDS), can_exceed=False)
+    if problem.constant:
+        fixed = program.columns(np.array([problem.constant * MICROSECONDS]), "constant")
+        program.row(fixed, np.ones(1), 1.0, 1.0)
+    names: list[str] = []
+    for number, group in enumerate(program.groups):
+        names += _names(group, number, decisions)
+    return NamedProgram(title, program, tuple(map(_short, names, range(len(names)))), (*decisions,))
+
+
+def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str]:
+    """The names of columns that were added together as the ``number``-th."""
+    if group.kind == "choice":
+        (own,) = (decisions[each] for each in group.decisions)
+        return [
+            f"{legal(own.name)}__{index}__{strategy_text(choice.layouts[own.name])}"
+            for index, choice in enumerate(own.choices)
+        ]
+    of = "__".join(legal(decisions[each].name) for each in dict.fromkeys(group.decisions))
+    whole = "__".join(part for part in (f"{group.kind}_{number}", of) if part)
+    if len(group.columns) == 1:
+        return [whole]
+    return [f"{whole}__{index}" for index in range(len(group.columns))]
+
+
+def strategy_text(layout: NodeLayout) -> str:
+    """A strategy in letters that every format takes.
+
+    >>> from ..layout import PARTIAL, shard
+    >>> strategy_text(NodeLayout(((shard(1),), (shard(0),)), ((PARTIAL,),)))
+    'S1_S0_to_P'
+    """
+    inputs, outputs = ("_".join(map(_layout_text, own)) for own in (layout.inputs, layout.outputs))
+    return f"{inputs}_to_{outputs}" if inputs else outputs
+
+
+def _layout_text(layout: Layout) -> str:
+    return legal(".".join(str(each).replace("(", "").replace(")", "") for each in layout))
+
+
+def legal(name: str) -> str:
+    """A name with what LP and MPS files allow.
+
+    >>> legal("layers/0 up-proj")
+    'layers_0_up_proj'
+    """
+    return re.sub(r"[^A-Za-z0-9_.]", "_", name)
+
+
+def _short(name: str, number: int) -> str:
+    """A name within ``LONGEST``, told from others by its column's number."""
+    if len(name) <= LONGEST:
+        return name
+    end = f"__column{number}"
+    return name[: LONGEST - len(end)] + end

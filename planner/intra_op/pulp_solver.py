@@ -1,0 +1,264 @@
+"""Programs as PuLP problems, and solved by any solver that PuLP knows.
+
+In: a program as arrays, the name of a solver. Out: a ``pulp.LpProblem``, or what that solver says.
+PuLP is an optional dependency, imported where it is used. Source: Mitchell, O'Sullivan and Dunning,
+"PuLP: a linear programming toolkit for Python", 2011.
+
+PuLP tells no lower bound, and command-line solvers write their solutions with eight digits. So
+what a solver calls a solution is checked against the rows, and the bound is what the gap that it
+was asked for leaves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from ..errors import MachineError, UsageError
+from .highs import HIGHS
+from .program import (
+    INTEGRALITY,
+    Floats,
+    Program,
+    Raw,
+    SolveOptions,
+    Solver,
+    Status,
+    relax_then_branch,
+)
+
+DIGITS = 1e-6
+"""How far a row's value may be outside its bounds, relative to the sum of its sizes."""
+
+ROUNDING = 1e-7
+"""What a solution with eight digits may be wrong by, relatively."""
+
+UNTOLD_GAP = 1e-4
+"""The relative gap of solvers that take none: no known default is larger."""
+
+CBC = ("COIN_CMD", "PULP_CBC_CMD")
+"""PuLP's names of CBC: an installed one, and the one that comes with PuLP."""
+
+
+def find_solver(name: str) -> Solver:
+    """The solver that ``--solver`` names: HiGHS, or one of PuLP's that is installed here.
+
+    Raises UsageError AP331 for a name that PuLP does not know, MachineError AP402 where PuLP or
+    the solver is not installed.
+    """
+    if name.lower() == HIGHS.name:
+        return HIGHS
+    pulp = import_pulp(f"--solver {name}")
+    with _quiet():
+        known = pulp.listSolvers()
+        available = pulp.listSolvers(onlyAvailable=True)
+    wanted = [each for each in known if name.lower() in (each.lower(), short_name(each))]
+    if not wanted:
+        raise UsageError(
+            "AP331",
+            f"there is no solver {name}",
+            where=f"--solver {name}",
+            fix=f"one of {', '.join(dict.fromkeys(['highs', *map(short_name, known)]))}",
+        )
+    installed = [each for each in wanted if each in available]
+    if not installed:
+        others = dict.fromkeys(["highs", *map(short_name, available)])
+        raise MachineError(
+            "AP402",
+            f"the solver {name} is not installed",
+            why=f"PuLP does not find {' or '.join(wanted)}",
+            where=f"--solver {name}",
+            fix=f"install it, or use one that is installed here: {', '.join(others)}",
+        )
+    return PulpSolver(name.lower(), min(installed, key=_preference))
+
+
+def short_name(pulp_name: str) -> str:
+    """What ``--solver`` calls a solver of PuLP, whichever interface PuLP has to it.
+
+    >>> [short_name(each) for each in ("PULP_CBC_CMD", "COIN_CMD", "GUROBI", "SCIP_PY")]
+    ['cbc', 'cbc', 'gurobi', 'scip']
+    """
+    if pulp_name in CBC:
+        return "cbc"
+    return re.sub("_(cmd|py|dll)$", "", pulp_name.lower())
+
+
+def _preference(pulp_name: str) -> tuple[bool, int]:
+    """Interfaces in Python before programs that are run; an installed CBC before PuLP's."""
+    return pulp_name.endswith("_CMD"), CBC.index(pulp_name) if pulp_name in CBC else 0
+
+
+def import_pulp(what: str) -> Any:
+    """The module ``pulp``. Raises MachineError AP402 where it is not installed."""
+    try:
+        import pulp
+    except ImportError as error:
+        raise MachineError(
+            "AP402", f"{what} needs PuLP", why="the package pulp is not installed",
+            fix="pip install 'torch-autoparallel[solvers]'",
+        ) from error  # fmt: skip
+    return pulp
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PuLP's advice on what its next version removes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def pulp_problem(
+    program: Program, name: str = "stage", names: Sequence[str] = (), *, integral: bool = True
+) -> Any:
+    """A program as a ``pulp.LpProblem``. ``names`` are of its columns: x0, x1, … if not given.
+
+    Raises MachineError AP402 where PuLP is not installed.
+    """
+    return _pulp_problem(program, name, names, integral=integral)[0]
+
+
+def _pulp_problem(
+    program: Program, name: str, names: Sequence[str], *, integral: bool
+) -> tuple[Any, list[Any]]:
+    """The problem and the variables of its columns."""
+    pulp = import_pulp("a program as a PuLP problem")
+    names = names or [f"x{number}" for number in range(program.num_columns)]
+    problem = pulp.LpProblem(name, pulp.LpMinimize)
+    with _quiet():
+        variables = [
+            problem.add_variable(each, 0, upper if np.isfinite(upper) else None)
+            for each, upper in zip(names, program.upper_bounds.tolist(), strict=True)
+        ]
+    if integral:
+        _make_integral(variables, program)
+    costs = np.concatenate(program.costs).tolist()
+    terms = [(each, cost) for each, cost in zip(variables, costs, strict=True) if cost]
+    problem.setObjective(pulp.LpAffineExpression(terms))
+    for (columns, values), lower, upper in zip(
+        program.rows, program.lower, program.upper, strict=True
+    ):
+        pairs = zip(columns.tolist(), values.tolist(), strict=True)
+        expression = pulp.LpAffineExpression([(variables[at], value) for at, value in pairs])
+        if lower == upper:
+            problem.addConstraint(expression == lower)
+        else:
+            if np.isfinite(lower):
+                problem.addConstraint(expression >= lower)
+            if np.isfinite(upper):
+                problem.addConstraint(expression <= upper)
+    return problem, variables
+
+
+def _make_integral(variables: Sequence[Any], program: Program) -> None:
+    for each in variables[: program.num_binaries]:
+        each.cat = "Integer"
+
+
+@dataclass(frozen=True, slots=True)
+class PulpSolver:
+    """A solver through PuLP, by the name in ``--solver`` and by PuLP's own."""
+
+    name: str
+    pulp_name: str
+
+    def solve(self, program: Program, options: SolveOptions) -> Raw:
+        loaded = _Loaded(program, self.pulp_name, options)
+        return relax_then_branch(program, loaded, options.cutoff)
+
+
+class _Loaded:
+    """A program as a PuLP problem, with how far it is solved."""
+
+    def __init__(self, program: Program, pulp_name: str, options: SolveOptions) -> None:
+        self.deadline = time.perf_counter() + options.time_limit_seconds
+        self.program, self.pulp_name, self.options = program, pulp_name, options
+        self.pulp = import_pulp(f"the solver {pulp_name}")
+        self.problem, self.variables = _pulp_problem(program, "stage", (), integral=False)
+
+    def run(self, *, integral: bool) -> Raw:
+        if integral:
+            _make_integral(self.variables, self.program)
+            self._start()
+        solver, gap = self._solver(has_start=integral and self.options.start is not None)
+        try:
+            self.problem.solve(solver)
+        except Exception as error:  # noqa: BLE001 - solvers have exceptions of their own
+            return Raw("error", np.zeros(0), -np.inf, detail=f"{type(error).__name__}: {error}")
+        values = np.array([each.value() or 0.0 for each in self.variables])
+        is_solution = _solves(self.program, values, integral=integral)
+        status = self._status(is_solution)
+        if not is_solution:
+            detail = "its solution breaks a constraint" if status == "error" else ""
+            return Raw(status, np.zeros(0), -np.inf, detail=detail)
+        objective = float(np.concatenate(self.program.costs) @ values)
+        left_open = (gap if integral else 0.0) + ROUNDING
+        bound = objective - left_open * abs(objective) if status == "optimal" else -np.inf
+        return Raw(status, values, bound)
+
+    def _start(self) -> None:
+        """Gives the variables the values of the solution that is known."""
+        for each in self.variables:
+            each.varValue = None
+        if self.options.start is not None:
+            known = self.variables[: len(self.options.start)]
+            for each, value in zip(known, self.options.start.tolist(), strict=True):
+                each.setInitialValue(value)
+
+    def _solver(self, *, has_start: bool) -> tuple[Any, float]:
+        """PuLP's solver with those of the options that it takes, and the gap that it goes to."""
+        gap = max(self.options.gap, 1e-9)
+        left = self.deadline - time.perf_counter()
+        wanted = {
+            "msg": False,
+            "timeLimit": max(1, ceil(left)),  # some take whole seconds only
+            "gapRel": gap,
+            "threads": 1,
+            "warmStart": has_start,
+        }
+        with _quiet():
+            known = inspect.signature(type(self.pulp.getSolver(self.pulp_name, msg=False)))
+            given = {name: own for name, own in wanted.items() if name in known.parameters}
+            solver = self.pulp.getSolver(self.pulp_name, **given)
+        return solver, gap if "gapRel" in given else UNTOLD_GAP
+
+    def _status(self, is_solution: bool) -> Status:
+        """PuLP's pair of statuses; a solution counts only if it is one."""
+        pulp = self.pulp
+        match self.problem.status, self.problem.sol_status:
+            case (pulp.LpStatusOptimal, pulp.LpSolutionOptimal):
+                return "optimal" if is_solution else "error"
+            case (pulp.LpStatusOptimal | pulp.LpStatusNotSolved, _):
+                return "feasible" if is_solution else "time_limit"
+            case (pulp.LpStatusInfeasible, _):
+                return "infeasible"
+            case (pulp.LpStatusUnbounded, _):
+                return "unbounded"
+            case _:
+                return "error"
+
+
+def _solves(program: Program, values: Floats, *, integral: bool) -> bool:
+    """Whether values keep to all rows and bounds, and binaries are integral where they must be."""
+    if values.min(initial=0.0) < -DIGITS:
+        return False
+    binaries = values[: program.num_binaries]
+    if integral and np.abs(binaries - np.round(binaries)).max(initial=0.0) > INTEGRALITY:
+        return False
+    rows = zip(program.rows, program.lower, program.upper, strict=True)
+    for (columns, factors), lower, upper in rows:
+        parts = factors * values[columns]
+        total, room = float(parts.sum()), DIGITS * max(1.0, float(np.abs(parts).sum()))
+        if not lower - room <= total <= upper + room:
+            return False
+    return True

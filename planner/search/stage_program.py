@@ -1,0 +1,199 @@
+"""The integer program of one stage of a finished plan.
+
+In: a graph, its blocks, a plan, the number of a stage. Out: the program over all layouts of the
+stage's mesh, at its ZeRO stage, recomputation and micro-batches in flight, and what the plan's own
+layouts cost in it. Choices that were forced when the plan was made are not in a plan, so they are
+open here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from .. import rules as default_rules
+from ..errors import UsageError
+from ..evaluate import BRIEF, at_microbatch, held_micro_batches
+from ..graph import Blocks, Graph
+from ..inter_op.branches import stage_starts
+from ..inter_op.submesh import restriction
+from ..intra_op.assembly import Assembly, Setting
+from ..intra_op.ilp import UNIT_BYTES, Problem, cost, memory_bytes
+from ..intra_op.named_program import MICROSECONDS, NamedProgram, named_program
+from ..plan import Plan, StagePlan
+from ..pricing.basis import DEFAULT, Basis
+from ..pricing.ladder import NOTHING, Rung
+from ..pricing.prices import Prices, Rules
+from ..pricing.stage_model import StageModel
+from ..pricing.structure import Run, Structure
+from ..requests.request import Forced
+from ..schedules.held import most_held
+from ..strategy import NodeLayout
+
+Minimized = Literal["time", "unlimited", "memory"]
+"""Microseconds of a micro-batch within the memory limit, or without one; or megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """A stage's program with its names.
+
+    ``planned`` is the objective of the plan's own layouts, in microseconds or megabytes; None if
+    some of them are not among the choices, as of a plan with forced ones.
+    """
+
+    named: NamedProgram
+    unit: str
+    planned: float | None
+
+
+def stage_program(
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    index: int,
+    *,
+    minimized: Minimized = "time",
+    memory_limit_bytes: float | None = None,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+) -> StageProgram:
+    """The program of stage ``index``; a limit of None is the memory of the stage's devices.
+
+    Raises UsageError AP332 for a stage that the plan has not, one with unequal shares of the batch
+    (whose ranks have a program each), or an unknown objective.
+    """
+    stage = _checked(plan, index, minimized)
+    held = most_held(held_micro_batches(graph, blocks, plan, rules=rules)[index])
+    structure = Structure(at_microbatch(graph, plan), blocks)
+    start = stage_starts(plan)[index]
+    run = structure.run(start, start + len(stage.blocks))
+    limit = memory_limit_bytes
+    if limit is None:
+        limit = float(plan.cluster.slowest_device(stage.devices).usable_memory_bytes)
+    setting = Setting(
+        plan.num_microbatches, stage.zero, _rung(run, stage), held,
+        None if minimized == "unlimited" else limit - _beside(plan, index),
+    )  # fmt: skip
+    assembly, planned = _assembly(structure, run, stage, plan, rules, basis)
+    problem = assembly.problem(setting)
+    if minimized == "memory":
+        problem = _of_memory(problem)
+    title = f"stage_{index}_{minimized}"
+    unit = "MB" if minimized == "memory" else "us"
+    return StageProgram(
+        named_program(title, problem, assembly.decisions),
+        unit,
+        None if planned is None else _objective(problem, planned),
+    )
+
+
+def _checked(plan: Plan, index: int, minimized: str) -> StagePlan:
+    known = get_args(Minimized)
+    if minimized not in known:
+        raise UsageError("AP332", f"--objective {minimized} is not one of {', '.join(known)}")
+    if not 0 <= index < len(plan.stages):
+        raise UsageError(
+            "AP332",
+            f"the plan has no stage {index}",
+            fix=f"--stage 0 to {len(plan.stages) - 1}",
+        )
+    if plan.stages[index].shares:
+        raise UsageError(
+            "AP332",
+            f"stage {index} has no program of its own",
+            why="its ranks take unequal shares of the batch, so each has another one",
+            fix="a plan made with --deny uneven-shares",
+        )
+    return plan.stages[index]
+
+
+def _beside(plan: Plan, index: int) -> float:
+    """Bytes of the other stages on a stage's devices, what is transient left out."""
+    own = frozenset(plan.stages[index].devices)
+    return float(
+        sum(
+            size
+            for number, stage in enumerate(plan.stages)
+            if number != index and own.intersection(stage.devices)
+            for name, size in stage.prediction.memory_bytes.items()
+            if name not in BRIEF
+        )
+    )
+
+
+def _rung(run: Run, stage: StagePlan) -> Rung:
+    """How many blocks of each class of a run a stage recomputes, the inverse of ``Run.modes``."""
+    modes = Counter(zip(run.classes[1], (block.recompute for block in stage.blocks), strict=True))
+    numbers = range(len(run.block_classes))
+    full, selective = (
+        tuple(modes[number, mode] for number in numbers) for mode in ("full", "selective")
+    )
+    return Rung(full, selective) if any((*full, *selective)) else NOTHING
+
+
+def _assembly(
+    structure: Structure,
+    run: Run,
+    stage: StagePlan,
+    plan: Plan,
+    rules: Rules,
+    basis: Basis,
+) -> tuple[Assembly, tuple[int, ...] | None]:
+    """The decisions of a stage, and the plan's choices among them.
+
+    Axes are for what they are for in the search, unless the plan uses them for more.
+    """
+    prices = Prices(
+        stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
+        rules, {}, profile=basis.used,
+    )  # fmt: skip
+    link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
+    found: list[Assembly] = []
+    for free in (False, True):
+        limited = restriction(stage.mesh, Forced(), free=free)
+        found.append(Assembly(StageModel(structure, prices, limited, link), run))
+        planned = _planned_choices(found[-1], stage.layouts)
+        if planned is not None:
+            return found[-1], planned
+    return found[0], None
+
+
+def _planned_choices(
+    assembly: Assembly, layouts: Mapping[str, NodeLayout]
+) -> tuple[int, ...] | None:
+    """The choices that have a plan's layouts; None if there are none."""
+    found = []
+    for decision in assembly.decisions:
+        own = (
+            number
+            for number, choice in enumerate(decision.choices)
+            if all(layouts.get(name) == layout for name, layout in choice.layouts.items())
+        )
+        number = next(own, None)
+        if number is None:
+            return None
+        found.append(number)
+    return tuple(found)
+
+
+def _of_memory(problem: Problem) -> Problem:
+    """The same with bytes as the objective, and no limit of them."""
+    assert problem.memory is not None
+    return Problem(
+        tuple(np.zeros(len(own)) for own in problem.costs),
+        memory=replace(problem.memory, limit=float("inf")),
+        memory_weight=1 / MICROSECONDS / UNIT_BYTES,
+    )
+
+
+def _objective(problem: Problem, choices: Sequence[int]) -> float:
+    """The objective of choices as the named program has it."""
+    seconds = cost(problem, choices)
+    if problem.memory is not None:
+        seconds += problem.memory_weight * memory_bytes(problem.memory, choices)
+    return seconds * MICROSECONDS
