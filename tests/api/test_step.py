@@ -191,10 +191,10 @@ def test_callbacks_of_a_step_are_told_of_each_update(tmp_path: Path) -> None:
         callbacks=lambda: [Say(), autoparallel.JsonLines(path)],
     )
     losses = [float(step((torch.ones(3, 4),))) for _ in range(4)]
-    assert said == ["1 rows 6"]
+    assert said == ["1 samples 6"]
     step.finish()
     step.finish()
-    assert said == ["1 rows 6", "2 rows 6", "ended", "closed"]
+    assert said == ["1 samples 6", "2 samples 6", "ended", "closed"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     means = [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
     assert [line["loss"] for line in lines] == pytest.approx(means)

@@ -146,7 +146,7 @@ def captured(function: Callable[[Tensor], Tensor]) -> Any:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_counted_is_refused_by_name(name: str) -> None:
-    with pytest.raises(CaptureError, match=f"random numbers by {name}") as caught:
+    with pytest.raises(CaptureError, match=f"draws random numbers with {name}") as caught:
         captured(REFUSED[name])
     assert caught.value.code == "AP211"
     assert "test_distributions.py" in str(caught.value)

@@ -173,7 +173,8 @@ def test_the_alternatives_lost_for_a_reason() -> None:
     assert found.alternatives
     for other in found.alternatives:
         assert other.step_seconds >= found.prediction.step_seconds
-        assert re.search(r"(compute|communication|gradient sync|bubble) \+|overheads", other.reason)
+        named = r"(compute|communication|gradient synchronization|bubble) \+|overheads|small diff"
+        assert re.search(named, other.reason)
     assert found.solver.num_problems > 0
     assert found.solver.gap <= 1e-6
     assert set(found.solver.seconds) >= {"costs", "ilp", "dp", "simulator", "total"}

@@ -347,7 +347,7 @@ def send_wrong_shape() -> None:
 
 
 def test_a_value_of_another_shape_is_refused_before_it_is_sent():
-    with pytest.raises(RankError, match=r"stage 0 made \(4, 5\) torch.float64 for 'h'"):
+    with pytest.raises(RankError, match=r"stage 0 computed \(4, 5\) torch.float64 for 'h'"):
         run_processes(2, send_wrong_shape)
 
 
