@@ -122,7 +122,7 @@ def diagnosis(trainer: Trainer, batches: Sequence[Used]) -> AutoparallelError:
     """
     if trainer.progress is not None:
         trainer.progress("looking for the first value that is not finite")
-    buffers = trainer.changing_buffers()
+    buffers = trainer.model.changing_buffers()
     kept, begun = {name: buffer.clone() for name, buffer in buffers.items()}, trainer.batches_begun
     found: list[Place] = []
     for used in batches:
@@ -142,7 +142,7 @@ def _places(trainer: Trainer, batch: Mapping[str, Tensor]) -> list[Place]:
     position = {block.name: at for at, block in enumerate(trainer.program.blocks.blocks)}
     places = list(bad_inputs(batch))
     blocks: dict[str, nn.Module] = {}
-    for index, stage in trainer.stages.items():
+    for index, stage in trainer.model.stages.items():
         for parameter in stage.by_name.values():
             if not is_finite(parameter.local):
                 places.append(_of_parameter(WEIGHT, trainer, index, parameter))
@@ -151,14 +151,14 @@ def _places(trainer: Trainer, batch: Mapping[str, Tensor]) -> list[Place]:
     def look(key: str, outputs: Any) -> None:
         if bad_outputs(outputs):
             index, _, name = key.partition(" ")
-            microbatch = trainer.stages[int(index)].program.draws.microbatch
-            where = f"stage {index}, rank {trainer.rank}, micro-batch {microbatch}"
+            microbatch = trainer.model.stages[int(index)].program.draws.microbatch
+            where = f"stage {index}, rank {trainer.model.rank}, micro-batch {microbatch}"
             what = f"the output of block {name}"
             places.append(Place(OUTPUT, position[name], microbatch, what, where))
 
     with watching(blocks, look):
         trainer.backward(batch)
-    for index, stage in trainer.stages.items():
+    for index, stage in trainer.model.stages.items():
         for parameter in stage.by_name.values():
             if not is_finite(parameter.gradient):
                 places.append(_of_parameter(GRADIENT, trainer, index, parameter))
@@ -167,7 +167,7 @@ def _places(trainer: Trainer, batch: Mapping[str, Tensor]) -> list[Place]:
 
 def _of_parameter(kind: int, trainer: Trainer, index: int, parameter: StageParameter) -> Place:
     """A parameter, or its gradient; weights are looked for forward, gradients backward."""
-    stage = trainer.stages[index]
+    stage = trainer.model.stages[index]
     names = [block.name for block in trainer.program.blocks.blocks]
     at, block = 0, "several blocks"
     if parameter.block is not None:
@@ -175,5 +175,5 @@ def _of_parameter(kind: int, trainer: Trainer, index: int, parameter: StageParam
         at = names.index(block)
     of = "parameter" if kind == WEIGHT else "the gradient of"
     what = f"{of} {parameter.name} ({block})"
-    where = f"stage {index}, rank {trainer.rank}"
+    where = f"stage {index}, rank {trainer.model.rank}"
     return Place(kind, at if kind == WEIGHT else -at, 0, what, where)

@@ -98,7 +98,7 @@ def make_trainer(model: str, text: str) -> Trainer:
 def share_of(trainer: Trainer, batch: Mapping[str, torch.Tensor]) -> RankInputs:
     """This rank's rows of a global batch."""
     rows = next(iter(batch.values())).shape[0]
-    held = trainer.batches.held(rows)
+    held = trainer.runner.batches.held(rows)
     found = RankInputs()
     if held is not None:
         found.update({name: tensor[list(held.indices())] for name, tensor in batch.items()})
@@ -156,7 +156,7 @@ def train_mixed(case: Case, text: str) -> None:
     batch = batch_of(trainer.program, PLANNED, 0)
     share = share_of(trainer, batch)
     share.global_rows = None
-    trainer.step(batch if trainer.rank == 0 else share)
+    trainer.step(batch if trainer.model.rank == 0 else share)
 
 
 def train_partial_share(case: Case, text: str) -> None:
