@@ -40,6 +40,7 @@ class Case:
 
 
 DP, PP, BOTH = "dp=2,microbatches=2,pp=1", "pp=2,microbatches=2", "dp=2,pp=2,microbatches=2"
+SPLIT, REPLICAS = "pp=2,microbatches=4,schedule=zb-h1", "pp=2,microbatches=4,schedule=chimera"
 PARTS = "dp=2,pp=1,microbatches=2,zero=3"
 QUICK = {
     2: (
@@ -48,6 +49,8 @@ QUICK = {
         Case("masked", DP, (PLANNED, 1)), Case("dropout", DP, (PLANNED, 3)),
         Case("sum", DP, (PLANNED, 7), is_share=False), Case("masked", PARTS, (PLANNED, 3)),
         Case("dropout", PP, (PLANNED, 5), is_share=False),
+        Case("masked", SPLIT, (6, 4), is_share=False),
+        Case("masked", REPLICAS, (PLANNED, 4), is_share=False),
     ),
     4: (
         Case("masked", BOTH, (PLANNED, 6)), Case("masked", "pp=4,microbatches=2", (PLANNED, 6)),
