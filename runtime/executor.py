@@ -127,6 +127,7 @@ class StageExecutor:
         self.parameters = stage.by_name
         self._read_constants = read_constants
         self._constants_of: dict[int, Constants] = {}
+        self._planned = planned
         self.use(planned)
         self._counts: list[Mapping[str, Tensor | None]] = []
         self._is_updated = False
@@ -157,9 +158,9 @@ class StageExecutor:
         return self.variant.num_microbatches
 
     def refresh_constants(self) -> None:
-        """Read the constants again, which may have changed."""
+        """Read the constants again, which may have changed; steps run the planned variant."""
         self._constants_of.clear()
-        self.use(self.variant)
+        self.use(self._planned)
 
     def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh, coordinates = self.program.mesh, self.program.coordinates
