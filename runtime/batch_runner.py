@@ -1,8 +1,9 @@
 """Forwards and backwards of global batches, each by the variant of the step that it fits.
 
 In: what a rank holds of the model (``RankModel``), the planned variant and its buckets. Out:
-``run(batch)``, the loss of a batch, whose gradients are then complete. Variants of smaller batches
-are made when such a batch comes.
+``backward(batch)``, the loss of a batch, whose gradients are then complete, their norm, and a
+diagnosis, as ``TrainingStep`` asks for them. Variants of smaller batches are made when such a
+batch comes.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..planner.errors import AutoparallelError
 from ..planner.replicas import placed_stages
-from .arriving import Progress
+from .arriving import Progress, end_before_exit
 from .batches import StepBatches
 from .communicator import ProcessCommunicator
+from .diagnosis import diagnosis
 from .exchange import Exchange
 from .executor import StageVariant
 from .handover import Handover, split_boundaries
 from .lane_check import check_lanes
 from .lanes import Lanes
+from .optimizer import GradientNorm, gradient_norm, published
 from .padded import SequencePadding
 from .pipeline import Hooks, PipelineRunner
 from .rank_model import RankModel
 from .share_batch import ShareBatch, gather_whole
 from .shared import group_for
+from .training_step import Used
 from .variants import BatchShape, Variant, bucket_of, variant_of
 
 
@@ -51,7 +56,8 @@ class BatchRunner:
             model.program, model.plan, rank=model.rank, device=model.device, progress=progress
         )
         self.executors = {index: model.executor(index, seed) for index in model.stages}
-        self._model, self._step_optimizer, self._progress = model, step_optimizer, progress
+        self.model, self.device, self.progress = model, model.device, progress
+        self._step_optimizer = step_optimizer
         self._lanes = Lanes(model.device)
         self._pad = SequencePadding(model.program.graph)
         self._lengths = [each.shape.length for each in buckets if each.shape.length is not None]
@@ -64,17 +70,17 @@ class BatchRunner:
     def _add(self, variant: Variant) -> None:
         """Have batches run by another variant too. Collective over all ranks."""
         self._stage_variants[variant.shape] = {
-            index: self._model.add_variant(variant, index) for index in self.executors
+            index: self.model.add_variant(variant, index) for index in self.executors
         }
         self._pipelines[variant.shape] = self._make_pipeline(variant)
 
     def _make_pipeline(self, variant: Variant) -> PipelineRunner:
         """What runs a variant's steps. Collective over all ranks; raises as ``check_lanes``."""
-        model, stages = self._model, placed_stages(variant.plan)
+        model, stages = self.model, placed_stages(variant.plan)
         crossing = [split_boundaries(each, stages) for each in variant.crossing()]
         exchange = Exchange(
             [sent for sent, _ in crossing], schedule=variant.schedule, stages=stages,
-            rank=model.rank, device=model.device, lanes=self._lanes, progress=self._progress,
+            rank=model.rank, device=model.device, lanes=self._lanes, progress=self.progress,
         )  # fmt: skip
         check_lanes(*exchange.sequences())
         handed = crossing[0][1]  # no schedule of slices has two stages on one rank
@@ -86,7 +92,7 @@ class BatchRunner:
             hooks=Hooks(
                 model.sum_tied,
                 self._update_early if variant.schedule.is_asynchronous else None,
-                self._progress,
+                self.progress,
             ),
         )
 
@@ -95,7 +101,7 @@ class BatchRunner:
         (executor,) = self.executors.values()
         executor.update(self._step_optimizer)
 
-    def run(
+    def backward(
         self,
         inputs: Mapping[str, Tensor],
         *,
@@ -138,7 +144,7 @@ class BatchRunner:
         self.batches.check_shapes(padded, rows)
         self.shape = BatchShape(rows, length)
         if self.shape not in self._pipelines:
-            self._add(variant_of(self._model.program, self.batches.batch(rows).plan))
+            self._add(variant_of(self.model.program, self.batches.batch(rows).plan))
         for index, executor in self.executors.items():
             executor.use(self._stage_variants[self.shape][index])
             if isinstance(padded, ShareBatch):
@@ -160,17 +166,37 @@ class BatchRunner:
 
     def _gather(self, batch: ShareBatch, index: int) -> None:
         """Completes the inputs of which a stage needs all rows. Collective over the stage."""
-        rows = self.batches.batch(self.shape.rows).rows[self._model.planned.schedule.part(index)]
+        rows = self.batches.batch(self.shape.rows).rows[self.model.planned.schedule.part(index)]
         if rows is not None:
             program = self.executors[index].program
-            communicator = ProcessCommunicator(self._model.stages[index].device_mesh)
+            communicator = ProcessCommunicator(self.model.stages[index].device_mesh)
             part = rows.part(program.mesh, program.coordinates)
-            gather_whole(batch, rows, part, communicator, self._model.device)
+            gather_whole(batch, rows, part, communicator, self.model.device)
 
     def refresh_constants(self) -> None:
         """Compute with the constants as the model's buffers now make them."""
         for executor in self.executors.values():
             executor.refresh_constants()
+
+    def norm(self) -> GradientNorm:
+        """The norm of the complete gradient. Collective over all ranks."""
+        own = self.model.own_parameters()
+        norm = gradient_norm(own, device=self.device, progress=self.progress)
+        end_before_exit("norm", norm.arrival)
+        return norm
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the gradients that the optimizer reads."""
+        return published(self.model.all_parameters())
+
+    def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
+        """The error that says where the first value came from that is not finite. Collective."""
+        return diagnosis(self, batches)
+
+    @property
+    def updates_itself(self) -> bool:
+        """Whether the schedule updates the weights in the middle of a step."""
+        return self.model.planned.schedule.is_asynchronous
 
     @property
     def batches_begun(self) -> int:

@@ -17,27 +17,18 @@ from torch.optim import Optimizer
 
 from ..passes.program import Program
 from ..planner.arranged.asynchronous import check_asynchronous
-from ..planner.errors import AutoparallelError
 from ..planner.plan import Plan
-from .arriving import end_before_exit
 from .batch_runner import BatchRunner
 from .batches import RankInputs
 from .checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from .checkpoint_parts import Stateful
 from .checkpoint_state import rank_state
 from .checkpoint_writer import CheckpointWriter, PendingSave
-from .diagnosis import diagnosis
 from .initial_values import Weights
 from .membership import check_plan
-from .optimizer import (
-    BuildOptimizer,
-    GradientNorm,
-    build_optimizer,
-    gradient_norm,
-    published,
-)
+from .optimizer import BuildOptimizer, build_optimizer
 from .rank_model import RankModel
-from .training_step import StepResult, TrainingStep, Used
+from .training_step import StepResult, TrainingStep
 from .update import BuildScheduler, Update, UpdateOptions, check_updates_itself
 from .variants import bucket_variants, variant_of
 
@@ -74,14 +65,13 @@ class Trainer:
         planned = variant_of(program, plan)
         shorter = bucket_variants(planned, buckets)
         self.plan, self.program, self.schedule = plan, planned.program, planned.schedule
-        self.device, self.progress = device, progress
+        self.device = device
         self.parts: dict[str, Stateful] = {}
         self.checkpoints = CheckpointWriter()
         self.model = RankModel(planned, weights, device=device, progress=progress)
         self.runner = BatchRunner(
-            self.model, shorter, step_optimizer=self._step_optimizer, seed=seed,
-            progress=progress,
-        )  # fmt: skip
+            self.model, shorter, step_optimizer=self._step_optimizer, seed=seed, progress=progress
+        )
         self.use_optimizer(build)
 
     def inputs(self, batch: object) -> RankInputs:
@@ -99,46 +89,6 @@ class Trainer:
         for batch in others:
             self.steps.accumulate(batch)
         return self.steps.step(last)
-
-    def backward(
-        self,
-        inputs: Mapping[str, Tensor],
-        *,
-        scale: Tensor | float = 1.0,
-        accumulates: bool = False,
-        is_last: bool = True,
-    ) -> Tensor:
-        """The loss of a batch, whose gradients are computed as ``BatchRunner.run`` does."""
-        return self.runner.run(inputs, scale=scale, accumulates=accumulates, is_last=is_last)
-
-    @property
-    def batches_begun(self) -> int:
-        """How many batches were run: they decide the random numbers of the next one."""
-        return self.runner.batches_begun
-
-    @batches_begun.setter
-    def batches_begun(self, count: int) -> None:
-        self.runner.batches_begun = count
-
-    @property
-    def updates_itself(self) -> bool:
-        """Whether the schedule updates the weights in the middle of a step."""
-        return self.schedule.is_asynchronous
-
-    def norm(self) -> GradientNorm:
-        """The norm of the complete gradient. Collective over all ranks."""
-        own = self.model.own_parameters()
-        norm = gradient_norm(own, device=self.device, progress=self.progress)
-        end_before_exit("norm", norm.arrival)
-        return norm
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients that the optimizer reads."""
-        return published(self.model.all_parameters())
-
-    def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
-        """The error that says where the first value came from that is not finite. Collective."""
-        return diagnosis(self, batches)
 
     def _step_optimizer(self) -> None:
         self.optimizer.step()
@@ -172,7 +122,7 @@ class Trainer:
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)
         self.steps = TrainingStep(
-            self,
+            self.runner,
             Update(options, self.optimizer, device=self.device, build_scheduler=build_scheduler),
         )
 

@@ -142,7 +142,7 @@ def compare(
     has_loss = len(trainer.plan.stages) - 1 in trainer.model.stages
 
     def ours() -> float | None:
-        loss = trainer.backward(inputs)
+        loss = trainer.runner.backward(inputs)
         return float(loss) if has_loss else None
 
     steps: dict[str, Callable[[], float | None]] = {

@@ -68,7 +68,7 @@ def train(program: Program, expected: Truth) -> None:
         weights = {**expected.weights, **program.literals}
         trainer = Trainer(program, plan, weights, device=torch.device("cpu"))
         assert len(trainer.model.stages) == 2, "each rank has a stage of either direction"
-        loss = trainer.backward(expected.batch)
+        loss = trainer.runner.backward(expected.batch)
         assert relative_error(loss, expected.loss) < TOLERANCE, case
         for index, stage in trainer.model.stages.items():
             expected.check(stage.by_name, (case, index))
