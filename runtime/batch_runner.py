@@ -24,8 +24,7 @@ from .diagnosis import diagnosis
 from .exchange import Exchange
 from .executor import StageVariant
 from .handover import Handover, split_boundaries
-from .lane_check import check_lanes
-from .lanes import Lanes
+from .lanes import Lanes, check_lanes
 from .optimizer import GradientNorm, gradient_norm, published
 from .padded import SequencePadding
 from .pipeline import Hooks, PipelineRunner
