@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..passes.program import Program
-from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.plan import Plan
 from .batch_runner import BatchRunner
 from .batches import RankInputs
@@ -61,11 +60,10 @@ class Trainer:
         where there are fewer processes than the plan has devices, AP413 for bf16 without units.
         """
         check_plan(program, plan, device)
-        check_asynchronous(plan, program.graph, program.blocks)
         planned = variant_of(program, plan)
         shorter = bucket_variants(planned, buckets)
-        self.plan, self.program, self.schedule = plan, planned.program, planned.schedule
-        self.device = device
+        self.plan, self.device = plan, device
+        self.program, self.schedule = planned.program, planned.schedule
         self.parts: dict[str, Stateful] = {}
         self.checkpoints = CheckpointWriter()
         self.model = RankModel(planned, weights, device=device, progress=progress)

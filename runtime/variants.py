@@ -26,6 +26,7 @@ from ..passes.program import Program
 from ..passes.random_ops import Draws
 from ..passes.stage_cut import Boundary, boundaries, with_replicas
 from ..passes.stage_program import OfSlice, StageProgram, build_stage
+from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_places import find_places
 from ..planner.arranged.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ..planner.errors import UsageError
@@ -72,8 +73,10 @@ def crossing_pairs(program: Program, plan: Plan) -> frozenset[tuple[int, int]]:
 def variant_of(program: Program, plan: Plan) -> Variant:
     """The step of a plan on the batch that the plan is for: the planned one, or a smaller.
 
-    Raises PlanError AP547 and AP548 where replicas or slices would not give the same result.
+    Raises PlanError AP547 and AP548 where replicas or slices would not give the same result, and
+    UsageError AP158 where an asynchronous schedule cannot run it.
     """
+    check_asynchronous(plan, program.graph, program.blocks)
     program = program.with_batch_size(plan.microbatch_size)
     graph, blocks = program.graph, program.blocks
     schedule = schedule_of(plan, crossing_pairs(program, plan))
