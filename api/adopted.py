@@ -119,32 +119,32 @@ class Adopted:
         self.job = replace(job, deferred=None)  # the weights are made
         self._has_loss_fn = job.target.loss_fn is not None
         tied = trainer.program.graph.tied
-        self._weights = WholeWeights(trainer)
+        self._weights = WholeWeights(trainer.model)
         self._whole = WholeModule(model, self._weights, tied)
-        self._fixed = [(name, *get_by_path(model, name)) for name in trainer.fixed_buffers()]
+        self._fixed = [(name, *get_by_path(model, name)) for name in trainer.model.fixed_buffers()]
         self._marks: dict[str, tuple[int, int]] = {}
         example = job.target.example_batch(CAPTURE_BATCH, job.options.seq)
         self._arguments = CallArguments(
             self._forward, example, trainer.program.inputs, extra=self._has_loss_fn
         )
         self._calls: TrainingCall | None = None
-        if trainer.executors and not trainer.plan.has_pipeline:
-            (executor,) = trainer.executors.values()
+        if trainer.runner.executors and not trainer.plan.has_pipeline:
+            (executor,) = trainer.runner.executors.values()
             self._calls = TrainingCall(executor, self.tell)
         self._put_shards(model)
-        trainer.beside.update(
+        trainer.model.beside.update(
             (name, parameter)
             for name, parameter in model.named_parameters()
             if tied.get(name, name) not in self._whole.slots
         )
-        self._unchanged = Unchanged(model, modes, trainer.parameters, self._whole.slots)
+        self._unchanged = Unchanged(model, modes, trainer.model.parameters, self._whole.slots)
 
     def _put_shards(self, model: nn.Module) -> None:
         """The masters in the places of the model's parameters, changing buffers in theirs."""
         trainer = self.joined
-        buffers = trainer.changing_buffers()
+        buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():
-            held = trainer.parameters.get(name)
+            held = trainer.model.parameters.get(name)
             value = buffers.get(name) if held is None else held.master
             for module, attribute in slots:
                 old = getattr(module, attribute)
@@ -160,7 +160,7 @@ class Adopted:
         tied = self.joined.program.graph.tied
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tied.get(name, name) not in self._whole.slots:
-                loaded = self.joined.untrained.get(name)
+                loaded = self.joined.model.untrained.get(name)
                 if loaded is not None:
                     tensor.data.copy_(loaded)
                 share_in_place(tensor.data)
@@ -204,7 +204,7 @@ class Adopted:
     def keep_buffers(self) -> None:
         """Have buffers as the last forward left them, though its backward is yet to come."""
         if self.trainer is not None:
-            for stage in self.trainer.stages.values():
+            for stage in self.trainer.model.stages.values():
                 stage.keep_buffers()
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -220,7 +220,7 @@ class Adopted:
             )
         self._unchanged.check()
         self._take_buffers()
-        inputs = trainer.fitted(marked(self._arguments.inputs(args, kwargs)))
+        inputs = trainer.runner.fit(marked(self._arguments.inputs(args, kwargs)))
         if torch.is_grad_enabled() and any(value.requires_grad for value in inputs.values()):
             raise UsageError(
                 "AP933",
@@ -296,7 +296,7 @@ class Adopted:
             yield
             return
         self.keep_buffers()
-        wanted = rank is None or rank == self.joined.rank
+        wanted = rank is None or rank == self.joined.model.rank
         tensors: dict[str, Tensor] = {}
         for name in self._weights.names:
             value = self._weights.gather((name,), as_computed=False)[name]
@@ -339,7 +339,7 @@ class Adopted:
         given = {name: value for name, value in held.items() if value is not None}
         marks = {name: (id(value), value._version) for name, value in given.items()}
         if marks != self._marks:
-            self.joined.take_constants(given)
+            self.joined.take_buffers(given)
             self._marks = marks
 
 
@@ -410,7 +410,7 @@ class _Again:
 
     def _weight_versions(self) -> list[int]:
         """Counts of changes: of the weights, and of the call's arguments."""
-        parameters = self._adopted.joined.parameters.values()
+        parameters = self._adopted.joined.model.parameters.values()
         given = tree_flatten((self._args, self._kwargs))[0]
         return [
             *(parameter.local._version for parameter in parameters),

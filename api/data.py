@@ -42,14 +42,14 @@ class TrainingData:
         """``progress`` is for a watchdog; ``tell`` is given a line for the user."""
         self._trainer, self._target, self._seed = trainer, target, seed
         self._progress, self._tell = progress, tell
-        self._place = trainer.batches.place
+        self._place = trainer.runner.batches.place
         self._consumed = 0
         self._pass = 0
         self._source: Any = None
         self._saved: Any = None
         self._batches: Iterator[RankInputs] | None = None
-        is_for_all = trainer.batches.is_for_all or target.build_data is None
-        self._count = None if is_for_all else SharedCount(trainer.batches.sources[0])
+        is_for_all = trainer.runner.batches.is_for_all or target.build_data is None
+        self._count = None if is_for_all else SharedCount(trainer.runner.batches.sources[0])
 
     def __iter__(self) -> TrainingData:
         return self
@@ -63,7 +63,7 @@ class TrainingData:
             self._batches = self._from(self._consumed)
         inputs = next(self._batches)
         if self._count is not None:
-            rows = self._trainer.batches.rows_of(inputs) if self._place is not None else None
+            rows = self._trainer.runner.batches.rows_of(inputs) if self._place is not None else None
             told = self._count(rows)
             if rows is None:
                 inputs.global_rows = told

@@ -45,7 +45,7 @@ def distribute(dataloader: Any, model: nn.Module | None = None) -> Any:
     if not under_torchrun():
         return dataloader
     _check_loader(dataloader)
-    batches = _parallel_model(model).join().batches
+    batches = _parallel_model(model).join().runner.batches
     planned = batches.global_rows
     size = dataloader.batch_size
     if size is not None and size != planned:

@@ -184,13 +184,16 @@ class Step:
 
         Take it between updates: gradients that are yet to be used are not in it.
         """
-        counters = {"batches_begun": self._trainer.batches_begun, "updates": self._num_updates}
+        counters = {
+            "batches_begun": self._steps.trainable.batches_begun,
+            "updates": self._num_updates,
+        }
         return {**self._steps.update.state_dict(), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a ``state_dict``, of any plan."""
         self._steps.update.load_state_dict(state)
-        self._trainer.batches_begun = state.get("batches_begun", 0)
+        self._steps.trainable.batches_begun = state.get("batches_begun", 0)
         self._num_updates = state.get("updates", 0)
 
     def _begin_log(self, callback: Callback, batch: Batch) -> StepLog:

@@ -34,7 +34,7 @@ from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
-from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.reference import Reference, reference_split, run_reference
 from autoparallel.runtime.replay import UpdateRule, run_replay, update_rule
 from autoparallel.runtime.shared import Pulse
 from autoparallel.runtime.streamed import streamed
@@ -250,7 +250,7 @@ def _run_plain(
     with promote_to_float64() if is_double else nullcontext():
         found = train(
             model, batches, loss=loss, build_optimizer=build, seed=seed,
-            split=trainer.reference_split,
+            split=partial(reference_split, trainer.model.planned),
             random_dims=batch_dims(trainer.program.graph),
         )  # fmt: skip
     return found.on_cpu()

@@ -57,13 +57,11 @@ class StepBatches:
         *,
         rank: int,
         device: torch.device,
-        crossing: frozenset[tuple[int, int]],
         progress: Progress | None = None,
     ) -> None:
-        """``program`` is at the plan's micro-batch size; ``crossing`` as ``schedule_of`` has it;
-        ``progress`` is told of waits for other ranks."""
+        """``program`` is at the plan's micro-batch size; ``progress`` is told of waits for other
+        ranks."""
         self._program, self._plan, self._rank = program, plan, rank
-        self._crossing = crossing
         counts = plan.num_microbatches > 1 or bool(plan.slices)
         rows = rows_of_stages(program.graph, program.blocks, plan, counts=counts)
         self._batches = {plan.model.global_batch: SmallerBatch(plan, rows)}
@@ -102,7 +100,7 @@ class StepBatches:
         Raises UsageError AP836 where the plan cannot run it.
         """
         if rows not in self._batches:
-            made = smaller_batch(self._program, self._plan, rows, self._crossing)
+            made = smaller_batch(self._program, self._plan, rows)
             self._batches[rows] = made
         return self._batches[rows]
 

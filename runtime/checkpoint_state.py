@@ -1,6 +1,6 @@
 """What a checkpoint holds of a trainer's rank, and of a plain module.
 
-In: a ``Trainer``, or a module in one process. Out: a ``TrainingState`` over their memory. Both
+In: a ``RankModel``, or a module in one process. Out: a ``TrainingState`` over their memory. Both
 have the names and shapes of the model's ``state_dict``, so that either loads the other's.
 """
 
@@ -23,22 +23,23 @@ from .initial_values import Weights
 from .pretrained import Pretrained
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .rank_model import RankModel
 
 
-def trainer_state(
-    trainer: Trainer,
+def rank_state(
+    model: RankModel,
     optimizer: Optimizer | None,
     parts: Mapping[str, Stateful],
     *,
+    draws: Mapping[str, int] | None,
     optional: Container[str] = (),
 ) -> TrainingState:
-    """What this rank holds. ``optional``: the parts that a checkpoint may lack."""
-    graph = trainer.program.graph
-    persistent = trainer.persistent
-    slots = [Slot({}, trainer.untrained)]
+    """What this rank holds. ``draws`` decides the random numbers of the next batch; ``optional``:
+    the parts that a checkpoint may lack."""
+    persistent = model.persistent
+    slots = [Slot({}, model.untrained)]
     changing: set[str] = set()
-    for stage in trainer.stages.values():
+    for stage in model.stages.values():
         parameters: dict[str, Tensor] = {
             name: parameter.master for name, parameter in stage.by_name.items()
         }
@@ -52,23 +53,19 @@ def trainer_state(
                 stage.distributed_buffers(sorted(updated - set(persistent))),
             )
         )
-    leaves = {name: tensor for name, tensor in trainer.leaves.items() if name in persistent}
+    leaves = {name: tensor for name, tensor in model.leaves.items() if name in persistent}
     slots.append(Slot({}, leaves))
-    own = {parameter.name for parameter in trainer.own_parameters()}
-    executors = list(trainer.executors.values())
-    draws = (
-        {"seed": executors[0].seed, "steps_begun": executors[0].steps_begun} if executors else None
-    )
+    own = {parameter.name for parameter in model.own_parameters()}
     return TrainingState(
         shapes=persistent,
         slots=tuple(slots),
-        beside=trainer.beside,
-        aliases=graph.tied,
-        written=frozenset(own | changing | set(trainer.untrained)),
+        beside=model.beside,
+        aliases=model.program.graph.tied,
+        written=frozenset(own | changing | set(model.untrained)),
         optimizer=optimizer,
-        parts={GENERATORS: Generators(trainer.device), **parts},
+        parts={GENERATORS: Generators(model.device), **parts},
         optional=frozenset((GENERATORS, *(name for name in parts if name in optional))),
-        facts={"plan": json.loads(dumps(trainer.plan)), "draws": draws},
+        facts={"plan": json.loads(dumps(model.plan)), "draws": draws},
     )
 
 

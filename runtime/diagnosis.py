@@ -24,8 +24,8 @@ from ..planner.errors import AutoparallelError, RunError
 from .shared import gather_values
 
 if TYPE_CHECKING:
+    from .batch_runner import BatchRunner
     from .parameters import StageParameter
-    from .trainer import Trainer
     from .training_step import Used
 
 WEIGHT, INPUT, OUTPUT, GRADIENT = range(4)
@@ -114,66 +114,66 @@ def bad_outputs(outputs: Any) -> bool:
     )
 
 
-def diagnosis(trainer: Trainer, batches: Sequence[Used]) -> AutoparallelError:
-    """The error for a trainer's step that used ``batches``. Collective over all ranks.
+def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError:
+    """The error for a step that used ``batches``. Collective over all ranks.
 
     Gradients are those of the last batch that was run again; buffers and the count of batches
     are as before.
     """
-    if trainer.progress is not None:
-        trainer.progress("looking for the first value that is not finite")
-    buffers = trainer.changing_buffers()
-    kept, begun = {name: buffer.clone() for name, buffer in buffers.items()}, trainer.batches_begun
+    if runner.progress is not None:
+        runner.progress("looking for the first value that is not finite", ())
+    buffers = runner.model.changing_buffers()
+    kept, begun = {name: buffer.clone() for name, buffer in buffers.items()}, runner.batches_begun
     found: list[Place] = []
     for used in batches:
-        trainer.batches_begun = used.begun
-        gathered = gather_values(_places(trainer, used.batch))
+        runner.batches_begun = used.begun
+        gathered = gather_values(_places(runner, used.batch))
         found = [Place(*place) for places in gathered for place in places]
         if found:
             break
-    trainer.batches_begun = begun
+    runner.batches_begun = begun
     for name, buffer in buffers.items():
         buffer.copy_(kept[name])
     return not_finite(found)
 
 
-def _places(trainer: Trainer, batch: Mapping[str, Tensor]) -> list[Place]:
+def _places(runner: BatchRunner, batch: Mapping[str, Tensor]) -> list[Place]:
     """What is not finite on this rank."""
-    position = {block.name: at for at, block in enumerate(trainer.program.blocks.blocks)}
+    position = {block.name: at for at, block in enumerate(runner.model.program.blocks.blocks)}
     places = list(bad_inputs(batch))
     blocks: dict[str, nn.Module] = {}
-    for index, stage in trainer.stages.items():
+    for index, stage in runner.model.stages.items():
         for parameter in stage.by_name.values():
             if not is_finite(parameter.local):
-                places.append(_of_parameter(WEIGHT, trainer, index, parameter))
+                places.append(_of_parameter(WEIGHT, runner, index, parameter))
         blocks |= {f"{index} {block.name}": block for block in stage.blocks}
 
     def look(key: str, outputs: Any) -> None:
         if bad_outputs(outputs):
             index, _, name = key.partition(" ")
-            microbatch = trainer.stages[int(index)].program.draws.microbatch
-            where = f"stage {index}, rank {trainer.rank}, micro-batch {microbatch}"
+            microbatch = runner.model.stages[int(index)].program.draws.microbatch
+            where = f"stage {index}, rank {runner.model.rank}, micro-batch {microbatch}"
             what = f"the output of block {name}"
             places.append(Place(OUTPUT, position[name], microbatch, what, where))
 
     with watching(blocks, look):
-        trainer.backward(batch)
-    for index, stage in trainer.stages.items():
+        runner.backward(batch)
+    for index, stage in runner.model.stages.items():
         for parameter in stage.by_name.values():
             if not is_finite(parameter.gradient):
-                places.append(_of_parameter(GRADIENT, trainer, index, parameter))
+                places.append(_of_parameter(GRADIENT, runner, index, parameter))
     return places
 
 
-def _of_parameter(kind: int, trainer: Trainer, index: int, parameter: StageParameter) -> Place:
+def _of_parameter(kind: int, runner: BatchRunner, index: int, parameter: StageParameter) -> Place:
     """A parameter, or its gradient; weights are looked for forward, gradients backward."""
-    stage = trainer.stages[index]
-    names = [block.name for block in trainer.program.blocks.blocks]
+    stage = runner.model.stages[index]
+    names = [block.name for block in runner.model.program.blocks.blocks]
     at, block = 0, "several blocks"
     if parameter.block is not None:
         block = stage.program.blocks[parameter.block].name
         at = names.index(block)
     of = "parameter" if kind == WEIGHT else "the gradient of"
     what = f"{of} {parameter.name} ({block})"
-    where = f"stage {index}, rank {trainer.rank}"
+    where = f"stage {index}, rank {runner.model.rank}"
     return Place(kind, at if kind == WEIGHT else -at, 0, what, where)

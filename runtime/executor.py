@@ -4,12 +4,18 @@ In: the global batch, values received from other stages. Out: values and gradien
 the loss, and, after ``finish_step``, every parameter's gradient ready for the optimizer.
 The order of the calls is the schedule's business; any order in which a micro-batch's
 forward comes before its backward works, with any number in flight.
+
+What is run at once is a unit: a micro-batch, or a slice of its sequences. Unit
+``m * num_slices + j`` is slice ``j`` of micro-batch ``m``. The keys and values that a slice's
+attention has seen are an input of the next slice; their gradient comes back from that slice's
+backward, which therefore runs first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,9 +36,41 @@ from .zero import begin_backward, begin_input_backward, begin_step, finish_weigh
 
 if TYPE_CHECKING:
     from ..passes.stage_program import StageProgram
+    from ..planner.arranged.sequence_slices import Carried
 
 
-ReadConstants = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
+Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+"""Whole values by name: of a program's constants, and of the leaves of its counting. The two
+differ where a rank has rows of its own."""
+
+ReadConstants = Callable[[int, "StageProgram"], Constants]
+"""The constants of a program for micro-batches of so many rows."""
+
+
+def no_constants(microbatch_size: int, program: StageProgram) -> Constants:
+    """Those of a model that has none."""
+    return {}, {}
+
+
+@dataclass(frozen=True, slots=True)
+class StageVariant:
+    """What a stage runs in one variant of the step (``runtime.variants``).
+
+    ``parts`` are the numbers of the stage's programs that run a micro-batch, one after another;
+    ``carried`` goes from each to the next. ``rows`` are those of the global batch: variants with
+    as many rows have the same constants. Asynchronous schedules make ``num_updates`` in a step.
+    """
+
+    num_microbatches: int
+    parts: tuple[int, ...] = (0,)
+    carried: tuple[Carried, ...] = ()
+    rows: int = 0
+    num_updates: int = 1
+
+    @property
+    def per_update(self) -> int:
+        """How many micro-batches make an update."""
+        return self.num_microbatches // self.num_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +85,14 @@ class _InFlight:
     loss: Tensor | None
 
 
+@dataclass(slots=True)
+class _Sequence:
+    """What passes from slice to slice of a micro-batch: keys and values, and their gradients."""
+
+    made: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
 class StageExecutor:
     """One rank's part of a stage.
 
@@ -58,43 +104,33 @@ class StageExecutor:
     def __init__(
         self,
         stage: StageModule,
+        planned: StageVariant,
+        read_constants: ReadConstants = no_constants,
         *,
-        num_microbatches: int,
-        constants: Mapping[str, Tensor] | None = None,
-        counted: Mapping[str, Tensor] | None = None,
         seed: int = 0,
-        per_update: int | None = None,
         versions: WeightVersions | None = None,
     ) -> None:
-        """``constants`` are the whole values, by name, of the stage's constants and of the
-        leaves of its counting; ``counted`` the latter's, where the stage has rows of its own.
+        """Steps run ``planned`` until ``use`` chooses another variant.
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
-        weights after every ``per_update`` micro-batches, which ``stage`` is built for, and
-        compute with ``versions`` of them. Gradients are those of the loss times ``loss_scale``;
-        while ``keeps_gradients`` a step adds its own to those that are there, which no
-        ``finish_step`` may have completed.
+        weights in the middle of a step and compute with ``versions`` of them. Gradients are
+        those of the loss times ``loss_scale``; while ``keeps_gradients`` a step adds its own to
+        those that are there, which no ``finish_step`` may have completed.
         """
         self.stage = stage
-        self.program = stage.program
-        self._part = 0
-        self._planned_count = num_microbatches
-        self.num_microbatches = num_microbatches
-        self.per_update = self._planned_per_update = per_update or num_microbatches
         self.versions = versions
         self.seed = seed
         self.steps_begun = 0
         self.loss_scale: Tensor | float = 1.0
         self.keeps_gradients = False
         self.parameters = stage.by_name
-        self._smaller: dict[int, tuple[int, ReadConstants]] = {}
-        self.use_constants(constants or {}, counted)
+        self._read_constants = read_constants
+        self._constants_of: dict[int, Constants] = {}
+        self._planned = planned
+        self.use(planned)
         self._counts: list[Mapping[str, Tensor | None]] = []
         self._is_updated = False
-        self._requires_grad = {
-            boundary.key: boundary.spec.requires_grad for boundary in self.program.receives
-        }
         self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh)
         self._reducer.attach(self.parameters.values())
         self._batch: Mapping[str, Tensor] = {}
@@ -102,61 +138,54 @@ class StageExecutor:
         self._inputs: dict[int, dict[str, Tensor]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: dict[int, Tensor] = {}
+        self._sequences: dict[int, _Sequence] = defaultdict(_Sequence)
 
-    def use_constants(
-        self, constants: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Compute with these values of the stage's constants from the next step on."""
-        program = self.stage.programs[0]
-        held = self._local_constants(constants, program)
-        self._planned = (self._planned_count, held, _read_by(program, counted or constants))
-        self._of_smaller: dict[int, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
-        self.use(self._part)
+    def use(self, variant: StageVariant) -> None:
+        """Have the next steps run ``variant``, whose programs the stage has."""
+        self.variant = variant
+        self.program = self.stage.programs[variant.parts[0]]
+        if variant.rows not in self._constants_of:
+            size = variant.rows // variant.num_microbatches
+            whole, counted = self._read_constants(size, self.program)
+            counting = self.program.counting
+            leaves = counting.leaves if counting is not None else ()  # no other stays whole
+            counted = {name: counted[name] for name in leaves}
+            self._constants_of[variant.rows] = self._local_constants(whole), counted
+        self._constants, self._whole = self._constants_of[variant.rows]
 
-    def _local_constants(
-        self, constants: Mapping[str, Tensor], program: StageProgram
-    ) -> dict[str, Tensor]:
-        mesh, coordinates = program.mesh, program.coordinates
+    @property
+    def num_microbatches(self) -> int:
+        return self.variant.num_microbatches
+
+    def refresh_constants(self) -> None:
+        """Read the constants again, which may have changed; steps run the planned variant."""
+        self._constants_of.clear()
+        self.use(self._planned)
+
+    def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mesh, coordinates = self.program.mesh, self.program.coordinates
         return {
             name: local_part(
-                constants[name],
+                whole[name],
                 local_region(held.spec.shape, held.layout, mesh, coordinates),
                 held.spec.dtype,
                 self.stage.device,
             )
-            for name, held in program.constants.items()
+            for name, held in self.program.constants.items()
         }
-
-    def use(self, part: int) -> None:
-        """Have the next step run program ``part`` of the stage, which it has for some lengths."""
-        self._part, self.program = part, self.stage.programs[part]
-        if part in self._smaller and part not in self._of_smaller:
-            count, read = self._smaller[part]
-            whole, counted = read()
-            held = self._local_constants(whole, self.program)
-            self._of_smaller[part] = count, held, _read_by(self.program, counted)
-        count, constants, counted = self._of_smaller.get(part, self._planned)
-        self.num_microbatches = count
-        self.per_update = count if part in self._smaller else self._planned_per_update
-        self._constants, self._whole = constants, counted
-
-    def add_program(self, num_microbatches: int, read: ReadConstants) -> None:
-        """The stage's last program runs a batch of ``num_microbatches``; ``use`` chooses it.
-
-        ``read`` gives the values of its constants, as ``use_constants`` takes them.
-        """
-        self._smaller[len(self.stage.programs) - 1] = num_microbatches, read
 
     def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
         """Start a step on the global ``batch``; forget the gradients of the one before, unless
         they are kept."""
         self._batch = batch
         self._inputs.clear()  # before its memory is taken anew
-        self._inputs = step_inputs(batch, self._unit_programs(), self.num_microbatches, self._queue)
+        programs = [self.stage.programs[part] for part in self.variant.parts]
+        self._inputs = step_inputs(batch, programs, self.num_microbatches, self._queue)
         self.program.draws.key = step_key(self.seed, self.steps_begun)
         self.steps_begun += torch.is_grad_enabled()
         self._in_flight.clear()
         self._losses.clear()
+        self._sequences.clear()
         if self.stage.weight_gradients is not None:
             self.stage.weight_gradients.clear()
         self.stage.keep_buffers()
@@ -169,10 +198,6 @@ class StageExecutor:
                 parameter.refresh()
         if self.versions is not None:
             self.versions.begin()
-
-    def _unit_programs(self) -> Sequence[StageProgram]:
-        """What runs a micro-batch: the programs of its slices, in order."""
-        return (self.program,)
 
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
         """For each update, what its micro-batches must know of each other.
@@ -192,7 +217,7 @@ class StageExecutor:
                 return self._whole[node.name].to(self.stage.device)
             return values[node.name, microbatch]
 
-        for first in range(0, self.num_microbatches, self.per_update):
+        for first in range(0, self.num_microbatches, self.variant.per_update):
             yield {} if counting is None else counting.evaluate(value_of, first)
 
     def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
@@ -207,44 +232,41 @@ class StageExecutor:
         copies = self._queue.to_device(parts)
         return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
 
-    def forward(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a micro-batch forward; returns the values that other stages get, by key.
+    def forward(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a unit forward; returns the values that other stages get, by key.
 
         ``received`` has this rank's part of every value from other stages, by key.
         """
-        leaves = self._leaves(received)
-        return self._finished(microbatch, leaves, self.run(microbatch, leaves), self.program)
-
-    def _leaves(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            key: value.detach().requires_grad_(self._requires_grad[key])
-            for key, value in received.items()
+        microbatch, at = divmod(unit, len(self.variant.parts))
+        program, sequence = self.stage.programs[self.variant.parts[at]], self._sequences[microbatch]
+        leaves = {
+            boundary.key: received[boundary.key]
+            .detach()
+            .requires_grad_(boundary.spec.requires_grad)
+            for boundary in program.receives
         }
+        if at:
+            for each in self.variant.carried:
+                leaves[each.earlier] = sequence.made.pop(each.made).requires_grad_()
+        outputs = self.run(unit, leaves)
+        for each in self.variant.carried:
+            sequence.made[each.made] = outputs[each.made].detach()
+        if torch.is_grad_enabled():
+            self._in_flight[unit] = self._kept(leaves, outputs)
+        if program.loss is not None:
+            self._losses[unit] = self.loss_part(outputs[program.loss].detach())
+        return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
 
-    def run(self, microbatch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All that leaves the stage in a micro-batch's forward, by key, with its graph."""
+    def run(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All that leaves the stage in a unit's forward, by key, with its graph."""
+        microbatch, at = divmod(unit, len(self.variant.parts))
         self.program.draws.microbatch = microbatch
         if self.versions is not None:
             self.versions.use(FORWARD, microbatch)
-        counts = self._counts[microbatch // self.per_update]
-        values = {**self._constants, **counts, **self._inputs.pop(microbatch), **received}
-        outputs: dict[str, Tensor] = self.stage(values, self._part)
+        counts = self._counts[microbatch // self.variant.per_update]
+        values = {**self._constants, **counts, **self._inputs.pop(unit), **received}
+        outputs: dict[str, Tensor] = self.stage(values, self.variant.parts[at])
         return outputs
-
-    def _finished(
-        self,
-        microbatch: int,
-        leaves: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-        program: StageProgram,
-    ) -> dict[str, Tensor]:
-        """Keeps what the backward needs; returns what is sent."""
-        if torch.is_grad_enabled():
-            self._in_flight[microbatch] = self._kept(leaves, outputs)
-        loss = program.loss
-        if loss is not None:
-            self._losses[microbatch] = self.loss_part(outputs[loss].detach())
-        return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
 
     def _kept(self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> _InFlight:
         edges = {key: get_gradient_edge(o) for key, o in outputs.items() if o.requires_grad}
@@ -252,28 +274,26 @@ class StageExecutor:
                          else outputs[self.program.loss])  # fmt: skip
 
     def backward(
-        self, microbatch: int, gradients: Mapping[str, Tensor], *, last: bool
+        self, unit: int, gradients: Mapping[str, Tensor], *, last: bool
     ) -> dict[str, Tensor]:
-        """Run a micro-batch backward; returns the gradients of the received values, by key.
+        """Run a unit backward; returns the gradients of the received values, by key.
 
         ``gradients`` has, by key, the gradient of each value sent, summed over the stages
         that got it. ``last`` says that no other backward of this step follows.
         """
         if self.stage.weight_gradients is not None:
-            received = self.backward_inputs(microbatch, gradients)
-            self.backward_weights(microbatch, last=last)
+            received = self.backward_inputs(unit, gradients)
+            self.backward_weights(unit, last=last)
             return received
         if self.versions is not None:
-            self.versions.use(BACKWARD, microbatch)
+            self.versions.use(BACKWARD, unit)
         if self._is_updated:
             self.zero_grad()
         begin_backward(self.stage, last=last)
         self._reducer.begin_backward(last=last)
-        return self._run_backward(microbatch, gradients)
+        return self._run_backward(unit, gradients)
 
-    def backward_inputs(
-        self, microbatch: int, gradients: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def backward_inputs(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The half of ``backward`` that others wait for; ``backward_weights`` is the other.
 
         The stage must have been made with ``splits_backward``.
@@ -281,42 +301,53 @@ class StageExecutor:
         assert self.stage.weight_gradients is not None
         begin_input_backward(self.stage)
         self._reducer.begin_backward(last=False)
-        with self.stage.weight_gradients.collecting(microbatch):
-            return self._run_backward(microbatch, gradients)
+        with self.stage.weight_gradients.collecting(unit):
+            return self._run_backward(unit, gradients)
 
-    def backward_weights(self, microbatch: int, *, last: bool) -> None:
+    def backward_weights(self, unit: int, *, last: bool) -> None:
         """Compute the gradients of weights that ``backward_inputs`` has put off."""
         assert self.stage.weight_gradients is not None
         begin_backward(self.stage, last=last)
         self._reducer.begin_backward(last=last, among=self.stage.deferred)
-        self.stage.weight_gradients.run(microbatch)
+        self.stage.weight_gradients.run(unit)
         finish_weight_backward(self.stage)
 
-    def _run_backward(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        flight = self._in_flight.pop(microbatch)
+    def _run_backward(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        flight, variant = self._in_flight.pop(unit), self.variant
+        sequence = self._sequences[unit // len(variant.parts)]
+        gradients = {**gradients, **sequence.gradients}
         edges, grads = [], []
         for key, edge in flight.outputs.items():
             gradient = gradients.get(key)
             if key == self.program.loss:
                 assert flight.loss is not None
-                share = torch.full_like(flight.loss, 1.0 / self.per_update) * self.loss_scale
+                share = torch.full_like(flight.loss, 1.0 / variant.per_update) * self.loss_scale
                 gradient = share if gradient is None else gradient + share
             if gradient is not None:
                 edges.append(edge)
                 grads.append(gradient)
         torch.autograd.backward(edges, grads)
-        return {
+        received = {
             key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for key, leaf in flight.received.items()
             if leaf.requires_grad
         }
+        sequence.gradients = {
+            each.made: received.pop(each.earlier)
+            for each in variant.carried
+            if each.earlier in received
+        }
+        return received
 
     def loss(self, microbatch: int) -> Tensor | None:
         """This rank's part of a micro-batch's loss, or None where another stage computes it.
 
-        The parts of a stage's ranks add up to the loss.
+        The parts of a stage's ranks add up to the loss, and so do those of slices.
         """
-        return self._losses.get(microbatch)
+        count = len(self.variant.parts)
+        units = range(microbatch * count, (microbatch + 1) * count)
+        parts = [self._losses[unit] for unit in units if unit in self._losses]
+        return sum(parts[1:], parts[0]) if parts else None
 
     def loss_part(self, loss: Tensor) -> Tensor:
         """This rank's part of a loss that it holds: 0 where another rank counts for it."""
@@ -330,9 +361,9 @@ class StageExecutor:
 
     def mean_loss(self) -> Tensor | None:
         """This rank's part of the step's loss: the mean over the micro-batches run so far."""
-        if not self._losses:
-            return None
-        return torch.stack(list(self._losses.values())).mean()
+        losses = map(self.loss, range(self.num_microbatches))
+        found = [loss for loss in losses if loss is not None]
+        return torch.stack(found).mean() if found else None
 
     def begin_reduction(self) -> None:
         """Before a step's only backward, where autograd starts it: sums begin as it goes."""
@@ -364,9 +395,3 @@ class StageExecutor:
         self._is_updated = False
         for parameter in self.parameters.values():
             parameter.zero_grad()
-
-
-def _read_by(program: StageProgram, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the counting of a stage reads of constants' whole values: no other stays whole."""
-    leaves = program.counting.leaves if program.counting is not None else ()
-    return {name: whole[name] for name in leaves}

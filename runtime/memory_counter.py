@@ -94,7 +94,7 @@ def held_by(trainer: Trainer) -> Tensors:
     found: dict[str, list[Tensor]] = {
         "parameters": [], "master": [], "gradients": [], "optimizer": [], "buffers": []
     }  # fmt: skip
-    for parameter in trainer.all_parameters():
+    for parameter in trainer.model.all_parameters():
         is_own = parameter.leaf is None or parameter.has_copy
         found["master" if is_own else "parameters"].append(parameter.local)
         found["parameters"] += [parameter.leaf] if parameter.leaf is not None else []
@@ -105,7 +105,7 @@ def held_by(trainer: Trainer) -> Tensors:
         found["gradients"] += [each for each in gradients if each is not None]
     for states in trainer.optimizer.state.values():
         found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
-    for stage in trainer.stages.values():
+    for stage in trainer.model.stages.values():
         found["buffers"] += list(stage.buffers())
     return found
 
@@ -136,6 +136,6 @@ def measure_step(trainer: Trainer, inputs: Mapping[str, Tensor]) -> MemoryReport
         lambda: trainer.step(inputs),
         held,
         device=trainer.device,
-        watch=partial(_gathered, trainer.stages.values()),
-        resizes=any(stage.zero for stage in trainer.stages.values()),
+        watch=partial(_gathered, trainer.model.stages.values()),
+        resizes=any(stage.zero for stage in trainer.model.stages.values()),
     )

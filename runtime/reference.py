@@ -10,7 +10,9 @@ from torch import nn
 
 from ..passes.counter_random import counter_random
 from ..passes.random_ops import step_key
+from .data import microbatch_rows
 from .optimizer import BuildOptimizer, built
+from .variants import Variant
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -72,3 +74,24 @@ def run_reference(
     weights = {name: p.detach().clone() for name, p in parameters.items()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     return Reference(tuple(losses), gradients, weights, buffers)
+
+
+def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
+    """The parts of a global batch that one device has to run apart to do the same as a plan.
+
+    Those of each update (the whole batch, unless the schedule is asynchronous), or the
+    micro-batches where rows see each other.
+    """
+    graph, count = planned.program.graph, planned.plan.num_microbatches
+    if not graph.accumulation.mixing:
+        count //= planned.schedule.per_update
+    if count == 1:
+        return (batch,)
+    graph = graph.with_batch_size(planned.plan.model.global_batch // count)
+    return tuple(
+        {
+            name: microbatch_rows(name, tensor, graph[name].spec, part, count)
+            for name, tensor in batch.items()
+        }
+        for part in range(count)
+    )

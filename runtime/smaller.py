@@ -21,6 +21,7 @@ from ..planner.layout import divides
 from ..planner.plan import Plan, StagePlan
 from ..planner.plan_schedule import schedule_of
 from ..planner.shares import share_of, why_not
+from .variants import crossing_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,14 @@ class SmallerBatch:
     rows: tuple[StageRows | None, ...]
 
 
-def smaller_batch(
-    program: Program, plan: Plan, rows: int, crossing: frozenset[tuple[int, int]]
-) -> SmallerBatch:
-    """What a batch of ``rows`` runs; ``crossing`` as ``schedule_of`` takes it.
+def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
+    """What a batch of ``rows`` runs.
 
     Raises UsageError AP836 where the plan cannot run such a batch.
     """
     why = _why_none(program.graph, plan)
     uneven = why or _why_not_uneven(program, plan)
+    crossing = crossing_pairs(program, plan)
     for size in range(min(rows, plan.microbatch_size), 0, -1):
         if why or rows % size:
             continue

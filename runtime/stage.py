@@ -8,7 +8,7 @@ that leave the stage, and the loss. Its parameters go by the model's own names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,9 @@ class StageBlock(nn.Module):
         self.outputs = program.outputs
         self.recompute: Recompute = program.recompute
         self.graph = program.module
+        self.graphs: list[fx.GraphModule] = [program.module]
+        self.part = 0
         self.draws = draws
-        self.of_slices: tuple[fx.GraphModule, ...] = ()
-        self.slice = 0
         self.is_random = _is_random(program.module)
         self._deferring, self._shared_inputs = deferring, shared
         self._compiler = compiler
@@ -94,7 +94,7 @@ class StageBlock(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The block's outputs, in the order of ``outputs``."""
-        graph = self.of_slices[self.slice - 1] if self.slice else self.graph
+        graph = self.graphs[self.part]
         if not torch.is_grad_enabled():
             return tuple(graph(*inputs))
         outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
@@ -102,21 +102,19 @@ class StageBlock(nn.Module):
         return tuple(_own(o) if o._base is not None and o.requires_grad else o
                      for o in outputs)  # fmt: skip
 
-    def run_slices(self, programs: Iterable[BlockProgram]) -> None:
-        """Have a graph for every slice of the sequences, all with this block's parameters."""
-        own = list(programs)
-        self.of_slices = tuple(program.module for program in own)
-        for program, graph in zip(own, self.of_slices, strict=True):
-            deferred = self._defer(program)
-            assert deferred == self.deferred, self.name
-            for name, op in graph.named_children():
-                if name not in self.graph._modules:  # Of the same name is the same op.
-                    self.graph.add_module(name, op)
-            for held in ("_parameters", "_buffers", "_modules"):
-                graph.__dict__[held] = self.graph.__dict__[held]
-            if self._recomputing is not None:
-                self._recomputing.mark(graph)
-            self._compile(graph)
+    def add_program(self, program: BlockProgram) -> None:
+        """Have another graph, with this block's parameters; ``part`` chooses it by its number."""
+        graph, deferred = program.module, self._defer(program)
+        assert deferred == self.deferred, self.name
+        for name, op in graph.named_children():
+            if name not in self.graph._modules:  # Of the same name is the same op.
+                self.graph.add_module(name, op)
+        for held in ("_parameters", "_buffers", "_modules"):
+            graph.__dict__[held] = self.graph.__dict__[held]
+        if self._recomputing is not None:
+            self._recomputing.mark(graph)
+        self._compile(graph)
+        self.graphs.append(graph)
 
     def _recomputed(self, graph: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
         contexts: dict[str, Any] = {}
@@ -191,7 +189,7 @@ class StageModule(nn.Module):
         """
         super().__init__()
         self.program = program
-        self.programs: tuple[StageProgram, ...] = (program,)
+        self.programs = [program]
         self.device_mesh = device_mesh
         self.zero = zero
         self.device = device if device is not None else torch.device(device_mesh.device_type)
@@ -313,17 +311,18 @@ class StageModule(nn.Module):
             return self, self._shared[name]
         return get_by_path(self.program.blocks[parameter.block].module, name)
 
-    def run_slices(self, programs: Sequence[StageProgram]) -> None:
-        """Have a program for every slice of the sequences; the first is the stage's own."""
-        self.programs = tuple(programs)
-        for position, block in enumerate(self.blocks):
+    def add_program(self, program: StageProgram) -> int:
+        """Have another program over the same parameters, cut into the same blocks; its number."""
+        for block, own in zip(self.blocks, program.blocks, strict=True):
             assert isinstance(block, StageBlock)
-            block.run_slices(each.blocks[position] for each in programs[1:])
+            block.add_program(own)
+        self.programs.append(program)
+        return len(self.programs) - 1
 
     def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
         """The values that leave the stage, by key; buffers get their new values.
 
-        ``part`` is the slice of the sequences that is run.
+        ``part`` is the number of the program that is run.
         """
         known, programs = dict(values), self.programs[part].blocks
         for name, attribute in self._shared.items():
@@ -332,7 +331,7 @@ class StageModule(nn.Module):
                 known[name] = known[name].clone()
         known.update(self._changed)
         for position, block in enumerate(self.blocks):
-            block.slice = part  # type: ignore[assignment]
+            block.part = part  # type: ignore[assignment]
             outputs = block(*(known[key] for key in programs[position].inputs))
             known.update(zip(programs[position].outputs, outputs, strict=True))
             for key in self._last_use.get(position, ()):

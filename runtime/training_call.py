@@ -24,7 +24,6 @@ from ..passes.collectives import convert, local_tensor
 from ..planner.errors import UsageError
 from ..planner.layout import INVARIANT, conversion_steps
 from .arriving import shared_sum
-from .backward import around_backward
 from .communicator import ProcessCommunicator
 from .mesh import DATA_AXIS
 from .parameters import StageParameter
@@ -137,7 +136,7 @@ class TrainingCall:
         """The values, such that a backward through any of them is the whole step's."""
         if not any(value.requires_grad for value in values):
             return values
-        return around_backward(values, self._begin, self._end)
+        return _around_backward(values, self._begin, self._end)
 
     def _begin(self) -> None:
         """Before a backward. Several forwards may share one: the first of them begins it."""
@@ -323,3 +322,35 @@ class _Delivered(torch.autograd.Function):
                 torch._foreach_mul_(locals_, scales[0].to(dtype))
         ctx.deliver(gradients)
         return None, None, None, None
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, begin: Callable[[], None], end: Callable[[], None], tensor: Tensor
+    ) -> Tensor:
+        ctx.begin, ctx.end = begin, end
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        ctx.begin()
+        end = ctx.end
+        # Queued twice: fully_shard queues its own last work when the backward is under way.
+        _at_end(lambda: _at_end(end))
+        return None, None, gradients[0]
+
+
+def _around_backward(
+    tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
+) -> tuple[Tensor, ...]:
+    """``tensors``, such that a backward calls ``begin`` before anything else and ``end`` when all
+    is done, once for each of them that it goes through; what the others are made of gets no
+    gradient."""
+    return tuple(_Boundary.apply(begin, end, each) for each in tensors)  # type: ignore[no-untyped-call]
+
+
+def _at_end(function: Callable[[], None]) -> None:
+    """When a backward ends. ``queue_callback``, which ``fully_shard`` and DDP use for the same, has
+    no public name."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

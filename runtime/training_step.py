@@ -1,6 +1,6 @@
 """One training step: forwards and backwards of one or several batches, then an update.
 
-In: something that computes gradients (a ``Trainer`` of a plan, or a ``PlainTrainer`` of one
+In: something that computes gradients (a ``BatchRunner`` of a plan, or a ``PlainTrainer`` of one
 device) and ``UpdateOptions``. Out: ``step(*batches)``, the same for both.
 
 With ``on_nan="stop"`` a step whose loss or gradient is not finite updates nothing and ends in
@@ -113,8 +113,8 @@ class StepResult:
 class TrainingStep:
     """The steps of one rank; ``last_norm`` reads the norm of the last update's gradient."""
 
-    def __init__(self, trainer: Trainable, update: Update) -> None:
-        self._trainer = trainer
+    def __init__(self, trainable: Trainable, update: Update) -> None:
+        self.trainable = trainable
         self.update = update
         self.last_norm: Callable[[], Tensor] | None = None
         self._losses: list[Tensor] = []
@@ -153,26 +153,26 @@ class TrainingStep:
         self._unread = None
 
     def _backward(self, batch: Batch, *, is_last: bool) -> Tensor:
-        trainer, options = self._trainer, self.update.options
+        trainable, options = self.trainable, self.update.options
         if options.on_nan == "stop":
-            self._used.append(Used(batch, trainer.batches_begun))
+            self._used.append(Used(batch, trainable.batches_begun))
         scale, accumulates = self.update.loss_scale(), bool(self._losses)
         self._losses.append(
-            trainer.backward(batch, scale=scale, accumulates=accumulates, is_last=is_last)
+            trainable.backward(batch, scale=scale, accumulates=accumulates, is_last=is_last)
         )
         return self._losses[-1]
 
     def _updated(self, losses: tuple[Tensor, ...]) -> Pending:
         """Updates the weights; the gradient's norm."""
-        trainer, update = self._trainer, self.update
-        norm = trainer.norm()
-        if trainer.updates_itself:
+        trainable, update = self.trainable, self.update
+        norm = trainable.norm()
+        if trainable.updates_itself:
             update.schedule(lambda: mean(losses))
             return norm
         if not update.options.needs_norm:
-            update(trainer.gradients, None, lambda: mean(losses))
+            update(trainable.gradients, None, lambda: mean(losses))
             return norm
-        total = update(trainer.gradients, norm.value(), lambda: mean(losses))
+        total = update(trainable.gradients, norm.value(), lambda: mean(losses))
         assert total is not None
         return figure(total)
 
@@ -183,7 +183,7 @@ class TrainingStep:
         """Reads the numbers of a step at once where the host waits for nothing, else one later."""
         update = self.update
         is_read = update.options.decides and update.decides_on_host
-        if is_read or not queue_of(self._trainer.device).runs_behind:
+        if is_read or not queue_of(self.trainable.device).runs_behind:
             self._read(made)
         else:
             before, self._unread = self._unread, made
@@ -196,7 +196,7 @@ class TrainingStep:
         found = result.read()
         numbers = found[:1] if self.update.options.scales else found[:2]
         if not all(map(math.isfinite, numbers)):
-            raise self._trainer.diagnosis(used)
+            raise self.trainable.diagnosis(used)
 
 
 def mean(losses: Sequence[Tensor]) -> Tensor:

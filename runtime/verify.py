@@ -44,8 +44,8 @@ def verify(
     for step, batch in enumerate(batches):
         losses.append(float(trainer.step(batch).loss))
         if step == 0:
-            gradients = collect(trainer.all_parameters(), graph, _gradient)
-    weights = collect(trainer.all_parameters(), graph, lambda parameter: parameter.local)
+            gradients = collect(trainer.model.all_parameters(), graph, _gradient)
+    weights = collect(trainer.model.all_parameters(), graph, lambda parameter: parameter.local)
     buffers = collect_buffers(trainer)
 
     def compared() -> Verification:
@@ -120,7 +120,7 @@ def collect(
 def collect_buffers(trainer: Trainer) -> dict[str, list[Piece]]:
     """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
     own: dict[str, Piece] = {}
-    for stage in trainer.stages.values():
+    for stage in trainer.model.stages.values():
         for name in stage.program.updates:
             own[name] = (stage.buffer_regions[name], stage.buffer(name).detach().cpu().clone())
     collected: dict[str, list[Piece]] = {}

@@ -1,8 +1,8 @@
 """The weights of a model that is spread over ranks, whole again: for evaluation and export.
 
-In: a trainer. Out: any of its parameters, and of the buffers that training changes, as plain
-tensors on every rank: gathered within the stage that holds them, and sent from its first rank to
-the ranks of other stages.
+In: what a rank holds of a model. Out: any of its parameters, and of the buffers that training
+changes, as plain tensors on every rank: gathered within the stage that holds them, and sent from
+its first rank to the ranks of other stages.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .parameters import COMPUTE_DTYPES
 from .shared import group_for
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .rank_model import RankModel
 
 
 class WholeWeights:
-    """Gathers tensors of a trainer's model by name; every call is collective over all ranks."""
+    """Gathers tensors of a model by name; every call is collective over all ranks."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._stage_of = _stage_of(trainer)
+    def __init__(self, model: RankModel) -> None:
+        self._model = model
+        self._stage_of = _stage_of(model)
         self._is_everywhere = {
             index: len(stage.devices) == dist.get_world_size()
-            for index, stage in enumerate(placed_stages(trainer.plan))
+            for index, stage in enumerate(placed_stages(model.plan))
         }
-        self._dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
+        self._dtype = COMPUTE_DTYPES[model.plan.model.precision]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,12 +55,12 @@ class WholeWeights:
                 index = self._stage_of[name]
                 held = self._held(index, name)
                 if held is not None:
-                    is_cast = as_computed and name in self._trainer.parameters
+                    is_cast = as_computed and name in self._model.parameters
                     value = _full(held.to(self._dtype) if is_cast else held)
                 else:
                     value = self._empty(name, as_computed=as_computed)
                 if not self._is_everywhere[index]:
-                    source = placed_stages(self._trainer.plan)[index].devices[0]
+                    source = placed_stages(self._model.plan)[index].devices[0]
                     value = value.contiguous()
                     works.append(
                         dist.broadcast(value, src=source, group=group_for(value), async_op=True)
@@ -107,14 +107,14 @@ class WholeWeights:
 
     def _box(self, name: str) -> tuple[slice, ...]:
         """This rank's part of ``name``."""
-        stage = self._trainer.stages[self._stage_of[name]]
+        stage = self._model.stages[self._stage_of[name]]
         parameter = stage.by_name.get(name)
         region = stage.buffer_regions[name] if parameter is None else parameter.region
         return tuple(slice(start, stop) for start, stop in region)
 
     def _held(self, index: int, name: str) -> Tensor | None:
         """This rank's part of a tensor of stage ``index``, if it works for that."""
-        stage = self._trainer.stages.get(index)
+        stage = self._model.stages.get(index)
         if stage is None:
             return None
         if name not in stage.by_name:
@@ -122,20 +122,20 @@ class WholeWeights:
         return stage.by_name[name].master
 
     def _empty(self, name: str, *, as_computed: bool) -> Tensor:
-        node = self._trainer.program.graph[name]
+        node = self._model.program.graph[name]
         dtype = getattr(torch, node.spec.dtype)
         if node.kind == "parameter" and not as_computed:
             dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        return torch.empty(node.spec.shape, dtype=dtype, device=self._trainer.device)
+        return torch.empty(node.spec.shape, dtype=dtype, device=self._model.device)
 
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _stage_of(trainer: Trainer) -> dict[str, int]:
+def _stage_of(model: RankModel) -> dict[str, int]:
     """For each parameter and changing buffer the first stage that holds it, in graph order."""
-    program, plan = trainer.program, trainer.plan
+    program, plan = model.program, model.plan
     ranges = stage_ranges(plan)
     of_block = {at: index for index, positions in enumerate(ranges) for at in positions}
     position = program.blocks.of_node

@@ -7,7 +7,7 @@ As ``test_verification``: float64, two AdamW steps, losses, gradients, weights a
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_model, plan_program
 from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference
+from autoparallel.runtime.reference import Reference, reference_split
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
 from autoparallel.targets import Target, load_target
@@ -109,7 +109,12 @@ def batches(model: str) -> list[dict[str, torch.Tensor]]:
 
 def reference(model: str, trainer: Trainer) -> Reference:
     program = captured(model, "fp64")[1]
-    return reference_of(target(model), program, batches(model), split=trainer.reference_split)
+    return reference_of(
+        target(model),
+        program,
+        batches(model),
+        split=partial(reference_split, trainer.model.planned),
+    )
 
 
 def verify_all(cases: list[tuple[str, str]]) -> list[Verification]:

@@ -115,7 +115,7 @@ def _verified(model: str, text: str, break_gradients: bool) -> Verification:
     deferred, program = captured(model, "fp64")
     trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build_optimizer)
     if break_gradients:
-        for executor in trainer.executors.values():
+        for executor in trainer.runner.executors.values():
             executor._reducer = GradientReducer((), executor.stage.device_mesh)
     return verify(trainer, batches(model), lambda: reference(model))
 

@@ -27,7 +27,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference
+from autoparallel.runtime.reference import Reference, reference_split
 from autoparallel.runtime.replay import run_replay, update_rule
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
@@ -108,7 +108,8 @@ def verified(case: Case, text: str, weights: str = "") -> Verification:
         with promote_to_float64():
             return run_replay(
                 model, batches(case), rule, loss=loss_of(found, program), build_optimizer=build,
-                split=trainer.reference_split, random_dims=batch_dims(program.graph),
+                split=partial(reference_split, trainer.model.planned),
+                random_dims=batch_dims(program.graph),
             )  # fmt: skip
 
     return verify(trainer, batches(case), replayed)

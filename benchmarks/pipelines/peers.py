@@ -139,10 +139,10 @@ def compare(
     theirs = torch_pipeline(trainer, modules, peer)
     inputs = trainer.inputs(batch)
 
-    has_loss = len(trainer.plan.stages) - 1 in trainer.stages
+    has_loss = len(trainer.plan.stages) - 1 in trainer.model.stages
 
     def ours() -> float | None:
-        loss = trainer.backward(inputs)
+        loss = trainer.runner.backward(inputs)
         return float(loss) if has_loss else None
 
     steps: dict[str, Callable[[], float | None]] = {
@@ -234,13 +234,13 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
     class Same(nn.Module):
         def __init__(self, index: int) -> None:
             super().__init__()
-            mesh = trainer.stages[index].device_mesh
-            self.stage = trainer._make_stage(index, ProcessCommunicator(mesh))
-            buffers = fill_stages([self.stage], weights, trainer.program)
+            mesh = trainer.model.stages[index].device_mesh
+            self.stage = trainer.model.make_stage(index, ProcessCommunicator(mesh), None)
             program = self.stage.program
-            self.constants = constants_of(trainer.program, self.stage, buffers, "cpu")
+            buffers = fill_stages([self.stage], weights, trainer.program)
+            self.constants = constants_of(trainer.program, program, buffers, "cpu")
             received = [boundary.key for boundary in program.receives]
-            self.executor = trainer.executors[index]
+            self.executor = trainer.runner.executors[index]
             (self.entry,) = received or ["tokens"]
             (self.exit,) = [program.loss] if program.loss else [b.key for b in program.sends]
 
@@ -256,7 +256,7 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
             held = self.stage.by_name.items()
             return {n: p.master.grad if p.leaf is None else p.leaf.grad for n, p in held}
 
-    return {index: Same(index) for index in trainer.stages}
+    return {index: Same(index) for index in trainer.model.stages}
 
 
 def plain_modules(trainer: Any, target: Any) -> dict[int, Any]:
@@ -269,7 +269,7 @@ def plain_modules(trainer: Any, target: Any) -> dict[int, Any]:
     return {
         index: piece(model, [blocks[at].name for at in positions])
         for index, positions in enumerate(stage_ranges(trainer.plan))
-        if index in trainer.stages
+        if index in trainer.model.stages
     }
 
 
@@ -311,10 +311,10 @@ def check_gradients(trainer: Any, modules: Mapping[int, Any]) -> None:
     seen = set()
     for module in modules.values():
         for name, gradient in module.gradients().items():
-            mine = local(trainer.parameters[name].master.grad)
+            mine = local(trainer.model.parameters[name].master.grad)
             assert torch.allclose(mine, local(gradient), rtol=1e-3, atol=1e-6), name
             seen.add(name)
-    assert seen == set(trainer.parameters)
+    assert seen == set(trainer.model.parameters)
 
 
 def local(tensor: Any) -> Any:

@@ -109,7 +109,7 @@ def first_tokens(data: TrainingData, count: int) -> list[int | None]:
 def read_all(case: Case, text: str) -> list[str]:
     """On a rank: what is wrong with the batches, at first and after a resumption."""
     trainer = make_trainer(case.model, text)
-    wrong, place = [], trainer.batches.place
+    wrong, place = [], trainer.runner.batches.place
     for name in sources([]):
         log: list[Any] = []
         lines: list[str] = []
@@ -155,7 +155,7 @@ def train_smaller(case: Case, text: str) -> list[str]:
     whole = [{keys[name]: tensor for name, tensor in batch.items()} for batch in batches]
     made = replace(target(case.model), build_data=lambda rank, world: whole)
     given = list(itertools.islice(TrainingData(trainer, made, seed=0), 2))
-    assert bool(given[0]) == (trainer.batches.place is not None)
+    assert bool(given[0]) == (trainer.runner.batches.place is not None)
     program = captured(case.model, "fp64")[1]
     found = verify(trainer, given, partial(reference_of, target(case.model), program, batches))
     return [str(failure) for failure in found.failures]

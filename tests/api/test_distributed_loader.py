@@ -138,7 +138,7 @@ def resumed_wrong(trainer: Trainer, name: str, plain: list[list[dict[str, Tensor
 
 
 def is_part(trainer: Trainer, batch: Any, whole: dict[str, Tensor]) -> bool:
-    held = trainer.batches.held(len(whole["tokens"]))
+    held = trainer.runner.batches.held(len(whole["tokens"]))
     if held is None:
         return len(batch) == 0
     return all(torch.equal(batch[n], whole[n][list(held.indices())]) for n in whole)

@@ -42,7 +42,7 @@ def _after_failures() -> float:
         parallel=plan,
         profile="analytic",
     )
-    leaf = model.join().parameters["layers.0.weight"].leaf  # its gradient comes last
+    leaf = model.join().model.parameters["layers.0.weight"].leaf  # its gradient comes last
     worst = 0.0
     for _ in range(4):
         model.zero_grad()

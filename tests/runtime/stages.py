@@ -32,6 +32,7 @@ from autoparallel.planner.layout import (
     Mesh,
     shard,
 )
+from autoparallel.runtime.executor import ReadConstants
 
 aten = torch.ops.aten
 
@@ -47,6 +48,11 @@ def whole(tensor: Any) -> Tensor:
     """A parameter or gradient of a stage, gathered where the stage splits it."""
     gathered: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return gathered
+
+
+def given_constants(values: Mapping[str, Tensor]) -> ReadConstants:
+    """What an executor reads, where the constants are the same for all that it runs."""
+    return lambda microbatch_size, program: (values, values)
 
 
 WEIGHTS: dict[str, tuple[int, ...]] = {

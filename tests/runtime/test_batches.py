@@ -40,6 +40,7 @@ class Case:
 
 
 DP, PP, BOTH = "dp=2,microbatches=2,pp=1", "pp=2,microbatches=2", "dp=2,pp=2,microbatches=2"
+SPLIT, REPLICAS = "pp=2,microbatches=4,schedule=zb-h1", "pp=2,microbatches=4,schedule=chimera"
 PARTS = "dp=2,pp=1,microbatches=2,zero=3"
 QUICK = {
     2: (
@@ -48,6 +49,8 @@ QUICK = {
         Case("masked", DP, (PLANNED, 1)), Case("dropout", DP, (PLANNED, 3)),
         Case("sum", DP, (PLANNED, 7), is_share=False), Case("masked", PARTS, (PLANNED, 3)),
         Case("dropout", PP, (PLANNED, 5), is_share=False),
+        Case("masked", SPLIT, (6, 4), is_share=False),
+        Case("masked", REPLICAS, (PLANNED, 4), is_share=False),
     ),
     4: (
         Case("masked", BOTH, (PLANNED, 6)), Case("masked", "pp=4,microbatches=2", (PLANNED, 6)),
@@ -98,7 +101,7 @@ def make_trainer(model: str, text: str) -> Trainer:
 def share_of(trainer: Trainer, batch: Mapping[str, torch.Tensor]) -> RankInputs:
     """This rank's rows of a global batch."""
     rows = next(iter(batch.values())).shape[0]
-    held = trainer.batches.held(rows)
+    held = trainer.runner.batches.held(rows)
     found = RankInputs()
     if held is not None:
         found.update({name: tensor[list(held.indices())] for name, tensor in batch.items()})
@@ -156,7 +159,7 @@ def train_mixed(case: Case, text: str) -> None:
     batch = batch_of(trainer.program, PLANNED, 0)
     share = share_of(trainer, batch)
     share.global_rows = None
-    trainer.step(batch if trainer.rank == 0 else share)
+    trainer.step(batch if trainer.model.rank == 0 else share)
 
 
 def train_partial_share(case: Case, text: str) -> None:

@@ -24,7 +24,7 @@ from autoparallel.runtime.checkpoint import (
 )
 from autoparallel.runtime.checkpoint_writer import CheckpointWriter
 from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.executor import StageExecutor, StageVariant
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.optimizer import build_optimizer
 from autoparallel.runtime.stage import StageModule
@@ -43,7 +43,7 @@ def make(
     stage = StageModule(program, device_mesh, zero=zero, precision="fp64")
     materialize(stage, initial)
     optimizer = build_optimizer(stage.by_name.values(), learning_rate=LEARNING_RATE)
-    return StageExecutor(stage, num_microbatches=1), optimizer
+    return StageExecutor(stage, StageVariant(1)), optimizer
 
 
 def state_of(executor: StageExecutor, optimizer: Optimizer) -> TrainingState:

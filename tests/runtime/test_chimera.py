@@ -67,15 +67,15 @@ def train(program: Program, expected: Truth) -> None:
         plan = plan_for(case, program)
         weights = {**expected.weights, **program.literals}
         trainer = Trainer(program, plan, weights, device=torch.device("cpu"))
-        assert len(trainer.stages) == 2, "each rank has a stage of either direction"
-        loss = trainer.backward(expected.batch)
+        assert len(trainer.model.stages) == 2, "each rank has a stage of either direction"
+        loss = trainer.runner.backward(expected.batch)
         assert relative_error(loss, expected.loss) < TOLERANCE, case
-        for index, stage in trainer.stages.items():
+        for index, stage in trainer.model.stages.items():
             expected.check(stage.by_name, (case, index))
-        own = {id(parameter) for parameter in trainer.own_parameters()}
-        first = min(trainer.stages)
-        assert {id(p) for n, p in trainer.stages[first].by_name.items()
-                if (first, n) not in trainer.tied.elsewhere} == own  # fmt: skip
+        own = {id(parameter) for parameter in trainer.model.own_parameters()}
+        first = min(trainer.model.stages)
+        assert {id(p) for n, p in trainer.model.stages[first].by_name.items()
+                if (first, n) not in trainer.model.tied.elsewhere} == own  # fmt: skip
 
 
 @pytest.fixture(scope="module")

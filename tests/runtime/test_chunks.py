@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from processes import run_processes
 from stage_simulation import plan_of, random_layouts
-from stages import relative_error
+from stages import given_constants, relative_error
 from test_random_plans import DP2, NUM_MICROBATCHES, ROWS, TOLERANCE, TP2, Truth, truth
 from test_random_plans import Model as Transformer
 from torch import nn
@@ -24,7 +24,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_schedule import schedule_of, splits_backward
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.executor import StageExecutor, StageVariant
 from autoparallel.runtime.handover import Handover, split_boundaries
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
@@ -89,7 +89,7 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         constants = evaluate(program, stage.program.constants)
         stages[index] = stage
         executors[index] = StageExecutor(
-            stage, num_microbatches=NUM_MICROBATCHES, constants=constants
+            stage, StageVariant(NUM_MICROBATCHES), given_constants(constants)
         )
     sent, handed = split_boundaries(crossing, plan.stages)
     parameters = {index: stage.by_name for index, stage in stages.items()}

@@ -35,7 +35,7 @@ def verify_steps(device_type: str, model: str, texts: list[str]) -> list[Verific
         plan = replace(plan, model=replace(plan.model, precision="fp64"))
         deferred, program = captured(model, "fp64")
         trainer = Trainer(program, plan, deferred, device=device, build=build_optimizer)
-        held = {each.local.device.type for each in trainer.all_parameters()}
+        held = {each.local.device.type for each in trainer.model.all_parameters()}
         assert held == {device_type}
         found.append(verify(trainer, batches(model), lambda: reference(model)))
     return found

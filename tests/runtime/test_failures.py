@@ -155,7 +155,7 @@ def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None
     device = join("cpu", 0)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
     told: list[str] = []
-    trainer.progress = lambda what, waits_for=(): told.append(what)
+    trainer.runner.progress = lambda what, waits_for=(): told.append(what)
     batch = {name: torch.zeros(4, 20, dtype=torch.long) for name in trainer.program.inputs}
     with pytest.raises(UsageError) as caught:
         trainer.step(batch)

@@ -73,7 +73,7 @@ def _trained(texts: list[str], init: Init) -> list[int]:
         deferred_init.seeded = real
         replays.append(count)
         assert told.count("making initial values") >= 4
-        for stage in trainer.stages.values():
+        for stage in trainer.model.stages.values():
             for name in tensor_names(stage):
                 if name not in whole:
                     continue

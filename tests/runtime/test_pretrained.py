@@ -50,11 +50,11 @@ def _start(plan_text: str, weights: str) -> tuple[int, int, bool]:
     counted = Counting(start.files)
     object.__setattr__(start, "files", counted)
     trainer = Trainer(program, plan, start, device=torch.device("cpu"))
-    held = sum(parameter.local.nbytes for parameter in trainer.all_parameters())
+    held = sum(parameter.local.nbytes for parameter in trainer.model.all_parameters())
     expected = load_file(weights)
     is_right = all(
         torch.equal(p.local, expected[name][tuple(slice(*bounds) for bounds in p.region)])
-        for name, p in trainer.parameters.items()
+        for name, p in trainer.model.parameters.items()
     )
     return counted.num_bytes, held, is_right
 

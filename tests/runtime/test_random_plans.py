@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from processes import run_processes
 from stage_simulation import plan_of, random_layouts, with_states
-from stages import relative_error, whole
+from stages import given_constants, relative_error, whole
 from torch import Tensor, nn
 
 from autoparallel.passes.capture import capture
@@ -28,7 +28,7 @@ from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.executor import StageExecutor, StageVariant
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
 from autoparallel.runtime.parameters import StageParameter
@@ -166,8 +166,8 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
     materialize(stage, {**expected.weights, **program.literals})
     executor = StageExecutor(
         stage,
-        num_microbatches=NUM_MICROBATCHES,
-        constants=evaluate(program, stage_program.constants),
+        StageVariant(NUM_MICROBATCHES),
+        given_constants(evaluate(program, stage_program.constants)),
     )
     schedule = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
     exchange = Exchange(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
-from stages import relative_error
+from stages import given_constants, relative_error
 from test_random_plans import (
     DP2,
     DP2_TP2,
@@ -36,7 +36,7 @@ from autoparallel.planner.schedules.messages import complete
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.executor import StageExecutor, StageVariant
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.mesh import build_meshes, stages_of_rank
 from autoparallel.runtime.pipeline import Hooks, PipelineRunner
@@ -230,8 +230,8 @@ def train_step(delayed: Delayed, program: Program, expected: Truth) -> None:
     assert len(stage.deferred) > 8
     materialize(stage, {**expected.weights, **program.literals})
     executor = StageExecutor(
-        stage, num_microbatches=NUM_MICROBATCHES,
-        constants=evaluate(program, stage_program.constants),
+        stage, StageVariant(NUM_MICROBATCHES),
+        given_constants(evaluate(program, stage_program.constants)),
     )  # fmt: skip
     whole = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
     schedule = split(whole, delayed.delay)

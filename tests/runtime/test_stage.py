@@ -26,7 +26,7 @@ from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import Mesh
 from autoparallel.runtime.communicator import ProcessCommunicator
 from autoparallel.runtime.data import microbatch_rows
-from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.executor import StageExecutor, StageVariant
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.optimizer import (
     build_optimizer,
@@ -69,7 +69,7 @@ def saved_bytes(recompute: str) -> int:
     stage = make_stage(
         mesh, [0], zero=0, device_mesh=device_mesh_of(mesh, [0]), recompute=recompute
     )
-    executor = StageExecutor(stage, num_microbatches=1)
+    executor = StageExecutor(stage, StageVariant(1))
     executor.begin_step(global_batch(1))
     own = {p.local.untyped_storage().data_ptr() for p in stage.by_name.values()}
     kept: dict[int, int] = {}
@@ -113,7 +113,7 @@ def _pipeline(recompute: str, zero: int, num_microbatches: int) -> None:
     tied = find_tied({index: stage.by_name})
     assert tied.held == ((index, "scale"),)
     assert tied.elsewhere == (frozenset(), frozenset({(1, "scale")}))[index]
-    executor = StageExecutor(stage, num_microbatches=num_microbatches)
+    executor = StageExecutor(stage, StageVariant(num_microbatches))
     optimizer = build_optimizer(stage.by_name.values(), learning_rate=LEARNING_RATE)
     expected = reference(2, num_microbatches, LEARNING_RATE)
     for step in range(2):
@@ -187,7 +187,7 @@ def _loops() -> None:
         (Mesh(("tp",), (2,)), 0),
     ):
         stage = make_stage(mesh, [0, 1], zero=zero, device_mesh=device_mesh_of(mesh, [0, 1]))
-        call = TrainingCall(StageExecutor(stage, num_microbatches=2))
+        call = TrainingCall(StageExecutor(stage, StageVariant(2)))
         optimizer = build_optimizer(
             stage.by_name.values(), lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE)
         )
@@ -228,7 +228,7 @@ def _mixed() -> None:
             dtype="bfloat16",
             precision="bf16",
         )
-        executor = StageExecutor(stage, num_microbatches=2)
+        executor = StageExecutor(stage, StageVariant(2))
         optimizer = build_optimizer(stage.by_name.values(), learning_rate=LEARNING_RATE)
         executor.begin_step(batch)
         for j in range(2):
@@ -265,7 +265,7 @@ def test_mixed_precision_keeps_float32_masters_and_computes_in_bfloat16() -> Non
 def _clip() -> None:
     mesh = Mesh(("dp",), (2,))
     stage = make_stage(mesh, [0, 1], zero=3, device_mesh=device_mesh_of(mesh, [0, 1]))
-    executor = StageExecutor(stage, num_microbatches=1)
+    executor = StageExecutor(stage, StageVariant(1))
     executor.begin_step(global_batch(1))
     executor.forward(0, {})
     executor.backward(0, {}, last=True)

@@ -71,9 +71,9 @@ def train(program: Program, expected: Truth, cases: tuple[Case, ...]) -> None:
         weights = {**expected.weights, **program.literals}
         trainer = Trainer(program, plan, weights, device=torch.device("cpu"))
         for _ in range(2):
-            loss = trainer.backward(expected.batch)
+            loss = trainer.runner.backward(expected.batch)
             assert relative_error(loss, expected.loss) < TOLERANCE, case
-            for index, stage in trainer.stages.items():
+            for index, stage in trainer.model.stages.items():
                 expected.check(stage.by_name, (case, index))
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel.planner.layout import Layout, Mesh, shard
 from autoparallel.runtime import zero as zero_stages
 from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.executor import StageExecutor
+from autoparallel.runtime.executor import StageExecutor, StageVariant
 from autoparallel.runtime.materialize import materialize
 from autoparallel.runtime.optimizer import build_optimizer, gradient_norm
 from autoparallel.runtime.stage import StageModule
@@ -96,7 +96,7 @@ def make_executor(case: Case) -> StageExecutor:
     )
     stage = StageModule(program, device_mesh, zero=case.zero, precision="fp64")
     materialize(stage, weights())
-    return StageExecutor(stage, num_microbatches=case.num_microbatches)
+    return StageExecutor(stage, StageVariant(case.num_microbatches))
 
 
 def train(case: Case, num_steps: int = 2) -> None:

@@ -15,7 +15,7 @@ from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.lane_check import check_lanes
+from autoparallel.runtime.lanes import check_lanes
 
 CPU = torch.device("cpu")
 WHOLE = (INVARIANT, INVARIANT)

@@ -7,7 +7,7 @@ from test_verification import SEQ, captured, planned
 
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan_file import loads
-from autoparallel.runtime.buckets import bucket_graphs
+from autoparallel.runtime.variants import bucket_variants, variant_of
 
 
 @pytest.mark.parametrize(
@@ -25,24 +25,26 @@ def test_lengths_that_cannot_be_are_refused(
 ) -> None:
     program = captured("gpt", "fp32")[1]
     with pytest.raises(AutoparallelError) as caught:
-        bucket_graphs(program, loads(planned("gpt", parallel)), lengths)
+        bucket_variants(variant_of(program, loads(planned("gpt", parallel))), lengths)
     assert caught.value.code == code
 
 
 def test_a_model_that_a_shorter_batch_would_train_another_way_is_refused() -> None:
     program = captured("bidirectional", "fp32")[1]
+    whole = variant_of(program, loads(planned("bidirectional", "pp=2,microbatches=4")))
     with pytest.raises(AutoparallelError) as caught:
-        bucket_graphs(program, loads(planned("bidirectional", "pp=2,microbatches=4")), (4,))
+        bucket_variants(whole, (4,))
     assert caught.value.code == "AP560"
 
 
 def test_a_bucket_has_the_planned_graph_at_its_length() -> None:
     program = captured("gpt", "fp32")[1]
     plan = loads(planned("gpt", "pp=2,microbatches=4"))
-    own = program.with_batch_size(plan.microbatch_size)
-    (short,) = bucket_graphs(own, plan, (6,))
-    assert {node.name for node in own.graph} <= {node.name for node in short.graph}
-    for node in own.graph:
+    whole = variant_of(program, plan)
+    (bucket,) = bucket_variants(whole, (6,))
+    ((short,), graph) = bucket.slices, whole.program.graph
+    assert {node.name for node in graph} <= {node.name for node in short.graph}
+    for node in graph:
         if node.kind == "op" and node.op.startswith("aten.linear"):
             wanted = tuple(6 if size == SEQ else size for size in node.spec.shape)
             assert short.graph[node.name].spec.shape == wanted
