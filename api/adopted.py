@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from autoparallel.call_arguments import CallArguments
-from autoparallel.passes.counter_random import batch_dims, counter_random
-from autoparallel.passes.outputs import OutputForm, output_tensors
+from autoparallel.passes.capture.counter_random import batch_dims, counter_random
+from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import CAPTURE_BATCH, PlanOptions
@@ -39,7 +39,7 @@ from autoparallel.unchanged import Unchanged, check_backward_hooks, check_buffer
 from autoparallel.whole_module import WholeModule
 
 if TYPE_CHECKING:
-    from autoparallel.passes.deferred_init import Deferred
+    from autoparallel.passes.initialization.deferred_init import Deferred
     from autoparallel.runtime.trainer import Trainer
 
 

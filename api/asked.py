@@ -31,7 +31,7 @@ MEASURE_SECONDS = 10.0
 
 MEASURE_VARIABLE = "AUTOPARALLEL_MEASURE_SECONDS"
 Init = Literal["sharded", "exact"]
-"""How initial values are drawn; see ``passes.deferred_init``."""
+"""How initial values are drawn; see ``passes.initialization.deferred_init``."""
 
 Texts = str | Sequence[str] | None
 """One text or several."""

@@ -41,7 +41,7 @@ from autoparallel.planner.graph import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from autoparallel.passes.program import Program
+    from autoparallel.passes.programs.program import Program
     from autoparallel.planner.plan import Plan
     from autoparallel.planning import PlanOptions
     from autoparallel.targets import Batch, Target
@@ -95,7 +95,7 @@ def kept_program(
 
     Only captures that can be rescaled to any batch are kept, and none with functions in it.
     """
-    from autoparallel.passes.program import Program
+    from autoparallel.passes.programs.program import Program
     from autoparallel.planning import CAPTURE_BATCH
 
     if cache.shelf is None:
@@ -222,8 +222,8 @@ def _version(package: str) -> str:
 
 
 def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
-    """``passes.stage_memory.with_stage_memory``, kept where running the stages takes long."""
-    from autoparallel.passes.stage_memory import runs_stages, with_memory, with_stage_memory
+    """``stage_memory.with_stage_memory``, cached where running the stages takes long."""
+    from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
     from autoparallel.planner.fusion import with_fusion
     from autoparallel.planner.plan_file import dumps
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autoparallel.passes.program import BatchKey
+from autoparallel.passes.programs.program import BatchKey
 from autoparallel.planner.errors import UsageError
 from autoparallel.targets import Batch
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autoparallel.loaders import advanced, has_rows
-from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.batches import RankInputs
 from autoparallel.runtime.shared import SharedCount, gather_values

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autoparallel.huggingface_folder import write_adapters, write_model_files
 from autoparallel.lora import Lora, is_transposed, merged, parse_lora
 from autoparallel.options import did_you_mean, parse_size
-from autoparallel.passes.tie import find_tied
+from autoparallel.passes.capture.tie import find_tied
 from autoparallel.plan_io import PLAN, load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import record_target

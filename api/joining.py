@@ -20,9 +20,9 @@ from autoparallel.measured_first import (
     measure_together,
     under_torchrun_here,
 )
-from autoparallel.passes.deferred_init import Deferred
-from autoparallel.passes.outputs import mean_inputs, mean_of_outputs
-from autoparallel.passes.program import Program
+from autoparallel.passes.initialization.deferred_init import Deferred
+from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import CaptureError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads

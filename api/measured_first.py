@@ -27,7 +27,7 @@ from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.cost_model.profile.torch_tf32 import torch_computing
-from autoparallel.passes.program import Program
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Graph
 from autoparallel.planner.plan import Plan

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoparallel.cost_model.cluster import Cluster
-    from autoparallel.passes.deferred_init import Deferred, Init
-    from autoparallel.passes.program import Program
+    from autoparallel.passes.initialization.deferred_init import Deferred, Init
+    from autoparallel.passes.programs.program import Program
     from autoparallel.planner.graph import Graph
     from autoparallel.planner.pricing.basis import Basis, Mode
 
@@ -134,7 +134,7 @@ def make_plan(
 ) -> Plan:
     """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
-    Its memory is found action by action, see ``passes.stage_memory``.
+    Its memory is found action by action, see ``passes.memory.stage_memory``.
     """
     from autoparallel.tf32 import with_choice
 
@@ -388,7 +388,7 @@ def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferr
 
     Raises UsageError AP106 where the user's code fails.
     """
-    from autoparallel.passes.deferred_init import record_build
+    from autoparallel.passes.initialization.deferred_init import record_build
 
     with building(target):
         return record_build(target.build_model, seed, init)
@@ -402,7 +402,7 @@ def capture_model(
 
     With ``autocast`` losses and the other ops of its float32 list are in float32.
     """
-    from autoparallel.passes.capture import capture
+    from autoparallel.passes.capture.capture_model import capture
     from autoparallel.register import registered_rules
 
     rules = registered_rules()

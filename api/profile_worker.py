@@ -29,7 +29,7 @@ from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options import parse_settings
-from autoparallel.passes.program import Program
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind

@@ -32,7 +32,7 @@ from autoparallel.adopted import Job
 from autoparallel.asked import Init, SearchOptions, checked_init, options_of
 from autoparallel.environment import under_torchrun
 from autoparallel.module import adopt, parallel_class
-from autoparallel.passes.deferred_init import Deferred, record_build
+from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, make_plan

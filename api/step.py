@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from autoparallel.callbacks import Callback, all_of
 from autoparallel.environment import under_torchrun
 from autoparallel.module import ParallelModule, loss_of
-from autoparallel.passes.export import call_model, find_loss
+from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.optimizer import BuildOptimizer, built, default_optimizer

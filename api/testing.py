@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from autoparallel.passes.ops import resolve
-from autoparallel.passes.prove import OP, describe, node_layouts, prove
+from autoparallel.passes.local.prove import OP, describe, node_layouts, prove
+from autoparallel.passes.ops.torch_ops import resolve
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.graph import Graph, Node, OpRule, Ref, TensorSpec
 from autoparallel.planner.layout import Mesh

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
-from autoparallel.passes.counter_random import batch_dims
-from autoparallel.passes.deferred_init import Deferred, Init, plain_build
-from autoparallel.passes.export import call_model, find_loss
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.capture.counter_random import batch_dims
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.plan_io import PLAN, load_plan, save_plan
 from autoparallel.planner.arranged.asynchronous import described
 from autoparallel.planner.plan import Plan, Precision

@@ -3,7 +3,7 @@
 In: a graph, the strategies of its ops on an axis. Out: for each value the dimensions that count
 experts. An expert's weight has three dimensions, of which the first counts experts: a product
 keeps it apart (``egcm, emh -> egch``), as does the layer of experts that captures make one op
-(``passes/experts.py``, whose biases count them too). From there it descends as positions do
+(``passes/ops/experts.py``, whose biases count them too). From there it descends as positions do
 (``positions``): to views of weights, and to values until a sum over experts.
 
 An axis "ep" splits these weights so and everything else by rows, as data parallelism does; what

@@ -12,7 +12,7 @@ the sum is kept in its place: it is as large, and nothing before it is wanted ag
 product is a partial sum on every rank (row-parallel), what is kept is reduced, and its collective
 is not run again either.
 
-It is what ``passes.recomputing`` does with ``torch.utils.checkpoint``.
+It is what ``passes.local.recomputing`` does with ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..passes.input_rows import HeldRows
+from ..passes.local.input_rows import HeldRows
 from ..planner.errors import UsageError
 from .arriving import Arrival, Progress, arrival_of
 from .shared import group_for

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..passes.input_rows import HeldRows, data_place, rows_of_rank, rows_of_stages
-from ..passes.program import Program
+from ..passes.local.input_rows import HeldRows, data_place, rows_of_rank, rows_of_stages
+from ..passes.programs.program import Program
 from ..planner.errors import UsageError
 from ..planner.graph import TensorSpec
 from ..planner.plan import Plan

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..passes import deferred_init
-from ..passes.program import Program
+from ..passes.initialization import deferred_init
+from ..passes.programs.program import Program
 from ..planner.plan_file import dumps
 from .checkpoint import Slot, TrainingState
 from .checkpoint_parts import GENERATORS, Generators, Stateful

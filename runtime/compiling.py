@@ -1,10 +1,10 @@
 """Compiles the blocks of a rank with inductor; equal blocks are compiled once.
 
 In: the graphs of a rank's blocks. Out: the same graphs, in which the runs of plain ops
-(``passes.compiled_runs``) are compiled when they are first called. The graphs are captured already,
-so ``torch.compile``'s tracer is not needed; inductor is called directly. A run is compiled for the
-shapes, strides and dtypes of its inputs and for whether they require gradients: equal blocks share
-one compilation, and a micro-batch of another size needs another one.
+(``passes.local.compiled_runs``) are compiled when they are first called. The graphs are captured
+already, so ``torch.compile``'s tracer is not needed; inductor is called directly. A run is compiled
+for the shapes, strides and dtypes of its inputs and for whether they require gradients: equal
+blocks share one compilation, and a micro-batch of another size needs another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..passes.compiled_runs import Run, compile_runs
+from ..passes.local.compiled_runs import Run, compile_runs
 from ..planner.errors import AutoparallelError, RunError
 
 Compiled = Callable[..., tuple[Tensor, ...]]

@@ -20,7 +20,7 @@ from ..planner.layout import Region, local_region
 from .share_batch import ShareBatch
 
 if TYPE_CHECKING:
-    from ..passes.stage_program import Held, StageProgram
+    from ..passes.local.stage_program import Held, StageProgram
     from .device_queue import DeviceQueue
 
 

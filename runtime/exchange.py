@@ -39,7 +39,7 @@ from .lanes import Lane, Lanes
 from .outbox import Outbox
 
 if TYPE_CHECKING:
-    from ..passes.stage_cut import Boundary
+    from ..passes.local.stage_cut import Boundary
 
 Direction = Literal["forward", "backward"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..cost_model.actions import BACKWARD, FORWARD
-from ..passes.random_ops import step_key
+from ..passes.ops.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
 from .data import batch_rows, local_part, step_inputs
@@ -35,7 +35,7 @@ from .versions import WeightVersions
 from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
 
 if TYPE_CHECKING:
-    from ..passes.stage_program import StageProgram
+    from ..passes.local.stage_program import StageProgram
     from ..planner.arranged.sequence_slices import Carried
 
 

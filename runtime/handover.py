@@ -21,7 +21,7 @@ from ..planner.pricing.transfer import Transfer, relative, transfers
 from .groups import new_group
 
 if TYPE_CHECKING:
-    from ..passes.stage_cut import Boundary
+    from ..passes.local.stage_cut import Boundary
     from .exchange import Direction, StagePlace
 
 Key = tuple["Direction", int, int]

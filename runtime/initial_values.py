@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..passes import deferred_init
-from ..passes.constants import ancestors, evaluate
-from ..passes.program import Program
-from ..passes.sharded_replay import full_box
-from ..passes.stage_program import StageProgram
+from ..passes.initialization import deferred_init
+from ..passes.initialization.sharded_replay import full_box
+from ..passes.local.stage_program import StageProgram
+from ..passes.programs.constants import ancestors, evaluate
+from ..passes.programs.program import Program
 from ..planner.layout import Region
 from .materialize import box_of, fill, fill_box, tensor_names
 from .pretrained import Pretrained

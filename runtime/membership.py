@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.detect import BFLOAT16_CAPABILITY
-from ..passes.program import Program
+from ..passes.programs.program import Program
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan, Precision
 from .device_queue import queue_of

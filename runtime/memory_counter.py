@@ -2,7 +2,7 @@
 
 In: a step to run, and which tensors are parameters, gradients, optimizer states. Out: a
 ``MemoryReport``. On a CPU every storage is counted from the op that makes it until it is
-freed (``passes.storages``), in the allocator's multiples; on a GPU the allocator's own peak
+freed (``passes.memory.storages``), in the allocator's multiples; on a GPU the allocator's own peak
 is read beside (``torch.cuda.max_memory_allocated``). What gloo or a kernel allocates for
 itself is not seen on a CPU.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cost_model.memory import allocated_bytes
-from ..passes.storages import LiveBytes
+from ..passes.memory.storages import LiveBytes
 
 if TYPE_CHECKING:
     from .stage import StageModule

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..passes.collectives import local_tensor
+from ..passes.ops.collectives import local_tensor
 from ..planner.errors import UsageError
 from .arriving import Progress, arrival_of
 from .device_queue import queue_of

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..passes.collectives import local_tensor
+from ..passes.ops.collectives import local_tensor
 from ..planner.graph import TensorSpec
 from ..planner.layout import Layout, Region, local_shape
 from ..planner.plan import Precision
@@ -30,7 +30,7 @@ from .mesh import DATA_AXIS
 from .shards import is_fully_sharded, placements, shard_region
 
 if TYPE_CHECKING:
-    from ..passes.stage_program import ParameterProgram, StageProgram
+    from ..passes.local.stage_program import ParameterProgram, StageProgram
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..passes.deferred_init import Deferred
-from ..passes.tie import find_tied
+from ..passes.capture.tie import find_tied
+from ..passes.initialization.deferred_init import Deferred
 from ..planner.errors import UsageError
 from .stage import StageModule
 from .weight_files import WeightFiles, open_weights, whole_region

@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 from ..cost_model.detect import available_memory_bytes
 from ..cost_model.profile.measure import median_interval
 from ..cost_model.profile.records import Measurement
-from ..passes.collectives import Alone, Rank
-from ..passes.inputs import random_batch
-from ..passes.localize import BlockInterface, localize_block, reference_layouts, value_key
+from ..passes.local.localize import BlockInterface, localize_block, reference_layouts, value_key
+from ..passes.ops.collectives import Alone, Rank
+from ..passes.programs.inputs import random_batch
 from ..planner.graph import Block, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT
 from ..planner.pricing.whole_block import ONE_DEVICE, block_inputs

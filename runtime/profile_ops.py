@@ -19,7 +19,6 @@ import torch.distributed as dist
 from ..cost_model.profile.case import OpCase, ProfileError
 from ..cost_model.profile.measure import Budget, measure
 from ..cost_model.profile.records import Measurement
-from ..passes import ops as ops  # registers the ops of the namespace autoparallel
 from .profile_links import agree
 from .shared import gather_values
 

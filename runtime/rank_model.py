@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..passes.stage_program import StageProgram
+from ..passes.local.stage_program import StageProgram
 from ..planner.plan_schedule import splits_backward
 from ..planner.replicas import placed_stages
 from .checkpoint_state import persistent_shapes, untrained_names

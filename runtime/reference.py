@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..passes.counter_random import counter_random
-from ..passes.random_ops import step_key
+from ..passes.capture.counter_random import counter_random
+from ..passes.ops.random_ops import step_key
 from .data import microbatch_rows
 from .optimizer import BuildOptimizer, built
 from .variants import Variant

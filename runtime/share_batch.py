@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..passes.collectives import Communicator
-from ..passes.input_rows import HeldRows, StageRows
+from ..passes.local.input_rows import HeldRows, StageRows
+from ..passes.ops.collectives import Communicator
 from ..planner.graph import TensorSpec
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
-from ..passes.input_rows import StageRows, rows_of_stages
-from ..passes.program import Program
-from ..passes.stage_cut import node_layout
+from ..passes.local.input_rows import StageRows, rows_of_stages
+from ..passes.local.stage_cut import node_layout
+from ..passes.programs.program import Program
 from ..planner.errors import AutoparallelError, UsageError
 from ..planner.graph import Graph
 from ..planner.layout import divides

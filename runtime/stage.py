@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ..passes.collectives import local_tensor
-from ..passes.recomputing import Recomputing
-from ..passes.weight_gradients import WeightGradients, defer
+from ..passes.local.recomputing import Recomputing
+from ..passes.local.weight_gradients import WeightGradients, defer
+from ..passes.ops.collectives import local_tensor
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
@@ -28,8 +28,8 @@ from .shards import placements
 from .zero import apply_zero
 
 if TYPE_CHECKING:
-    from ..passes.random_ops import Draws
-    from ..passes.stage_program import BlockProgram, StageProgram
+    from ..passes.local.stage_program import BlockProgram, StageProgram
+    from ..passes.ops.random_ops import Draws
     from .compiling import BlockCompiler
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..passes.program import Program
+from ..passes.programs.program import Program
 from ..planner.plan import Plan
 from .batch_runner import BatchRunner
 from .batches import RankInputs

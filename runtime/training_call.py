@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..passes.collectives import convert, local_tensor
+from ..passes.ops.collectives import convert, local_tensor
 from ..planner.errors import UsageError
 from ..planner.layout import INVARIANT, conversion_steps
 from .arriving import shared_sum

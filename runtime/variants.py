@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..cost_model.actions import Schedule
-from ..passes.collectives import Communicator
-from ..passes.program import Program
-from ..passes.random_ops import Draws
-from ..passes.stage_cut import Boundary, boundaries, with_replicas
-from ..passes.stage_program import OfSlice, StageProgram, build_stage
+from ..passes.local.stage_cut import Boundary, boundaries, with_replicas
+from ..passes.local.stage_program import OfSlice, StageProgram, build_stage
+from ..passes.ops.collectives import Communicator
+from ..passes.ops.random_ops import Draws
+from ..passes.programs.program import Program
 from ..planner.arranged.asynchronous import check_asynchronous
 from ..planner.arranged.sequence_places import find_places
 from ..planner.arranged.sequence_slices import SequenceSlice, sequence_slice, slice_bounds

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..passes.collectives import local_tensor
-from ..passes.stage_cut import stage_ranges
+from ..passes.local.stage_cut import stage_ranges
+from ..passes.ops.collectives import local_tensor
 from ..planner.replicas import placed_stages
 from .parameters import COMPUTE_DTYPES
 from .shared import group_for

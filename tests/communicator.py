@@ -1,5 +1,5 @@
-"""Ranks as threads, as the package has them (``autoparallel.passes.simulated``)."""
+"""Ranks as threads, as the package has them (``autoparallel.passes.local.simulated``)."""
 
-from autoparallel.passes.simulated import ThreadCommunicator, make_communicators, run_ranks
+from autoparallel.passes.local.simulated import ThreadCommunicator, make_communicators, run_ranks
 
 __all__ = ["ThreadCommunicator", "make_communicators", "run_ranks"]

@@ -69,18 +69,18 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from autoparallel.cost_model.resolve import parse_cluster  # noqa: E402
 from autoparallel.options import parse_parallel  # noqa: E402
-from autoparallel.passes.collectives import Rank  # noqa: E402
-from autoparallel.passes.constants import evaluate_constants  # noqa: E402
-from autoparallel.passes.experts import run_experts  # noqa: E402
-from autoparallel.passes.local_functions import (  # noqa: E402
+from autoparallel.passes.local.local_functions import (  # noqa: E402
     balanced_causal_attention,
     split_causal_attention,
 )
-from autoparallel.passes.local_loss import cross_entropy  # noqa: E402
-from autoparallel.passes.program import Program  # noqa: E402
-from autoparallel.passes.random_ops import random_bits  # noqa: E402
-from autoparallel.passes.saved_tensors import FakeRanks  # noqa: E402
-from autoparallel.passes.stage_program import StageProgram, build_stage  # noqa: E402
+from autoparallel.passes.local.stage_program import StageProgram, build_stage  # noqa: E402
+from autoparallel.passes.memory.saved_tensors import FakeRanks  # noqa: E402
+from autoparallel.passes.ops.collectives import Rank  # noqa: E402
+from autoparallel.passes.ops.experts import run_experts  # noqa: E402
+from autoparallel.passes.ops.local_loss import cross_entropy  # noqa: E402
+from autoparallel.passes.ops.random_ops import random_bits  # noqa: E402
+from autoparallel.passes.programs.constants import evaluate_constants  # noqa: E402
+from autoparallel.passes.programs.program import Program  # noqa: E402
 from autoparallel.planner.graph import Node, TensorSpec  # noqa: E402
 from autoparallel.planner.layout import Layout, Mesh, local_shape  # noqa: E402
 from autoparallel.planner.plan import Plan  # noqa: E402

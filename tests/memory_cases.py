@@ -12,8 +12,8 @@ import torch
 from schedule_cases import SCHEDULES as SYNCHRONOUS
 from schedule_cases import Case, Models
 
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.stage_memory import with_stage_memory
+from autoparallel.passes.memory.stage_memory import with_stage_memory
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import loads

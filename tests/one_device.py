@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from autoparallel.passes.deferred_init import plain_build
-from autoparallel.passes.export import call_model, find_loss
-from autoparallel.passes.modes import promote_to_float64
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.passes.programs.program import Program
 from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.targets import Target
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.passes.ops import resolve
+from autoparallel.passes.ops.torch_ops import resolve
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 
 

@@ -37,7 +37,7 @@ PRELOADED = [
     "autoparallel.commands.verify",
     "autoparallel.joining",
     "autoparallel.module",
-    "autoparallel.passes.capture",
+    "autoparallel.passes.capture.capture_model",
     "autoparallel.planner.requests.objective",
     "autoparallel.planning",
     "autoparallel.python",

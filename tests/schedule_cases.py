@@ -16,8 +16,8 @@ from test_verification_branches import slow_wires
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred
-from autoparallel.passes.program import Program
+from autoparallel.passes.initialization.deferred_init import Deferred
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, plan_program

@@ -1,9 +1,9 @@
-"""Tensors laid out over ranks, as the package has them (``autoparallel.passes.parts``)."""
+"""Tensors laid out over ranks, as the package has them (``autoparallel.passes.local.parts``)."""
 
 import torch
 from torch import Tensor
 
-from autoparallel.passes.parts import assert_close, collect, distribute, gradient_layout
+from autoparallel.passes.local.parts import assert_close, collect, distribute, gradient_layout
 
 __all__ = ["assert_close", "collect", "distribute", "gradient_layout", "random_tensor"]
 

@@ -16,8 +16,8 @@ from sharding import collect, distribute, gradient_layout
 from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster import Cluster, Link
-from autoparallel.passes.stage_cut import Boundary
-from autoparallel.passes.stage_program import StageProgram, build_stage
+from autoparallel.passes.local.stage_cut import Boundary
+from autoparallel.passes.local.stage_program import StageProgram, build_stage
 from autoparallel.planner.graph import Blocks, Graph, Node
 from autoparallel.planner.layout import Layout, Mesh, divides, local_region
 from autoparallel.planner.plan import (

@@ -14,7 +14,7 @@ import torch
 from one_device import build_optimizer, reference_of
 from schedule_cases import Case, Models
 
-from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.trainer import Trainer

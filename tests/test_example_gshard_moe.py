@@ -14,9 +14,9 @@ from processes import run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, plain_build
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.program import Program
+from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
+from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import conversion_steps, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads

@@ -18,9 +18,9 @@ from processes import run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, record_build
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.program import Program
+from autoparallel.passes.initialization.deferred_init import Deferred, record_build
+from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_model, plan_program

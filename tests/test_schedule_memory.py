@@ -11,8 +11,8 @@ from memory_cases import COUNTS, MODELS, SCHEDULES, measured, planned, predicted
 from processes import run_processes
 from schedule_cases import Case
 
-from autoparallel.passes.communicators import num_communicators
-from autoparallel.passes.stage_cut import boundaries
+from autoparallel.passes.local.stage_cut import boundaries
+from autoparallel.passes.memory.communicators import num_communicators
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 

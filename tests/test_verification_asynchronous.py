@@ -17,10 +17,10 @@ from test_verification import captured, target
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.counter_random import batch_dims
-from autoparallel.passes.deferred_init import plain_build
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.capture.counter_random import batch_dims
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.arranged.asynchronous import check_asynchronous
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan

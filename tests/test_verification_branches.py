@@ -16,9 +16,9 @@ from one_device import build_optimizer, reference_of
 from processes import run_processes
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
-from autoparallel.passes.deferred_init import Deferred
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.program import Program
+from autoparallel.passes.initialization.deferred_init import Deferred
+from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.batch import rows_apart
 from autoparallel.planner.inter_op.branches import stage_edges, stage_starts
 from autoparallel.planner.inter_op.heterogeneous import HostOrder, in_given_ranks

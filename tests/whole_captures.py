@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autoparallel.passes import capture as capturing
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.capture.capture_model import capture_model as capturing
+from autoparallel.passes.programs.program import Program
 
 
 def whole(model: nn.Module, batch: Any, **options: Any) -> Program:

@@ -42,7 +42,7 @@ from autoparallel.report.page import microbatches_text, of_text, over_text, plai
 from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
-    from autoparallel.passes.program import Program
+    from autoparallel.passes.programs.program import Program
 
 MIN_COLUMN_SHARE = 0.01
 """Categories of memory below this share of the peak on every rank are added up as "other"."""

@@ -2,7 +2,7 @@
 
 ``python benchmarks/memory/run.py [--json FILE] [NAME ...]``. Every case is a model and a
 plan: it is planned, its memory is predicted by running its stages on fake tensors
-(``passes.stage_memory``) and by the rules that the search uses, and it is trained for a few
+(``passes.memory.stage_memory``) and by the rules that the search uses, and it is trained for a few
 steps on as many gloo processes as it has devices, where every storage is counted
 (``runtime.memory_counter``). The batch that the caller holds is in neither.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.stage_memory import stage_memory
+from autoparallel.passes.memory.stage_memory import stage_memory
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.plan import Precision
 from autoparallel.planning import PlanOptions, capture_target, plan_program

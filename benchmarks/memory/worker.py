@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.runtime.membership import join
 from autoparallel.runtime.memory_counter import measure_step
 from autoparallel.runtime.process import Worker

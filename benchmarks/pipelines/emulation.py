@@ -21,7 +21,7 @@ from torch import Tensor
 from autoparallel.cost_model.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, Schedule
 from autoparallel.cost_model.simulator import StageCosts, simulate
 from autoparallel.cost_model.timeline import Timeline
-from autoparallel.passes.stage_cut import Boundary
+from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh

@@ -261,8 +261,8 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
 
 def plain_modules(trainer: Any, target: Any) -> dict[int, Any]:
     """This rank's stages as pieces of the plain model."""
-    from autoparallel.passes.deferred_init import plain_build
-    from autoparallel.passes.stage_cut import stage_ranges
+    from autoparallel.passes.initialization.deferred_init import plain_build
+    from autoparallel.passes.local.stage_cut import stage_ranges
 
     model = plain_build(target.build_model, 0)
     blocks = trainer.program.blocks.blocks

@@ -40,7 +40,7 @@ from benchmarks.planning.cases import BY_NAME
 
 if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
-    from autoparallel.passes.program import Program
+    from autoparallel.passes.programs.program import Program
 
 CASE = BY_NAME["llama-3-405b"]
 TP, PP, DP = 8, 16, 128

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoparallel.cost_model.cluster import ClusterError
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Cache, PricedStep, price
 from autoparallel.planner.configured.stage_runs import FEWEST_LAYERS
 from autoparallel.planner.errors import AutoparallelError

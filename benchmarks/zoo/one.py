@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import Deferred, plain_build
-from autoparallel.passes.export import call_model, find_loss
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
+from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced

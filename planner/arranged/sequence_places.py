@@ -24,7 +24,7 @@ from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"
 COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
-"""Random ops (``passes.random_ops``): an element's number depends on its place in the whole."""
+"""Random ops (``passes.ops.random_ops``): an element's number depends on its place in the whole."""
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in ("view", "reshape", "_unsafe_view", "view_copy", "squeeze", "unsqueeze",

@@ -1,4 +1,4 @@
-"""Causal attention that is written out, as attention with dropout is (``passes.counter_random``).
+"""Causal attention written as separate ops, as attention with dropout is.
 
 In: a graph. Out: of each such attention, its nodes: keys are transposed, scores are their product
 with the queries, those of later positions are filled with minus infinity, then come the softmax,

@@ -4,7 +4,7 @@ In: a node, the local specs of its inputs and outputs, its work. Out: an ``OpCas
 is equal wherever the same call is made, so that equal layers, and equal ops of one layer, are
 measured once; or None for an op that takes no time by itself.
 
-The call is the one that ``passes.local_ops`` makes of the node: size arguments are taken from
+The call is the one that ``passes.local.local_ops`` makes of the node: size arguments are taken from
 the local outputs, sizes of parts and numbers of groups divided. A causal attention of a part of
 the positions is measured as that of the last part, for which all ranks wait. Where that pass puts
 another function of its own in the op's place (a split vocabulary), the node's own op stands for

@@ -5,7 +5,7 @@ backward, of the device and of the host, and what is kept for them once the othe
 
 Schedules that split backwards (ZB-H1, ZB-H2, ZB-V, DualPipeV) put off the weights' gradients of
 matrix products, convolutions and embeddings whose weights are made of parameters alone, as
-``passes.weight_gradients`` does. All else is in the first half: other ops' backwards, what is
+``passes.local.weight_gradients`` does. All else is in the first half: other ops' backwards, what is
 run again, every collective. The product for the weights has as many operations as that for the
 data and as many bytes, so it takes half of the op's backward, or all of it where the data has
 no gradient; of issuing it the same. Until then a micro-batch keeps the op's data and the gradient

@@ -26,7 +26,7 @@ from .case import Case, argument
 from .table import packet
 
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
-"""Causal attention of two runs of positions (``passes.lower_right``)."""
+"""Causal attention of two runs of positions (``passes.ops.lower_right``)."""
 
 
 def balanced_strategies(

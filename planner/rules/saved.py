@@ -206,7 +206,7 @@ def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
     """What a batch norm of rows on several ranks keeps besides: the normalized values.
 
     It is written out in elementary ops, for its statistics to be summed over the ranks
-    (``passes.batch_norm``).
+    (``passes.ops.batch_norm``).
     """
     split = [whole != own for whole, own in zip(node.spec.shape, out.shape, strict=True)]
     is_split = any(split[:1] + split[2:])

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import autoparallel
-from autoparallel.passes.capture import capture
-from autoparallel.passes.interpret import run
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.interpret import run
 
 WIDTH, STEPS, ACCUMULATE, MAX_NORM = 16, 4, 2, 0.5
 LARGE = 200.0

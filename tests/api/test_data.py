@@ -19,7 +19,7 @@ from test_verification_shares import batch_of, captured, target
 from torch.utils.data import DataLoader, Dataset
 
 from autoparallel.data import TrainingData
-from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.runtime.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]

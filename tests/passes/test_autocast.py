@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoparallel.passes.autocast import FLOAT32, FLOAT32_INSIDE, LOWER
-from autoparallel.passes.capture import capture
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.passes.interpret import run, run_nodes
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.graph_passes.autocast import FLOAT32, FLOAT32_INSIDE, LOWER
+from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.programs.interpret import run, run_nodes
 
 PROMOTED = {
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",

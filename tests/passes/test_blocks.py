@@ -5,9 +5,9 @@ import torch
 from capture_models import gpt_batch, hf_batch, small_gpt, small_gpt2, small_llama
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.programs.program import Program
 
 
 def captured(build, batch) -> Program:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.passes.program import Program
+from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.inter_op.branches import Section, sections
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planning import capture_model

@@ -7,11 +7,11 @@ import torch
 from capture_models import gpt_batch, hf_batch, small_gpt, small_gpt2, small_llama
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.deferred_init import plain_build, record_build
-from autoparallel.passes.interpret import run
-from autoparallel.passes.modes import promote_to_float64
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import CaptureError
 
 BUILDS = {
@@ -249,8 +249,8 @@ def test_capturing_allocates_no_weights():
     code = """
 import resource, torch
 from torch import nn
-from autoparallel.passes.capture import capture
-from autoparallel.passes.deferred_init import record_build
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.initialization.deferred_init import record_build
 class Wide(nn.Module):
     def __init__(self):
         super().__init__()

@@ -9,7 +9,13 @@ import torch
 from communicator import ThreadCommunicator, run_ranks
 from sharding import assert_close, collect, distribute, gradient_layout
 
-from autoparallel.passes.collectives import MOVES, convert, format_steps, local_tensor, parse_steps
+from autoparallel.passes.ops.collectives import (
+    MOVES,
+    convert,
+    format_steps,
+    local_tensor,
+    parse_steps,
+)
 from autoparallel.planner.layout import (
     CONVERSIONS,
     INVARIANT,

@@ -9,8 +9,8 @@ from capture_models import small_gpt, small_gpt2, small_llama
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoparallel.passes.deferred_init import materialize, plain_build, record_build
-from autoparallel.passes.recording import record
+from autoparallel.passes.initialization.deferred_init import materialize, plain_build, record_build
+from autoparallel.passes.initialization.recording import record
 
 
 class Inits(nn.Module):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.counter_random import counter_random
-from autoparallel.passes.deferred_init import plain_build, record_build
-from autoparallel.passes.interpret import run
-from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.capture.counter_random import counter_random
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
 from autoparallel.planner.errors import CaptureError
 
 N = 100_000

@@ -9,10 +9,10 @@ import torch
 from capture_models import hf_batch
 from torch import Tensor, nn
 
-from autoparallel.passes.activation import activate, describe
-from autoparallel.passes.capture import capture
-from autoparallel.passes.experts import run_experts
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.ops.activation import activate, describe
+from autoparallel.passes.ops.experts import run_experts
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.rules import axis_strategies
 
 SMALL: dict[str, Any] = {

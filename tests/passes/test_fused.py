@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.deferred_init import plain_build, record_build
-from autoparallel.passes.interpret import run
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.programs.interpret import run
 
 BATCH, SEQ, HEADS, WIDTH = 2, 6, 4, 8
 HIDDEN = HEADS * WIDTH

@@ -11,15 +11,15 @@ from communicator import ThreadCommunicator, make_communicators, run_ranks
 from sharding import assert_close, collect, distribute, gradient_layout
 from torch import Tensor, fx
 
-from autoparallel.passes.collectives import Rank
-from autoparallel.passes.interpret import run
-from autoparallel.passes.localize import (
+from autoparallel.passes.local.localize import (
     BlockInterface,
     localize_block,
     parse_key,
     reference_layouts,
     value_key,
 )
+from autoparallel.passes.ops.collectives import Rank
+from autoparallel.passes.programs.interpret import run
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.layout import INVARIANT, Layout, Mesh, parse_layout

@@ -13,10 +13,13 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.passes.collectives import Rank
-from autoparallel.passes.local_functions import balanced_causal_attention, split_causal_attention
-from autoparallel.passes.saved_tensors import FakeRanks
-from autoparallel.passes.simulated import ThreadCommunicator, run_ranks
+from autoparallel.passes.local.local_functions import (
+    balanced_causal_attention,
+    split_causal_attention,
+)
+from autoparallel.passes.local.simulated import ThreadCommunicator, run_ranks
+from autoparallel.passes.memory.saved_tensors import FakeRanks
+from autoparallel.passes.ops.collectives import Rank
 from autoparallel.planner.layout import Mesh
 
 SEQ, HEADS = 12, 4

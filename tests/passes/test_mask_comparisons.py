@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
-from autoparallel.passes import masks
-from autoparallel.passes.capture import capture
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.passes.mask_comparisons import COMPARISONS, _comparison_meaning
-from autoparallel.passes.masks import SDPA, _meaning
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.graph_passes import masks
+from autoparallel.passes.graph_passes.mask_comparisons import COMPARISONS, _comparison_meaning
+from autoparallel.passes.graph_passes.masks import SDPA, _meaning
+from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.planner.graph import Ref
 
 POSITIONS = torch.arange(5)

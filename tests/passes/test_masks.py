@@ -4,11 +4,11 @@ from capture_models import hf_batch, small_llama
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.passes.interpret import run
-from autoparallel.passes.masks import SDPA
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.graph_passes.masks import SDPA
+from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
 from autoparallel.planner.graph import Node
 
 

@@ -16,7 +16,7 @@ import torch
 from op_cases import OpCase, cases, graph_of
 from torch import Tensor
 
-from autoparallel.passes.prove import describe, node_layouts, prove
+from autoparallel.passes.local.prove import describe, node_layouts, prove
 from autoparallel.planner.layout import Mesh
 
 CASES = cases()

@@ -12,14 +12,14 @@ from communicator import make_communicators
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.collectives import Rank
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.counter_random import batch_dims, counter_random
-from autoparallel.passes.deferred_init import plain_build, record_build
-from autoparallel.passes.interpret import run
-from autoparallel.passes.modes import promote_to_float64
-from autoparallel.passes.random_ops import dropout_part, step_key, uniform_part
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.capture.counter_random import batch_dims, counter_random
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.ops.collectives import Rank
+from autoparallel.passes.ops.random_ops import dropout_part, step_key, uniform_part
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
 from autoparallel.planner.layout import Mesh
 
 dropout = torch.ops.autoparallel.counter_dropout

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from whole_captures import assert_same, snapshot, whole
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.repeats import find_repeats
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.capture.repeats import find_repeats
 from autoparallel.planning import record_target
 from autoparallel.targets import load_target
 

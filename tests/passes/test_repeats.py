@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from whole_captures import assert_same, snapshot, whole
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.deferred_init import record_build
-from autoparallel.passes.names import Names, base_name
-from autoparallel.passes.repeats import find_repeats
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.capture.repeats import find_repeats
+from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.ops.names import Names, base_name
 from autoparallel.planner.errors import CaptureError
 
 DEPTH = 8

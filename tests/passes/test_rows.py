@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.interpret import run_nodes
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.interpret import run_nodes
 
 
 class Last(nn.Module):

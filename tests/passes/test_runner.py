@@ -2,7 +2,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from autoparallel.passes.runner import BrokenGraphError, run_passes
+from autoparallel.passes.graph_passes.runner import BrokenGraphError, run_passes
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 
 X = Ref("x")

@@ -10,8 +10,8 @@ import torch
 from capture_models import small_gpt, small_gpt2, small_llama
 from torch import Tensor, nn
 
-from autoparallel.passes import sharded_replay
-from autoparallel.passes.deferred_init import (
+from autoparallel.passes.initialization import sharded_replay
+from autoparallel.passes.initialization.deferred_init import (
     Deferred,
     materialize,
     materialize_boxes,

@@ -14,10 +14,10 @@ from sharding import assert_close
 from stage_simulation import plan_of, random_layouts, simulate
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.interpret import run
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import Mesh
 
 VOCABULARY, WIDTH, HEADS, SEQ = 24, 16, 4, 8

@@ -12,11 +12,11 @@ from schedule_cases import Case
 from autoparallel.cost_model.memory import communicator_bytes
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.deferred_init import plain_build
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.saved_tensors import Moment, StageActivations, run_microbatch
-from autoparallel.passes.stage_memory import stage_memory, with_stage_memory
-from autoparallel.passes.storages import LiveBytes
+from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.passes.memory.saved_tensors import Moment, StageActivations, run_microbatch
+from autoparallel.passes.memory.stage_memory import stage_memory, with_stage_memory
+from autoparallel.passes.memory.storages import LiveBytes
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.graph import Blocks, Graph

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from autoparallel.passes.storages import LiveBytes
+from autoparallel.passes.memory.storages import LiveBytes
 
 
 def mlp() -> nn.Sequential:

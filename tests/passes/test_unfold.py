@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.interpret import run
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.interpret import run
 
 
 class Repeated(nn.Module):

@@ -11,7 +11,7 @@ from small_graphs import cluster, mlp
 from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.passes.capture import capture
+from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner.arranged.chunks import plan
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Blocks, Graph, Node, Ref, TensorSpec

@@ -13,7 +13,7 @@ from autoparallel.cost_model.cluster import Cluster, Host, Link
 from autoparallel.cost_model.compute import work_seconds
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
+from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.layout import Mesh, shard

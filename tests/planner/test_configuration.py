@@ -12,8 +12,8 @@ import torch
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.compute import op_seconds
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Cache, Configuration, price
 from autoparallel.planner.configured.configuration import Program as Setup
 from autoparallel.planner.configured.stage_runs import even_layers, find_layers, stage_runs

@@ -12,8 +12,8 @@ from plan_collectives import collectives
 from torch import Tensor, nn
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Dtype, Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Dtype, Program
 from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request

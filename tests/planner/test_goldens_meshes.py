@@ -7,8 +7,8 @@ from functools import cache
 import torch
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import conversion_steps, shard
 from autoparallel.planner.plan import StagePlan
 from autoparallel.planner.requests.request import Forced, Request

@@ -12,8 +12,8 @@ import pytest
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.program import Program
-from autoparallel.passes.saved_tensors import Moment, run_microbatch
+from autoparallel.passes.memory.saved_tensors import Moment, run_microbatch
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.schedules.schedules import find_schedule
 from autoparallel.planning import PlanOptions, capture_target, plan_program
 from autoparallel.targets import Target, load_target

@@ -18,8 +18,8 @@ from small_graphs import cluster
 from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.inter_op.mesh_proposals import Experts, Proposals, proposals

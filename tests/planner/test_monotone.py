@@ -15,8 +15,8 @@ from random_cases import random_case
 
 from autoparallel.cost_model.cluster import Cluster, Device, Link
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.requests.request import Forced, Request

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search import narrowing, search

@@ -13,8 +13,7 @@ from small_graphs import mlp
 
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.cost_model.profile.case import OpCase
-from autoparallel.passes import ops as ops  # registers the ops of the namespace autoparallel
-from autoparallel.passes.prove import node_layouts
+from autoparallel.passes.local.prove import node_layouts
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.layout import Mesh, local_shape
 from autoparallel.planner.pricing.op_case import op_case

@@ -9,10 +9,10 @@ import torch
 from attention import Layer
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.interpret import run
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.padding import Padding, find_padding
 from autoparallel.runtime.padded import SequencePadding

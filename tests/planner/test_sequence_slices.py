@@ -13,11 +13,11 @@ from attention import Layer
 from stage_simulation import plan_of
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.interpret import run, run_nodes
-from autoparallel.passes.localize import reference_layouts
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.localize import reference_layouts
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run, run_nodes
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.arranged.sequence_places import Place, find_places
 from autoparallel.planner.arranged.sequence_slices import sequence_slice, slice_bounds
 from autoparallel.planner.errors import PlanError

@@ -8,7 +8,7 @@ from random_cases import random_case
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
+from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.pricing.basis import DEFAULT, Basis

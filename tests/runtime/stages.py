@@ -16,13 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.passes.collectives import Communicator, Rank, apply_steps, local_tensor
-from autoparallel.passes.stage_cut import Boundary
-from autoparallel.passes.stage_program import (
+from autoparallel.passes.local.stage_cut import Boundary
+from autoparallel.passes.local.stage_program import (
     BlockProgram,
     Held,
     ParameterProgram,
     StageProgram,
+)
+from autoparallel.passes.ops.collectives import (
+    Communicator,
+    Rank,
+    apply_steps,
+    local_tensor,
 )
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import (

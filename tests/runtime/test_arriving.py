@@ -13,8 +13,8 @@ from test_chimera import ONE, Case, plan_for
 from test_random_plans import ROWS, VOCABULARY, WIDTH, Model, Truth, truth
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.runtime.arriving import Arrival, ArrivingTensor, arriving, shared_sum
 from autoparallel.runtime.trainer import Trainer
 

@@ -14,11 +14,11 @@ from test_random_plans import DP2, NUM_MICROBATCHES, ROWS, TOLERANCE, TP2, Truth
 from test_random_plans import Model as Transformer
 from torch import nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.program import Program
-from autoparallel.passes.stage_cut import boundaries
-from autoparallel.passes.stage_program import build_stage
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.stage_cut import boundaries
+from autoparallel.passes.local.stage_program import build_stage
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_schedule import schedule_of, splits_backward

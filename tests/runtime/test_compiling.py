@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.collectives import Alone
-from autoparallel.passes.compiled_runs import Run, compile_runs
-from autoparallel.passes.program import Program
-from autoparallel.passes.random_ops import Draws
-from autoparallel.passes.stage_program import StageProgram, build_stage
-from autoparallel.passes.weight_gradients import WeightGradients
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.compiled_runs import Run, compile_runs
+from autoparallel.passes.local.stage_program import StageProgram, build_stage
+from autoparallel.passes.local.weight_gradients import WeightGradients
+from autoparallel.passes.ops.collectives import Alone
+from autoparallel.passes.ops.random_ops import Draws
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import RunError
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.plan import Recompute

@@ -8,7 +8,6 @@ import torch
 from autoparallel.cost_model.profile.case import OpCase, TensorCase, canonical
 from autoparallel.cost_model.profile.clocks import stopwatch
 from autoparallel.cost_model.profile.measure import Budget, measure
-from autoparallel.passes import random_ops as random_ops  # registers the ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

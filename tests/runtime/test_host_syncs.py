@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoparallel.passes.inputs import random_batch
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan_file import loads
 from autoparallel.runtime import device_queue
 from autoparallel.runtime.device_queue import PASSED, Event, HostCopy, Waitable, packed_copies

@@ -13,8 +13,13 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes import deferred_init
-from autoparallel.passes.deferred_init import Init, materialize, plain_build, record_build
+from autoparallel.passes.initialization import deferred_init
+from autoparallel.passes.initialization.deferred_init import (
+    Init,
+    materialize,
+    plain_build,
+    record_build,
+)
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_model, plan_program
 from autoparallel.runtime.materialize import box_of, tensor_names

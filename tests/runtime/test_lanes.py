@@ -10,7 +10,7 @@ import torch.distributed as dist
 from processes import RankError, run_processes
 
 from autoparallel.cost_model.actions import Schedule, format_table, parse_table
-from autoparallel.passes.stage_cut import Boundary
+from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule

@@ -11,8 +11,8 @@ from torch import nn
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.stage_memory import stage_memory
+from autoparallel.passes.memory.stage_memory import stage_memory
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_program, capture_target, plan_program
 from autoparallel.planning import record_target as record

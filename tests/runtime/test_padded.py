@@ -9,10 +9,10 @@ import torch
 from processes import run_processes
 from test_verification import GLOBAL_BATCH, SEQ, build_optimizer, captured, planned, target
 
-from autoparallel.passes.deferred_init import plain_build
-from autoparallel.passes.export import call_model, find_loss
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan_file import loads
 from autoparallel.runtime.compare import Verification

@@ -13,7 +13,7 @@ from processes import RankError, run_processes
 from torch import Tensor
 
 from autoparallel.cost_model.actions import COMPUTE, Schedule, parse_table
-from autoparallel.passes.stage_cut import Boundary
+from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Layout, Mesh, local_region, shard
 from autoparallel.planner.pricing.transfer import relative

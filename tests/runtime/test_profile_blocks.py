@@ -8,8 +8,8 @@ from processes import run_processes
 from torch import Tensor, nn
 
 from autoparallel.cost_model.profile.records import Measurement
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.runtime import profile_blocks
 from autoparallel.runtime.profile_blocks import measure_block, measure_everywhere
 

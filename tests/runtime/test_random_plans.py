@@ -18,11 +18,11 @@ from stage_simulation import plan_of, random_layouts, with_states
 from stages import given_constants, relative_error, whole
 from torch import Tensor, nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.interpret import run
-from autoparallel.passes.program import Program
-from autoparallel.passes.stage_program import build_stage
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.stage_program import build_stage
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.schedules.schedules import build_schedule

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
-from autoparallel.passes.recomputing import COSTLY, Recomputing
-from autoparallel.passes.replayed import MARK, SPARED
-from autoparallel.passes.stage_program import BlockProgram, build_stage
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.recomputing import COSTLY, Recomputing
+from autoparallel.passes.local.replayed import MARK, SPARED
+from autoparallel.passes.local.stage_program import BlockProgram, build_stage
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.layout import Mesh, local_shape

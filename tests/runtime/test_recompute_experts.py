@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
-from autoparallel.passes.recomputing import Recomputing
-from autoparallel.passes.stage_program import BlockProgram, build_stage
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.recomputing import Recomputing
+from autoparallel.passes.local.stage_program import BlockProgram, build_stage
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.search import plan

@@ -26,11 +26,11 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.cost_model.actions import Action, Schedule, Table, compute_only
-from autoparallel.passes.capture import capture
-from autoparallel.passes.constants import evaluate
-from autoparallel.passes.program import Program
-from autoparallel.passes.stage_program import build_stage
-from autoparallel.passes.weight_gradients import HALVES, WeightGradients, defer
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.stage_program import build_stage
+from autoparallel.passes.local.weight_gradients import HALVES, WeightGradients, defer
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.schedules.check import check_schedule
 from autoparallel.planner.schedules.messages import complete
 from autoparallel.planner.schedules.schedules import build_schedule

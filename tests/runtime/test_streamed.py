@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoparallel.passes.counter_random import batch_dims
-from autoparallel.passes.deferred_init import plain_build, record_build
-from autoparallel.passes.export import call_model, find_loss
-from autoparallel.passes.inputs import random_batch
-from autoparallel.passes.modes import promote_to_float64
+from autoparallel.passes.capture.counter_random import batch_dims
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planning import capture_model
 from autoparallel.runtime.reference import Batch, Reference, run_reference
 from autoparallel.runtime.streamed import streamed

@@ -14,8 +14,8 @@ from test_random_plans import DP2, NUM_MICROBATCHES, ROWS, TOLERANCE, TP2, Truth
 from test_random_plans import Model as Transformer
 from torch import nn
 
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.runtime.trainer import Trainer

@@ -1,0 +1,86 @@
+"""Ops between and after layers that belong to different branches of a model, apart.
+
+In: the ops between two lists of layers, or after the last. Out: the same in groups that do
+not read of each other and that each hold parameters: the end of one tower and the beginning
+of the next, which follow each other in the program but could run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import networkx as nx
+
+from ...planner.graph import Graph, Node
+
+
+def branches_apart(graph: Graph, nodes: Sequence[Node]) -> list[list[Node]]:
+    """The groups, each in the order of the program, in the order of their first ops.
+
+    Ops without parameters that no group reads of, or that read of none, go with the group
+    after them, the last ones with the last group.
+    """
+    found: list[list[Node]] = []
+    loose: list[Node] = []
+    for group in _connected(nodes):
+        loose += group
+        if _has_parameters(graph, group):
+            found.append(loose)
+            loose = []
+    if not found:
+        return [list(nodes)]
+    found[-1] += loose
+    order = {node.name: position for position, node in enumerate(nodes)}
+    return [sorted(group, key=lambda node: order[node.name]) for group in found]
+
+
+def before_join(
+    graph: Graph, parts: Sequence[Sequence[Node]]
+) -> tuple[list[list[Node]], list[Node]]:
+    """Of the last part the groups that end one branch, and the rest, where branches meet.
+
+    An op belongs to a branch if some earlier part with parameters does not lead to it.
+    """
+    *before, last = parts
+    every = sum(1 << part for part, nodes in enumerate(before) if _has_parameters(graph, nodes))
+    leads = _parts_that_lead(graph, parts)
+    own = [node for node in last if leads[node.name] & every != every]
+    ends = [
+        group
+        for group in _connected(own)
+        if _has_parameters(graph, group) and any(leads[node.name] & every for node in group)
+    ]
+    taken = {node.name for group in ends for node in group}
+    return ends, [node for node in last if node.name not in taken]
+
+
+def _parts_that_lead(graph: Graph, parts: Sequence[Sequence[Node]]) -> Mapping[str, int]:
+    """For each node the earlier parts that it depends on, as bits."""
+    leads: dict[str, int] = {}
+    for part, nodes in enumerate(parts):
+        bit = 0 if part == len(parts) - 1 else 1 << part
+        for node in nodes:
+            found = bit
+            for ref in node.inputs:
+                found |= leads.get(ref.name, 0)
+            leads[node.name] = found
+    return leads
+
+
+def _connected(nodes: Sequence[Node]) -> list[list[Node]]:
+    """The nodes in groups that do not read of each other, in order."""
+    inside = {node.name: position for position, node in enumerate(nodes)}
+    links: nx.Graph[int] = nx.Graph()
+    links.add_nodes_from(range(len(nodes)))
+    links.add_edges_from(
+        (inside[ref.name], position)
+        for position, node in enumerate(nodes)
+        for ref in node.inputs
+        if ref.name in inside
+    )
+    groups = sorted(sorted(group) for group in nx.connected_components(links))
+    return [[nodes[position] for position in group] for group in groups]
+
+
+def _has_parameters(graph: Graph, nodes: Sequence[Node]) -> bool:
+    return any(graph[ref.name].kind == "parameter" for node in nodes for ref in node.inputs)

@@ -1,0 +1,343 @@
+"""The model's forward and loss as an ``ExportedProgram``, without a single weight.
+
+In: a model on ``meta`` and an example batch. Out: what ``torch.export`` makes of
+``loss(model(batch))``, without writes in place. While it runs, the model's parameters are fake
+tensors that say they are on the CPU, so code that asks for a device takes the path it
+takes in training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ...planner.errors import CaptureError, UsageError
+from ...planner.graph import OpRule
+from ..programs.outputs import OutputForm, output_form, scalar_losses
+from ..programs.program import BatchKey, Dtype
+from .counter_random import counter_random
+from .functionalize import functionalize
+from .hf_experts import capturable_experts
+from .leaves import LeafError, widen
+from .locate import capture_error
+from .modes import explicit_casts, promote_to_float64
+from .opaque import annotated_modules, opaque_modules, whole_functions
+from .repeat_calls import Repeats
+
+PREFIX = "captured"
+
+LossFn = Callable[[Any, Any], Tensor]
+Batch = Mapping[str, Any] | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """``inputs`` names the user inputs of ``program`` in order, with their keys in the batch.
+
+    ``rules`` are those of submodules that the user registered, which are kept whole. ``outputs``
+    is the form of what the model returns.
+    """
+
+    program: ExportedProgram
+    inputs: Mapping[str, BatchKey]
+    rules: Mapping[str, OpRule] = field(default_factory=dict)
+    outputs: OutputForm | None = None
+
+
+class _Noted:
+    """What a trace sees and does not return: ``torch.export`` undoes a module's own attributes."""
+
+    outputs: OutputForm | None = None
+
+
+class _WithLoss(nn.Module):
+    """``loss(model(batch))`` as a module whose forward takes the batch's tensors one by one."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, keys: tuple[BatchKey, ...], loss_fn: LossFn | None
+    ) -> None:
+        super().__init__()
+        self.add_module(PREFIX, model)
+        self.training = model.training
+        self.noted = _Noted()
+        self._template = batch
+        self._keys = keys
+        self._loss_fn = loss_fn
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else counter_random():
+            return self._loss(batch)
+
+    def _loss(self, batch: Any) -> Tensor:
+        """The loss of a forward; what else the model returns is noted."""
+        model = self.get_submodule(PREFIX)
+        held = _buffers(model)
+        outputs = call_model(model, batch)
+        if not torch.compiler.is_dynamo_compiling():
+            _write_assigned(held)
+        loss = find_loss(outputs, batch, self._loss_fn)
+        if not torch.compiler.is_dynamo_compiling():
+            own = None if self._loss_fn is not None else _loss_of(outputs)
+            self.noted.outputs = output_form(outputs, own)
+        return loss
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, tensor)
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    """Write to the buffers what a forward has put in their places: export forgets assignments.
+
+    Raises CaptureError AP208 where a buffer takes another shape.
+    """
+    for module, name, tensor in held:
+        value = module._buffers.get(name)
+        if value is tensor or value is None:
+            continue
+        if value.shape != tensor.shape:
+            raise CaptureError(
+                "AP208",
+                f"the forward changes the shape of buffer {name} of a {type(module).__name__}",
+                why=f"it was {tuple(tensor.shape)} and becomes {tuple(value.shape)}",
+                fix="register the buffer with its final shape",
+            )
+        with torch.no_grad():
+            tensor.copy_(value)
+        module._buffers[name] = tensor
+
+
+class _WithMarks(_WithLoss):
+    """The same, and the marks of alike layers, which so stay in the graph."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, keys: tuple[BatchKey, ...],
+        loss_fn: LossFn | None, repeats: Repeats,
+    ) -> None:  # fmt: skip
+        super().__init__(model, batch, keys, loss_fn)
+        self._repeats = repeats
+
+    def forward(self, *tensors: Tensor) -> Any:
+        batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
+        with counter_random() as draws:
+            self._repeats.start(draws)
+            return self._loss(batch), *self._repeats.marks
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: a tuple's parts by position, a dict's by name.
+
+    Of a dict, ``forward`` gets the entries that it takes; the others are for the loss.
+    """
+    if not isinstance(batch, Mapping):
+        return model(*batch)
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return model(**batch)
+    taken = {parameter.name for parameter in parameters}
+    return model(**{name: value for name, value in batch.items() if name in taken})
+
+
+def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
+    """The scalar that training minimizes: ``loss_fn``'s, or that among the model's outputs.
+
+    Of the outputs it is the output itself, its ``loss``, or the only differentiable scalar of a
+    tuple, such as ``(logits, loss)``.
+    """
+    loss: Any = _loss_of(outputs) if loss_fn is None else loss_fn(outputs, batch)
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            "AP203",
+            "the model returns no loss",
+            why=f"its output is a {type(outputs).__name__} with no scalar tensor `loss` in it",
+            fix="add `loss_fn(outputs, batch)` to the model file, or return the loss",
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            "AP204",
+            f"the loss has shape {tuple(loss.shape)} and is not a scalar",
+            why="training needs a scalar to call backward on",
+            fix="reduce it (`.mean()`) in the model or in `loss_fn(outputs, batch)`",
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _loss_of(outputs: Any) -> Any:
+    """The loss among a model's outputs, or what stands in its place."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    loss = getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, tuple | list):
+        scalars = scalar_losses(outputs)
+        return scalars[0] if len(scalars) == 1 else None
+    return loss
+
+
+def export_loss(
+    model: nn.Module, batch: Batch, *, loss_fn: LossFn | None, dtype: Dtype
+) -> Exported:
+    """Export ``loss(model(batch))``, by the first rung of the ladder that bears.
+
+    Non-strict; strict; with the submodules that cannot be exported as opaque leaves; else a
+    ``CaptureError`` of what the first rung said.
+    """
+    keys = tensor_keys(batch)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    target = getattr(torch, dtype)
+    with fake_parameters(model, mode, dtype=target), capturable_experts():
+        wrapped = _WithLoss(model, batch, keys, loss_fn)
+        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        leaves, rules = annotated_modules(model), dict[str, OpRule]()
+        try:
+            with opaque_modules(leaves, rules):
+                program = _export(wrapped, tensors, strict=False, dtype=dtype)
+        except CaptureError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            program = _climb(wrapped, tensors, dtype, error, rules)
+    return Exported(program, {input_name(key): key for key in keys}, rules, wrapped.noted.outputs)
+
+
+def export_repeats(
+    model: nn.Module, batch: Batch, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
+) -> Exported:
+    """The same, with alike layers captured a few times and then only named (``repeat_calls``).
+
+    Raises whatever stands in the way: ``export_loss`` then says what is wrong, if anything is.
+    """
+    keys = tensor_keys(batch)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    target = getattr(torch, dtype)
+    with repeats.active(), fake_parameters(model, mode, dtype=target), capturable_experts():
+        wrapped = _WithMarks(model, batch, keys, loss_fn, repeats)
+        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        rules: dict[str, OpRule] = {}
+        with opaque_modules(annotated_modules(model), rules):
+            program = _export(wrapped, tensors, strict=False, dtype=dtype)
+    return Exported(program, {input_name(key): key for key in keys}, rules, wrapped.noted.outputs)
+
+
+def _climb(
+    wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype, first: Exception,
+    rules: dict[str, OpRule],
+) -> ExportedProgram:  # fmt: skip
+    """The further rungs of the ladder; the first rung's error is the one that is shown."""
+    located = capture_error(first, wrapped, PREFIX)
+    model = wrapped.get_submodule(PREFIX)
+    leaves, error = annotated_modules(model), first
+    if located.code != "AP202" and not leaves:
+        try:
+            return _export(wrapped, tensors, strict=True, dtype=dtype)
+        except Exception:  # noqa: BLE001
+            pass  # this rung failed too: the next one tells what cannot be kept whole
+    while True:
+        try:
+            leaves = widen(model, leaves, error)
+            with opaque_modules(leaves, rules):
+                return _export(wrapped, tensors, strict=False, dtype=dtype)
+        except LeafError:
+            raise located from first
+        except Exception as again:  # noqa: BLE001
+            error = again
+
+
+def _export(
+    wrapped: nn.Module, tensors: tuple[Tensor, ...], *, strict: bool, dtype: Dtype
+) -> ExportedProgram:
+    with ExitStack() as modes:
+        # torch.export prints its half-made graph to stderr before it raises.
+        modes.enter_context(redirect_stderr(io.StringIO()))
+        if not strict:
+            modes.enter_context(explicit_casts())
+            modes.enter_context(whole_functions())
+        if dtype == "float64":
+            modes.enter_context(promote_to_float64())
+        return functionalize(torch.export.export(wrapped, tensors, strict=strict))
+
+
+def input_name(key: BatchKey) -> str:
+    """A batch input's name in the graph: its key, or ``input_<position>`` in a tuple."""
+    return key if isinstance(key, str) else f"input_{key}"
+
+
+def tensor_keys(batch: Batch) -> tuple[BatchKey, ...]:
+    """The keys of a batch that hold tensors; everything else in it is a setting."""
+    if isinstance(batch, Mapping):
+        return tuple(key for key, value in batch.items() if isinstance(value, Tensor))
+    if isinstance(batch, Sequence):
+        return tuple(i for i, value in enumerate(batch) if isinstance(value, Tensor))
+    raise UsageError(
+        "AP110",
+        f"the example batch must be a dict or a tuple of tensors, not a {type(batch).__name__}",
+        fix="let `example_batch` return the arguments of the model's forward",
+    )
+
+
+def _item(batch: Batch, key: BatchKey) -> Tensor:
+    value = batch[key]  # type: ignore[index]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _filled(template: Batch, tensors: Mapping[BatchKey, Tensor]) -> Any:
+    if isinstance(template, Mapping):
+        return {key: tensors.get(key, value) for key, value in template.items()}
+    return tuple(tensors.get(i, value) for i, value in enumerate(template))
+
+
+@contextmanager
+def fake_parameters(
+    model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype
+) -> Iterator[None]:
+    """Put fake CPU tensors of ``dtype`` in the place of the model's parameters and buffers.
+
+    Floating parameters are cast; floating buffers keep their dtype in mixed precision and
+    are cast with the rest in float64. Ties stay ties.
+    """
+    made: dict[int, Tensor] = {}
+    saved: list[tuple[Any, str, Tensor]] = []
+    buffer_dtype = dtype if dtype == torch.float64 else None
+    try:
+        for module in model.modules():
+            slots: Any
+            for slots, target in ((module._parameters, dtype), (module._buffers, buffer_dtype)):
+                for name, tensor in slots.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _fake(tensor, mode, target)
+                    saved.append((slots, name, tensor))
+        for slots, name, tensor in saved:
+            slots[name] = made[id(tensor)]
+        yield
+    finally:
+        for slots, name, tensor in saved:
+            slots[name] = tensor
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+    meta = tensor.detach().to("meta")
+    if dtype is not None and meta.is_floating_point():
+        meta = meta.to(dtype)
+    fake = FakeTensor(mode, meta, torch.device("cpu"))
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake

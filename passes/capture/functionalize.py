@@ -1,0 +1,95 @@
+"""Ops that write in place to ops that return a new tensor.
+
+Where the written tensor is fresh and has no views, ``relu_`` simply becomes ``relu`` and
+later uses take its result. Where it has views (``x[:, 0] = 1``), ``torch.export``'s own
+functionalization of the whole program is used, which also lowers a few composite ops.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+
+from ..ops.torch_ops import is_view, mutated_argument, path_of, resolve
+
+_HARMLESS = frozenset({"aten.detach_.default"})
+
+
+def functionalize(exported: ExportedProgram) -> ExportedProgram:
+    """The same program with no writes but those to the model's buffers."""
+    for graph in [exported.graph, *(m.graph for m in _bodies(exported))]:
+        for node in list(graph.nodes):
+            if _writes(node) and not _replace(node):
+                decomposed: ExportedProgram = exported.run_decompositions({})
+                return decomposed
+    return exported
+
+
+def _bodies(exported: ExportedProgram) -> list[fx.GraphModule]:
+    return [
+        module
+        for module in exported.graph_module.modules()
+        if isinstance(module, fx.GraphModule) and module is not exported.graph_module
+    ]
+
+
+def _writes(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    path = path_of(node.target)
+    if path in _HARMLESS or mutated_argument(path) is None:
+        return False
+    target = node.args[0] if node.args else None
+    return not (isinstance(target, fx.Node) and _written(target).op == "placeholder")
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The tensor that a value is, looking through writes: ``x.mul_(a)`` is ``x``."""
+    while (
+        isinstance(node.target, OpOverload)
+        and mutated_argument(path_of(node.target)) is not None
+        and node.args
+        and isinstance(node.args[0], fx.Node)
+    ):
+        node = node.args[0]
+    return node
+
+
+def _replace(node: fx.Node) -> bool:
+    """Make one in-place op functional; False where its tensor has views or is one."""
+    target = node.args[0]
+    assert isinstance(target, fx.Node)
+    aliases = [target, *target.users]
+    if any(_is_view_op(alias) for alias in aliases if alias is not node):
+        return False
+    functional = functional_path(path_of(node.target))  # type: ignore[arg-type]
+    if functional is None:
+        return False
+    node.target = resolve(functional)
+    later = False
+    for user in list(node.graph.nodes):
+        if user is node:
+            later = True
+        elif later and target in user.all_input_nodes:
+            user.replace_input_with(target, node)
+    return True
+
+
+def _is_view_op(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and is_view(path_of(node.target))
+
+
+def functional_path(path: str) -> str | None:
+    """The op that returns what an in-place op writes, or None.
+
+    >>> functional_path("aten.add_.Tensor"), functional_path("aten.add.Tensor")
+    ('aten.add.Tensor', None)
+    """
+    namespace, name, overload = path.split(".")
+    candidate = f"{namespace}.{name.removesuffix('_')}.{overload}"
+    try:
+        resolve(candidate)
+    except AttributeError:
+        return None
+    return candidate if name.endswith("_") else None

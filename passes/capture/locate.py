@@ -1,0 +1,126 @@
+"""Where in the user's code something happened: frames and stack traces to ``file:line``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...planner.errors import CaptureError
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError",
+    "DynamicOutputShapeException", "Could not guard on data-dependent",
+    "data-dependent", "Could not extract specialized integer",
+)  # fmt: skip
+
+
+def user_source(stack_trace: str | None) -> str:
+    """The ``file:line`` of the innermost frame that is not torch's, of a node's stack trace.
+
+    >>> user_source('  File "model.py", line 12, in forward')
+    'model.py:12'
+    """
+    frames = _FRAME.findall(stack_trace or "")
+    for file, line in reversed(frames):
+        if _is_users(file):
+            return f"{file}:{line}"
+    return ""
+
+
+def _is_users(file: str) -> bool:
+    return not (file.startswith((_TORCH, _OURS, "<")) or "/torch/" in file)
+
+
+def capture_error(error: BaseException, model: nn.Module, prefix: str) -> CaptureError:
+    """What to tell the user of an exception that ``torch.export`` ended with.
+
+    ``prefix`` is the attribute under which ``model`` wraps the user's model.
+    """
+    text = _first_lines(str(error))
+    where = _where(error, model, prefix)
+    if any(mark in f"{type(error).__name__} {error}" for mark in _DATA_DEPENDENT):
+        return CaptureError(
+            "AP202",
+            "the model's control flow depends on the values of tensors",
+            why=text,
+            where=where,
+            fix="replace the `if`/`for`/`.item()` by tensor operations (`torch.where`, masks)",
+        )
+    return CaptureError(
+        "AP201",
+        f"the model cannot be captured: {type(error).__name__}",
+        why=text,
+        where=where,
+        fix="run `model(**example_batch(2))` on the CPU first; the same error there is the "
+        "model's own",
+    )
+
+
+def uncounted(function: str, where: str) -> CaptureError:
+    """What to tell of a random function whose numbers cannot be counted (see ``random_ops``)."""
+    return CaptureError(
+        "AP211",
+        f"the model draws random numbers with {function}, which is not supported",
+        why="every rank would draw different numbers, from its own generator",
+        where=where,
+        fix="call torch.rand, randn, randint, normal, exponential_ or dropout in the forward "
+        "itself (not through a function of torch that calls it) and without a generator, or draw "
+        "the numbers with the batch and give them to the model as an input",
+    )
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """The path of the innermost submodule in whose forward an error was raised, or ""."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    found = ""
+    for frame, _ in _frames(error):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            found = paths.get(id(owner), found)
+    return found
+
+
+def _first_lines(text: str, limit: int = 400) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:3]).partition(" Caused by:")[0][:limit]
+
+
+def _where(error: BaseException, model: nn.Module, prefix: str) -> str:
+    paths = {id(module): name for name, module in model.named_modules()}
+    best: tuple[bool, str, str] | None = None
+    module_path = ""
+    for frame, line in _frames(error):
+        owner = frame.f_locals.get("self")
+        if id(owner) in paths and paths[id(owner)]:
+            module_path = paths[id(owner)].removeprefix(prefix).removeprefix(".")
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            is_own = "site-packages" not in file
+            if best is None or is_own >= best[0]:
+                best = (is_own, f"{file}:{line}", module_path)
+    if best is None:
+        return user_source(str(error))
+    return best[1] + (f" in module {best[2]!r}" if best[2] else "")
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Every frame of the error, then of what caused it, outermost first."""
+    chain: list[BaseException] = []
+    current: Any = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    for link in reversed(chain):
+        traceback = link.__traceback__
+        while traceback is not None:
+            yield traceback.tb_frame, traceback.tb_lineno
+            traceback = traceback.tb_next

@@ -1,0 +1,382 @@
+"""An ``ExportedProgram`` to the planner's ``Graph``.
+
+Names become the user's (parameters by FQN, inputs by batch key), ``set_grad_enabled``
+regions are inlined, assertions and no-ops are dropped, tuple items become ``Ref`` indices,
+tied parameters become one node, and what a graph means no longer depends on the device or on
+torch's default dtype: sizes are written out, every factory says its dtype, and an op that takes
+integers and makes floats (``arange(n) / n``) takes them as floats of the dtype that it makes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ...planner.errors import CaptureError
+from ...planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
+from ...planner.rules.annotation import FLOATS
+from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
+from ..ops.names import Names, base_name
+from ..ops.torch_ops import draws_by_itself, has_argument, mutated_argument, path_of
+from ..programs.interpret import LITERAL
+from .functionalize import functional_path
+from .locate import uncounted, user_source
+
+LITERAL_ELEMENTS = 4096
+"""Up to this size a tensor that the model's code makes of numbers is written in the graph."""
+
+_DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
+_ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
+_BROADCAST = "aten.broadcast_tensors.default"
+_DETACHES = frozenset({"aten.detach.default", "aten.detach_.default"})
+_SIZED = {
+    "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
+    "aten.expand.default": 1,
+}  # fmt: skip
+_LIKE = {
+    "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.full_like.default": None,
+    "aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": None,
+}  # fmt: skip
+
+
+@dataclass
+class _Lowering:
+    """The state of one walk over an exported program."""
+
+    exported: ExportedProgram
+    prefix: str
+    inputs: list[str]
+    tied: Mapping[str, str]
+    rules: Mapping[str, OpRule] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    literals: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    updates: dict[str, Ref] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
+    bases: dict[str, str] = field(default_factory=dict)
+    grad_enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """``graph``, the ``literals`` (tensors that the model's code makes of numbers, by name), and
+    the ``bases`` of the ops' names: those without their numbers."""
+
+    graph: Graph
+    literals: dict[str, Tensor]
+    bases: Mapping[str, str]
+
+
+def lower(
+    exported: ExportedProgram, *, prefix: str, inputs: list[str], tied: Mapping[str, str],
+    batch_size: int, rules: Mapping[str, OpRule] | None = None,
+) -> Lowered:  # fmt: skip
+    """The graph of an exported program.
+
+    ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of
+    the user inputs in order, ``tied`` maps further names of parameters to the first,
+    ``rules`` are those of the user's ops by their path.
+    """
+    state = _Lowering(exported, prefix, inputs, tied, rules or {})
+    remaining = list(inputs)
+    kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    loss: Ref | None = None
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            state.values[node] = _placeholder(state, node, kinds[node.name], remaining)
+        elif node.op == "output":
+            loss = state.values[node.args[0][_loss_position(exported)]]
+            _take_updates(state, node.args[0])
+        else:
+            _lower_node(state, node, exported.graph_module)
+    assert isinstance(loss, Ref)
+    used_ties = {name: first for name, first in tied.items() if first in state.nodes}
+    nodes = tuple(state.nodes.values())
+    updates = in_order(state.updates, nodes)
+    graph = Graph(nodes, loss, batch_size, tied=used_ties, updates=updates)
+    return Lowered(graph, state.literals, state.bases)
+
+
+def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref]:
+    """Buffers' new values in the order in which they are made."""
+    if not updates:
+        return {}
+    place = {node.name: position for position, node in enumerate(nodes)}
+    return dict(sorted(updates.items(), key=lambda item: (place[item[1].name], item[1].index)))
+
+
+def _placeholder(state: _Lowering, node: fx.Node, spec: Any, remaining: list[str]) -> Ref:
+    value = node.meta["val"]
+    if spec.kind == InputKind.USER_INPUT:
+        return _add(state, Node(remaining.pop(0), "input", outputs=(_spec(value, False),)))
+    target = str(spec.target).removeprefix(state.prefix + ".")
+    name = state.tied.get(target, target)
+    if spec.kind == InputKind.CONSTANT_TENSOR:
+        tensor = state.exported.constants[spec.target]
+        if tensor.numel() <= LITERAL_ELEMENTS:
+            return _add(state, _literal(name, tensor))
+        state.literals[name] = tensor
+    elif name in state.nodes:
+        return Ref(name)
+    is_parameter = spec.kind == InputKind.PARAMETER
+    output = _spec(value, is_parameter and bool(value.requires_grad))
+    return _add(state, Node(name, "parameter" if is_parameter else "buffer", outputs=(output,)))
+
+
+def _literal(name: str, tensor: Tensor) -> Node:
+    return Node(
+        name, "constant", LITERAL, (tensor.tolist(),), {"dtype": tensor.dtype},
+        (_spec(tensor, False),),
+    )  # fmt: skip
+
+
+def _lower_node(state: _Lowering, node: fx.Node, owner: fx.GraphModule) -> None:
+    if node.op == "get_attr":
+        state.values[node] = owner.get_submodule(str(node.target))
+    elif node.target is operator.getitem:
+        held = _arguments(state, node.args[0])
+        index = int(node.args[1])  # type: ignore[arg-type]
+        state.values[node] = Ref(held.name, index) if isinstance(held, Ref) else held[index]
+    elif isinstance(node.target, OpOverload):
+        _lower_op(state, node)
+    else:
+        _lower_region(state, node)
+
+
+def _lower_region(state: _Lowering, node: fx.Node) -> None:
+    """Inline a ``wrap_with_set_grad_enabled`` (or a disabled autocast) region."""
+    name = str(node.target)
+    if name == "wrap_with_set_grad_enabled":
+        enabled, body, *arguments = node.args
+        before, state.grad_enabled = state.grad_enabled, bool(enabled)
+    elif name == "wrap_with_autocast" and node.args[2] is False:
+        body, arguments = node.args[4], list(node.args[5:])
+        before = state.grad_enabled
+    else:
+        raise CaptureError(
+            "AP205",
+            f"the model uses {name}, which cannot be planned",
+            where=user_source(node.meta.get("stack_trace")),
+            fix="use `--precision` in place of autocast, and tensor operations in place of "
+            "torch.cond and torch.while_loop",
+        )
+    module = state.values[body]  # type: ignore[index]
+    for inner in module.graph.nodes:
+        if inner.op == "placeholder":
+            state.values[inner] = _arguments(state, arguments.pop(0))
+        elif inner.op == "output":
+            state.values[node] = _arguments(state, inner.args[0])
+        else:
+            _lower_node(state, inner, module)
+    state.grad_enabled = before
+
+
+def _lower_op(state: _Lowering, node: fx.Node) -> None:
+    path = path_of(node.target)  # type: ignore[arg-type]
+    if path.rsplit(".", 1)[0] in _DROPPED or path.startswith("aten.sym_"):
+        return
+    args = tuple(_arguments(state, arg) for arg in node.args)
+    if path in _ALIASES or (path == _BROADCAST and _are_equal(state, args[0])):
+        state.values[node] = args[0]
+        return
+    kwargs = {key: _arguments(state, arg) for key, arg in node.kwargs.items()}
+    source = user_source(node.meta.get("stack_trace"))
+    if draws_by_itself(path, args, kwargs):
+        raise uncounted(path.split(".")[1], source)
+    if path in _DETACHES:
+        if not _spec_of(state, args[0]).requires_grad:
+            state.values[node] = args[0]
+            return
+        path = "aten.detach.default"
+    requires_grad = (
+        state.grad_enabled and path != "aten.detach.default" and _any_grad(state, (args, kwargs))
+    )
+    value = node.meta["val"]
+    outputs = tuple(
+        _spec(item, requires_grad)
+        for item in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(item, Tensor)
+    )
+    if not outputs:
+        return
+    path, args, kwargs = _canonical(path, args, kwargs, outputs[0])
+    if path in BATCH_NORMS:
+        path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
+    made = Node(
+        "", "op", path, args, kwargs, outputs, module=_module(node, state.prefix), source=source,
+        rule=state.rules.get(path),
+    )  # fmt: skip
+    if _makes_default_dtype(state, made):
+        made = _in_floats(state, made)
+    written = mutated_argument(path) and functional_path(path)
+    name = _op_name(state, node.name)
+    state.values[node] = _add(state, replace(made, name=name, op=written or made.op))
+    if written:
+        _write(state, args[0], state.values[node])
+    elif path == BATCH_NORM_WITH_BUFFERS:
+        for index, held in ((3, args[3]), (4, args[4])):
+            _write(state, held, Ref(state.values[node].name, index))
+
+
+def _write(state: _Lowering, old: Any, new: Ref) -> None:
+    """From here on ``old`` has the value ``new``; if it is a buffer, the model keeps that."""
+    if not isinstance(old, Ref):
+        return
+    for holder, value in state.values.items():
+        if value == old:
+            state.values[holder] = new
+    for name, latest in state.updates.items():
+        if latest == old:
+            state.updates[name] = new
+    if state.nodes[old.name].kind == "buffer":
+        state.updates[old.name] = new
+
+
+def _take_updates(state: _Lowering, results: Any) -> None:
+    """The buffers whose new values the program returns, as ``torch.export`` functionalizes."""
+    for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            target = str(spec.target).removeprefix(state.prefix + ".")
+            state.updates[state.tied.get(target, target)] = _arguments(state, result)
+
+
+def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
+    """Whether values have one shape, so that broadcasting them together changes none."""
+    return len({_spec_of(state, ref).shape for ref in refs}) == 1
+
+
+def _canonical(
+    path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """One way of writing each op: no device but in factories, sizes and dtypes written out."""
+    dtype = getattr(torch, output.dtype)
+    if path in ("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device", "aten.to.dtype",
+                "aten.to.other"):  # fmt: skip
+        return "aten.to.dtype", (args[0], dtype), {}
+    if path in _SIZED:
+        return path, (args[0], list(output.shape), *args[2:]), kwargs
+    if path in _LIKE:
+        fill = _LIKE[path]
+        if fill is None:
+            fill = args[-1] if len(args) > 1 else kwargs["fill_value"]
+        return "aten.full.default", (list(output.shape), fill), _factory(dtype)
+    dropped = ("device", "layout", "pin_memory")
+    is_factory = not _has_refs(args) and has_argument(path, "device")
+    kept = {key: value for key, value in kwargs.items() if key not in dropped}
+    if is_factory:
+        kept |= _factory(dtype) if has_argument(path, "dtype") else {"device": _META}
+    return path, args, kept
+
+
+def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
+    """Whether torch's default dtype decides the floats that an op makes of integers."""
+    if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
+        return False
+    read = (_spec_of(state, ref) for ref in node.inputs)
+    return node.spec.dtype in FLOATS and all(spec.dtype not in FLOATS for spec in read)
+
+
+def _in_floats(state: _Lowering, node: Node) -> Node:
+    """The op on floats of the dtype that it makes; a condition stays as it is."""
+    dtype = getattr(torch, node.spec.dtype).to_real()
+    is_where = node.op.startswith("aten.where.")
+
+    def step(base: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
+        spec = TensorSpec(shape, str(dtype).removeprefix("torch."), False)
+        return _add(state, replace(
+            node, name=_op_name(state, base), op=op, args=args,
+            kwargs={} if _has_refs(args) else _factory(dtype), outputs=(spec,),
+        ))  # fmt: skip
+
+    def cast(ref: Ref) -> Ref:
+        return step("to", "aten.to.dtype", (ref, dtype), _spec_of(state, ref).shape)
+
+    condition, rest = node.args[: int(is_where)], node.args[int(is_where) :]
+    if node.op == "aten.where.Scalar":
+        filled = (step("full", "aten.full.default", ([], value), ()) for value in rest)
+        return replace(node, op="aten.where.self", args=(*condition, *filled))
+    args, kwargs = map_refs((rest, dict(node.kwargs)), cast)
+    return replace(node, args=(*condition, *args), kwargs=kwargs)
+
+
+_META = torch.device("meta")
+
+
+def _factory(dtype: torch.dtype) -> dict[str, Any]:
+    """What every factory says; whoever runs it puts its own device in."""
+    return {"dtype": dtype, "device": _META}
+
+
+def _add(state: _Lowering, node: Node) -> Ref:
+    if node.name not in state.bases:
+        node = replace(node, name=state.names.take(node.name))
+    state.nodes[node.name] = node
+    return Ref(node.name)
+
+
+def _op_name(state: _Lowering, traced: str) -> str:
+    """Ops of one name are numbered in their order here, whatever their numbers in the trace."""
+    base = base_name(traced)
+    name = state.names.next(base)
+    state.bases[name] = base
+    return name
+
+
+def _arguments(state: _Lowering, value: Any) -> Any:
+    """An fx argument with nodes replaced by their ``Ref``s and immutable lists by lists."""
+    if isinstance(value, fx.Node):
+        return state.values[value]
+    if isinstance(value, tuple):
+        return tuple(_arguments(state, item) for item in value)
+    if isinstance(value, list):
+        return [_arguments(state, item) for item in value]
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    return value
+
+
+def _spec_of(state: _Lowering, ref: Ref) -> TensorSpec:
+    return state.nodes[ref.name].outputs[ref.index]
+
+
+def _any_grad(state: _Lowering, value: Any) -> bool:
+    found: list[bool] = []
+    map_refs(value, lambda ref: found.append(_spec_of(state, ref).requires_grad))
+    return any(found)
+
+
+def _has_refs(value: Any) -> bool:
+    found: list[Ref] = []
+    map_refs(value, found.append)
+    return bool(found)
+
+
+def _spec(value: Tensor, requires_grad: bool) -> TensorSpec:
+    differentiable = value.is_floating_point() or value.is_complex()
+    return TensorSpec(
+        tuple(int(size) for size in value.shape),
+        str(value.dtype).removeprefix("torch."),
+        requires_grad and differentiable,
+    )
+
+
+def _module(node: fx.Node, prefix: str) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return path.removeprefix(prefix).removeprefix(".")
+
+
+def _loss_position(exported: ExportedProgram) -> int:
+    kinds = [spec.kind for spec in exported.graph_signature.output_specs]
+    return kinds.index(OutputKind.USER_OUTPUT)

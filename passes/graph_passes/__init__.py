@@ -1,0 +1,1 @@
+"""Passes over the captured graph, each checked by the runner."""

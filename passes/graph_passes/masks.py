@@ -1,0 +1,182 @@
+"""Masks: constants that say the same for every sequence, and causal or empty ones.
+
+A mask that is equal along the batch is kept as one row where its users broadcast it. A
+mask of scaled dot-product attention that lets a position see itself and what lies before
+becomes ``is_causal=True``, and one that hides nothing is dropped: the fused kernels are
+faster without a mask, and a causal flag has no layout to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ..ops.torch_ops import is_pointwise
+from ..programs.constants import ancestors, evaluate_constants
+from .hoist import drop_dead
+from .mask_comparisons import Meaning, conjunction_meaning
+
+SDPA = "aten.scaled_dot_product_attention.default"
+LIMIT_ELEMENTS = 2**28
+_HIDDEN = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class SimplifyMasks:
+    """``buffers`` are the values of buffers that are known, by name."""
+
+    name: str = "simplify-masks"
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, graph: Graph) -> Graph:
+        return drop_dead(simplify_masks(graph, self.buffers))
+
+
+def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
+    """The graph with constants reduced to rows, and attention masks to flags."""
+    is_small = partial(can_evaluate, graph, buffers=buffers)
+    for name in [node.name for node in graph.nodes if node.kind == "constant"]:
+        if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
+            meaning = conjunction_meaning(graph, name, buffers, is_small)
+            graph = _to_flags(graph, name, meaning)
+    candidates = [
+        node
+        for node in graph.nodes
+        if node.kind == "constant" and can_evaluate(graph, node.name, buffers)
+        and (_batch_sized(node, graph.batch_size) or _masks_attention(graph, node.name))
+        and any(graph[user].kind == "op" for user in graph.users[node.name])
+    ]  # fmt: skip
+    for node in candidates:
+        value = evaluate_constants(graph, [node.name], device="cpu", buffers=buffers)[node.name]
+        if _masks_attention(graph, node.name):
+            graph = _to_flags(graph, node.name, _meaning(value))
+        graph = _to_row(graph, graph[node.name], value)
+    return graph
+
+
+def can_evaluate(graph: Graph, name: str, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether a constant's value can be had here: it is small, and all it reads is known."""
+    nodes = [graph[ancestor] for ancestor in ancestors(graph, [name])]
+    return all(
+        node.spec.numel <= LIMIT_ELEMENTS and (node.kind != "buffer" or node.name in buffers)
+        for node in nodes
+    )
+
+
+def _batch_sized(node: Node, batch_size: int) -> bool:
+    return batch_size > 1 and batch_size in node.spec.shape
+
+
+def _masks_attention(graph: Graph, name: str) -> bool:
+    return any(_mask_of(graph[user]) == Ref(name) for user in graph.users[name])
+
+
+def _mask_of(node: Node) -> Any:
+    if node.op != SDPA:
+        return None
+    return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+
+
+def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
+    """Attention under mask ``name`` made causal, or free of its mask, where it is that."""
+    if meaning is None:
+        return graph
+    users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
+    changed = {user: _without_mask(graph[user], causal=meaning == "causal") for user in users}
+    return replace(graph, nodes=tuple(changed.get(node.name, node) for node in graph.nodes))
+
+
+def _meaning(mask: Tensor) -> Meaning | None:
+    """What a mask says whose values are known.
+
+    >>> _meaning(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
+    'causal'
+    >>> _meaning(torch.zeros(2, 2))
+    'all'
+    """
+    if mask.dtype != torch.bool:
+        hidden = mask <= max(_HIDDEN, torch.finfo(mask.dtype).min)
+        if not bool((hidden | (mask == 0)).all()):
+            return None
+        mask = ~hidden
+    for dim in range(mask.dim() - 2):
+        if mask.shape[dim] > 1 and _equal_rows(mask, dim):
+            mask = mask.narrow(dim, 0, 1)
+    if bool(mask.all()):
+        return "all"
+    rows, columns = mask.shape[-2:]
+    if rows == columns and torch.equal(mask, mask.new_ones(mask.shape).tril_()):
+        return "causal"
+    return None
+
+
+def _without_mask(node: Node, *, causal: bool) -> Node:
+    args = (*node.args[:3],)
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    was_causal = bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))
+    rest = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p")}
+    return replace(node, args=(*args, None, dropout, causal or was_causal), kwargs={
+        key: value for key, value in rest.items() if key != "is_causal"
+    })  # fmt: skip
+
+
+def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
+    """Users that broadcast ``node`` given its first row, where its rows are equal."""
+    for dim, size in enumerate(node.spec.shape):
+        if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
+            continue
+        row = Node(
+            f"{node.name}_row{dim}", "constant", "aten.slice.Tensor",
+            (Ref(node.name), dim, 0, 1), {}, (_row_spec(node.spec, dim),),
+            module=node.module, source=node.source,
+        )  # fmt: skip
+        users = {
+            user: _using(graph[user], node.name, row.name)
+            for user in graph.users[node.name]
+            if graph[user].kind == "op" and _broadcasts(graph, graph[user], node.name, row.spec)
+        }
+        if users:
+            nodes: list[Node] = []
+            for existing in graph.nodes:
+                nodes.append(users.get(existing.name, existing))
+                if existing.name == node.name:
+                    nodes.append(row)
+            graph = replace(graph, nodes=tuple(nodes))
+            node, value = row, value.narrow(dim, 0, 1)
+    return graph
+
+
+def _equal_rows(value: Tensor, dim: int) -> bool:
+    first = value.select(dim, 0)
+    return all(torch.equal(value.select(dim, i), first) for i in range(1, value.shape[dim]))
+
+
+def _row_spec(spec: TensorSpec, dim: int) -> TensorSpec:
+    shape = tuple(1 if d == dim else size for d, size in enumerate(spec.shape))
+    return replace(spec, shape=shape)
+
+
+def _using(node: Node, old: str, new: str) -> Node:
+    def swapped(ref: Ref) -> Ref:
+        return Ref(new) if ref.name == old else ref
+
+    return replace(
+        node, args=map_refs(node.args, swapped), kwargs=map_refs(dict(node.kwargs), swapped)
+    )
+
+
+def _broadcasts(graph: Graph, user: Node, name: str, row: TensorSpec) -> bool:
+    """Whether ``user`` gives the same with ``name`` reduced to ``row``."""
+    if user.op == SDPA:
+        return _mask_of(user) == Ref(name) and user.inputs.count(Ref(name)) == 1
+    if not is_pointwise(user.op):
+        return False
+    shapes = [row.shape if r.name == name else graph.spec(r).shape for r in user.inputs]
+    broadcast = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return tuple(broadcast) == user.spec.shape

@@ -1,0 +1,1 @@
+"""Initial values of parameters, computed for the shards of each rank only."""

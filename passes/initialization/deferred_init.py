@@ -1,0 +1,252 @@
+"""Deferred initialization: build a model without its weights, and its weights when wanted.
+
+``record_build`` gives the model on ``meta`` and a log of how its tensors came to be;
+``materialize`` makes any of them, or boxes of them, and hands each over as soon as it is
+finished, so that a rank that keeps only its shards never holds the model. Values are either
+those of a plain build from the same seed, bit for bit (``"exact"``), or drawn by place, so that
+only what is wanted is ever drawn (``"sharded"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...planner.layout import Region
+from .build_log import Log, NeedsValuesError, UnrecordableError
+from .exact_replay import exact_replay
+from .recording import record
+from .sharded_replay import full_box, sharded_replay
+from .uncollected import uncollected
+
+Init = Literal["sharded", "exact"]
+OnTensor = Callable[[str, Tensor], None]
+OnPart = Callable[[str, Region, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A model on ``meta`` and how to make its tensors.
+
+    ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each parameter and
+    buffer name (tied ones all) to its tensor in ``log``. ``log`` is None where the build
+    could not be recorded; ``materialize`` then builds the whole model, once, unless ``built``
+    has its tensors already. ``reason`` says why. ``given`` names the tensors that get their
+    values from elsewhere: who fills a stage draws nothing for them.
+    """
+
+    model: nn.Module
+    build: Callable[[], nn.Module]
+    seed: int | Tensor
+    log: Log | None
+    slots: dict[str, int]
+    reason: str = ""
+    init: Init = "exact"
+    given: frozenset[str] = frozenset()
+    built: dict[str, Tensor] = field(default_factory=dict)
+
+    def without(self, names: Iterable[str]) -> Deferred:
+        """The same, with ``names`` given: they get their values from elsewhere."""
+        return replace(self, given=frozenset(names))
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a parameter or buffer."""
+        path, _, last = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        tensor: Tensor | None = module._parameters.get(last)
+        if tensor is None:
+            tensor = module._buffers[last]
+        assert tensor is not None
+        return tensor.shape
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.log is not None
+
+
+def record_build(
+    build: Callable[[], nn.Module], seed: int | Tensor = 0, init: Init = "exact"
+) -> Deferred:
+    """Build a model without allocating it.
+
+    ``build`` must not read values of random tensors or use a generator of its own; where it
+    does, the model is built on ``meta`` if it can be, else really, and so where it writes
+    tensors to a file. What it reads from files
+    stays in memory once, mapped where it can be, as long as the answer lives.
+    """
+    try:
+        with seeded(seed), uncollected():
+            model, log = record(build)
+        tensors = _named_tensors(model)
+        slots = {name: _slot(log, name, tensor) for name, tensor in tensors}
+    except Exception as error:  # noqa: BLE001
+        model, built = _build_empty(build, seed, isinstance(error, NeedsValuesError))
+        return Deferred(model, build, seed, None, {}, _reason(error), init, built=built)
+    _to_meta(model)
+    return Deferred(model, build, seed, log, slots, init=init)
+
+
+def plain_build(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
+    """The model as ``build`` makes it on the CPU, from ``seed``."""
+    with seeded(seed):
+        model = build()
+    adopt_tensors(model)
+    return model
+
+
+def materialize(
+    deferred: Deferred,
+    names: Iterable[str],
+    on_tensor: OnTensor,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Hand over the tensors ``names``, each as soon as it is finished.
+
+    ``on_tensor(name, tensor)`` gets a CPU tensor without gradient, floating ones cast to
+    ``dtype`` if given. It may be called in any order; memory in between is what the caller
+    keeps and the tensors in the making.
+    """
+
+    def give(name: str, box: Region, tensor: Tensor) -> None:
+        target = dtype if tensor.is_floating_point() else None
+        on_tensor(name, compact(tensor).to(dtype=target))
+
+    materialize_boxes(deferred, {name: [full_box(deferred.shape(name))] for name in names}, give)
+
+
+def materialize_boxes(
+    deferred: Deferred,
+    boxes: Mapping[str, Iterable[Region]],
+    on_part: OnPart,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Hand over boxes of tensors, each as soon as it is finished, by one replay of the build.
+
+    ``on_part(name, box, tensor)`` gets a CPU tensor of the box's shape to copy from, which may
+    be a view of a larger one. ``tick`` is called again and again in between.
+    """
+    boxes = {name: tuple(dict.fromkeys(each)) for name, each in boxes.items()}
+    if not any(boxes.values()):
+        return
+
+    def cut(name: str, tensor: Tensor) -> None:
+        for box in boxes[name]:
+            on_part(name, box, tensor.detach()[tuple(slice(*bounds) for bounds in box)])
+
+    log = deferred.log
+    if log is None:
+        if not deferred.built:
+            model = plain_build(deferred.build, deferred.seed)
+            deferred.built.update(_named_tensors(model))
+        for name in boxes:
+            tick()
+            cut(name, deferred.built[name])
+        return
+    slots = deferred.slots
+    with seeded(deferred.seed), torch.no_grad():
+        if deferred.init == "exact":
+            exact_replay(log, {name: slots[name] for name in boxes}, cut, tick)
+        else:
+            parts = {(name, box): slots[name] for name, each in boxes.items() for box in each}
+            sharded_replay(log, parts, on_part, tick)
+
+
+@contextmanager
+def seeded(seed: int | Tensor) -> Iterator[None]:
+    """Seed torch's CPU generator inside (or set its state), and restore it after."""
+    with torch.random.fork_rng(devices=[]):
+        if isinstance(seed, Tensor):
+            torch.random.set_rng_state(seed)
+        else:
+            torch.random.manual_seed(seed)
+        yield
+
+
+def adopt_tensors(model: nn.Module) -> None:
+    """Make plain tensor attributes of modules buffers, so that every tensor has a name.
+
+    They stay out of the state dict.
+    """
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                del module.__dict__[name]
+                module.register_buffer(name, value, persistent=False)
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    adopt_tensors(model)
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _slot(log: Log, name: str, tensor: Tensor) -> int:
+    """The slot of a tensor of the model; one that came real into the build becomes a constant.
+
+    Raises UnrecordableError where it has no values.
+    """
+    if isinstance(tensor, FakeTensor):
+        return log.slot(tensor)
+    if tensor.is_meta:
+        raise UnrecordableError(f"{name} is on meta")
+    return log.add_constant(tensor)
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Replace fake tensors by meta tensors; ties stay ties."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = _meta(parameter, made)  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _meta(buffer, made)
+
+
+def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
+    if id(tensor) not in made:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        made[id(tensor)] = meta
+    return made[id(tensor)]
+
+
+def _build_empty(
+    build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """What cannot be recorded: built under ``torch.device("meta")``, or really and emptied.
+
+    With its real tensors by name where there are any.
+    """
+    try:
+        if needs_values:
+            raise NotImplementedError
+        with seeded(seed), torch.device("meta"):
+            model = build()
+    except (RuntimeError, NotImplementedError):
+        model = plain_build(build, seed)
+    named = dict(_named_tensors(model))
+    is_real = not any(tensor.is_meta for tensor in named.values())
+    _to_meta(model)
+    return model, named if is_real else {}
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A tensor that holds no more memory than it shows."""
+    full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor if full else tensor.clone()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

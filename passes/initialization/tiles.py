@@ -1,0 +1,117 @@
+"""Random numbers that depend on where they are, not on what was drawn before.
+
+A tensor's draw is cut into tiles, a grid that follows from its shape alone. Each tile is drawn
+by torch's own kernel from the default generator, seeded by the key of the build and the number
+of the tile, which counts through all draws of the build. So any box of a tensor has the same
+values whoever draws it, for the time of the tiles that it touches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from ...planner.layout import Region
+
+TILE = 1 << 14
+"""The most elements of a tile. Seeding and copying take 10 µs a tile, drawing it 120 µs, and
+its 64 KB stay in the cache: 130 million normal numbers a second, where whole tensors, whose
+memory is new, come at 60 million."""
+
+_ROWS = 4
+"""Dimension 0, along which ZeRO cuts finely, is cut as if it were this much longer."""
+
+
+@cache
+def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The extents of a tile: halves of the longest dimension until there are few elements.
+
+    Halving keeps the edges of tiles on those of the parts that powers of two make.
+
+    >>> tile_shape((4096, 14336)), tile_shape((10, 3))
+    ((64, 224), (10, 3))
+    """
+    extents = list(shape)
+    while prod(extents) > TILE:
+        lengths = [
+            size * (_ROWS if dim == 0 else 1) if size > 1 else 0 for dim, size in enumerate(extents)
+        ]
+        longest = lengths.index(max(lengths))
+        extents[longest] = ceil(extents[longest] / 2)
+    return tuple(extents)
+
+
+def num_tiles(shape: tuple[int, ...]) -> int:
+    """How many tiles a tensor has; at least one.
+
+    >>> num_tiles((4096, 14336)), num_tiles(())
+    (4096, 1)
+    """
+    return max(1, prod(_grid(shape)))
+
+
+def _grid(shape: tuple[int, ...]) -> tuple[int, ...]:
+    extents = tile_shape(shape)
+    return tuple(ceil(size / part) for size, part in zip(shape, extents, strict=True) if part)
+
+
+def draw_box(
+    target: Tensor,
+    shape: tuple[int, ...],
+    box: Region,
+    draw: Callable[[Tensor], object],
+    seed_of: Callable[[int], int],
+) -> None:
+    """Fill ``target`` with the part ``box`` of a tensor of ``shape`` that ``draw`` fills.
+
+    ``draw`` fills a contiguous tile from the default generator, which is seeded for tile ``i``
+    with ``seed_of(i)``.
+    """
+    if not all(stop > start for start, stop in box):
+        return
+    extents, grid = tile_shape(shape), _grid(shape)
+    memory = torch.empty(prod(extents), dtype=target.dtype)
+    touched = [
+        range(start // part, ceil(stop / part))
+        for (start, stop), part in zip(box, extents, strict=True)
+    ]
+    for place in itertools.product(*touched):
+        low = [at * part for at, part in zip(place, extents, strict=True)]
+        sizes = [min(p, s - at) for p, s, at in zip(extents, shape, low, strict=True)]
+        tile = memory[: prod(sizes)].view(sizes)
+        torch.default_generator.manual_seed(seed_of(_number(place, grid)))
+        draw(tile)
+        source, sink = [], []
+        for (start, stop), at, size in zip(box, low, sizes, strict=True):
+            first, last = max(start, at), min(stop, at + size)
+            source.append(slice(first - at, last - at))
+            sink.append(slice(first - start, last - start))
+        target[tuple(sink)].copy_(tile[tuple(source)])
+
+
+def _number(place: Sequence[int], grid: Sequence[int]) -> int:
+    number = 0
+    for at, count in zip(place, grid, strict=True):
+        number = number * count + at
+    return number
+
+
+def tile_seed(key: int, number: int) -> int:
+    """The seed of tile ``number`` of a build; no two tiles below 2**32 share one.
+
+    torch's CPU generator takes 32 bits of a seed. Murmur's finalizer permutes them: twice, with
+    the halves of ``key`` in between.
+    """
+    mixed = _permuted((number + key) & 0xFFFFFFFF)
+    return _permuted(mixed ^ (key >> 32 & 0xFFFFFFFF))
+
+
+def _permuted(value: int) -> int:
+    value = (value ^ value >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    value = (value ^ value >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return value ^ value >> 16

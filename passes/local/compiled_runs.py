@@ -1,0 +1,127 @@
+"""Replaces runs of plain tensor ops in a block's graph by compiled functions.
+
+In: the graph of a block as one rank executes it, and a compiler: a function from a run to a
+callable. Out: the same graph, in which each run is one call of its compiled function. A run is a
+sequence of ``aten`` ops; it ends before the first other op that reads one of its values.
+
+These ops are never part of a run: collectives, ops of this package, counted random numbers, ops
+whose weight gradients are computed later, ops that are marked for recomputation, and, in a block
+of which only a part is recomputed, matrix products whose results may be kept.
+
+The text of a run does not depend on the names in its graph, so equal blocks have equal texts and
+can share what was compiled.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from ...planner.graph import Node
+from ...planner.replay import is_costly
+
+aten = torch.ops.aten
+
+OF_WEIGHTS = "of weights alone"
+"""Marks, in ``meta``, the nodes whose gradients are computed after those of the block's inputs."""
+
+FEWEST_OPS = 2
+"""A run of fewer kernels is not compiled: there is nothing to fuse."""
+
+_SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Ops to be compiled together. Equal runs have equal ``text``.
+
+    ``module`` takes the tensors that the run reads and returns a tuple of those that ops outside
+    of it read.
+    """
+
+    module: fx.GraphModule
+    text: str
+
+
+def compile_runs(
+    module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
+) -> None:
+    """Replaces each run of a block's graph by a call of ``compiled(run)``, in place.
+
+    ``in_parts``: the backward recomputes the block except its matrix products, which are kept.
+    """
+    for nodes in list(_runs(module.graph, in_parts=in_parts)):
+        _replace(module.graph, nodes, compiled)
+    module.graph.lint()
+    module.recompile()
+
+
+def _runs(graph: fx.Graph, *, in_parts: bool) -> Iterator[list[fx.Node]]:
+    run: list[fx.Node] = []
+    own: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_plain(node, in_parts=in_parts) or _is_part_of(node, run):
+            run.append(node)
+            own.add(node)
+        elif node.op == "output" or not own.isdisjoint(node.all_input_nodes):
+            if sum(_is_kernel(each) for each in run) >= FEWEST_OPS:
+                yield run
+            run, own = [], set()
+
+
+def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
+    if target.namespace != "aten" or target in _SEEDED or target._schema.is_mutable:
+        return False
+    if node.meta.get(OF_WEIGHTS) or any(tag in target.tags for tag in tags):
+        return False
+    return not (in_parts and is_costly(Node("", "op", f"aten.{target._overloadpacket.__name__}")))
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is one of several results of an op."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_part_of(node: fx.Node, run: list[fx.Node]) -> bool:
+    return _is_part(node) and node.args[0] in run
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
+
+
+def _replace(
+    graph: fx.Graph, nodes: list[fx.Node], compiled: Callable[[Run], Callable[..., object]]
+) -> None:
+    own = set(nodes)
+    inputs = list(dict.fromkeys(
+        each for node in nodes for each in node.all_input_nodes if each not in own
+    ))  # fmt: skip
+    outputs = [node for node in nodes if any(user not in own for user in node.users)]
+    call = compiled(_run_of(nodes, inputs, outputs))
+    with graph.inserting_after(nodes[-1]):
+        made = graph.create_node("call_function", call, tuple(inputs), name="compiled")
+    with graph.inserting_after(made):
+        for index, node in reversed(list(enumerate(outputs))):
+            part = graph.call_function(operator.getitem, (made, index))
+            node.replace_all_uses_with(part)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _run_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Run:
+    body = fx.Graph()
+    known = {node: body.placeholder(f"x{at}") for at, node in enumerate(inputs)}
+    for at, node in enumerate(nodes):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+        known[node] = body.create_node(node.op, node.target, args, kwargs, name=f"y{at}")
+    body.output(tuple(known[node] for node in outputs))
+    return Run(fx.GraphModule(nn.Module(), body, class_name="Run"), str(body))

@@ -1,0 +1,81 @@
+"""What generated code calls where an op on a part differs from the op on the whole.
+
+Each function takes the rank first and local tensors next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...planner.layout import REPLICATE, Step, shard
+from ..ops.collectives import Rank, convert, swap
+from ..ops.local_loss import part_of
+from ..ops.lower_right import attend_upto, halved
+
+
+def split_embedding(
+    rank: Rank, weight: Tensor, indices: Tensor, *, padding_idx: int, axes: tuple[int, ...]
+) -> Tensor:
+    """Rows of this rank's part of a vocabulary split over ``axes``; other rows are zero (P)."""
+    start, _ = part_of(rank, weight.shape[0], axes)
+    index = indices - start
+    held = (index >= 0) & (index < weight.shape[0])
+    if padding_idx >= 0:
+        padding = padding_idx - start
+        padding_idx = padding if 0 <= padding < weight.shape[0] else -1
+    rows: Tensor = torch.ops.aten.embedding.default(
+        weight, torch.where(held, index, 0), padding_idx
+    )
+    return rows.masked_fill(~held.unsqueeze(-1), 0.0)
+
+
+def split_causal_attention(
+    rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
+) -> Tensor:
+    """Causal attention of queries whose positions are split over ``axes``; keys are whole."""
+    start, _ = part_of(rank, query.shape[-2], axes)
+    return attend_upto(start + query.shape[-2], query, key, value, **options)
+
+
+def balanced_causal_attention(
+    rank: Rank, query: Tensor, key: Tensor, value: Tensor,
+    *, axes: tuple[int, ...], balanced: tuple[int, ...], **options: Any,
+) -> Tensor:  # fmt: skip
+    """The same, in which each rank computes the second half of its partner's queries for its own.
+
+    The partner is at the other end of each axis of ``balanced``: see ``rules.balanced_attention``.
+    """
+    start, _ = part_of(rank, query.shape[-2], axes)
+    partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
+    kept, sent = halved(query)
+    taken = swap(sent, balanced, rank.communicator)
+    own = attend_upto(start + kept.shape[-2], kept, key, value, **options)
+    other = attend_upto(partner_start + query.shape[-2], taken, key, value, **options)
+    return torch.cat([own, swap(other, balanced, rank.communicator)], -2)
+
+
+def exchanged_split(
+    rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
+) -> list[Tensor]:
+    """A matrix split along its other dimension, cut along ``dim`` into parts split along it.
+
+    ``wanted`` is the dimension that each mesh axis splits a part along, ``dim`` where it is
+    to move. If one axis splits the matrix, all parts travel in one all-to-all: their shares
+    are sorted by rank first. If several do, it is gathered, and each rank takes its shares.
+    """
+    held, axes = shard(1 - dim), [axis for axis, at in enumerate(wanted) if at is not None]
+    if len(axes) > 1:
+        steps = tuple(Step(axis, held, REPLICATE) for axis in reversed(axes))
+        parts = torch.split(convert(matrix, steps, rank.communicator), sizes, dim)
+        own = tuple(Step(axis, REPLICATE, shard(at)) for axis, at in enumerate(wanted)
+                    if at is not None)  # fmt: skip
+        return [convert(part, own, rank.communicator) for part in parts]
+    (axis,) = axes
+    count = rank.mesh.shape[axis]
+    shares = [part.chunk(count, dim) for part in torch.split(matrix, sizes, dim)]
+    by_rank = torch.cat([share[to] for to in range(count) for share in shares], dim)
+    own_rows = convert(by_rank, (Step(axis, held, shard(dim)),), rank.communicator)
+    return list(torch.split(own_rows, [size // count for size in sizes], dim))

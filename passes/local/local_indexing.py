@@ -1,0 +1,70 @@
+"""Reading at indices along a dimension that is split: each rank reads what it holds.
+
+What another rank holds reads as zero, so the results are partial sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...planner.graph import Ref
+from ..ops.collectives import Rank
+from ..ops.local_loss import part_of
+from .local_op import Call, LocalOp
+
+
+def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Indices counted from this rank's part (0 where another's), and which are its own."""
+    start, total = part_of(rank, size, axes)
+    local = torch.where(indices < 0, indices + total, indices) - start
+    held = (local >= 0) & (local < size)
+    return torch.where(held, local, 0), held
+
+
+def split_index_select(
+    rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...],
+    keep: bool = False,
+) -> Tensor:  # fmt: skip
+    """``source[:, indices]`` at ``dim``; to ``keep`` the dim, a single index counts as a row."""
+    if keep:
+        indices = indices.reshape(-1)
+    local, held = _own(rank, indices, source.shape[dim], axes)
+    places: list[slice | Tensor] = [slice(None)] * dim
+    picked = source[(*places, local)]
+    shape = held.shape + (1,) * (picked.dim() - dim - held.dim())
+    return picked.masked_fill(~held.view(shape), 0.0)
+
+
+def split_gather(
+    rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...]
+) -> Tensor:
+    """``source.gather(dim, indices)``."""
+    local, held = _own(rank, indices, source.shape[dim], axes)
+    return source.gather(dim, local).masked_fill(~held, 0.0)
+
+
+def index(op: LocalOp) -> Call:
+    """``x[:, i]`` where the dimension that is picked from may be split."""
+    indexed = [dim for dim, item in enumerate(op.node.args[1]) if isinstance(item, Ref)]
+    axes = op.axes("self", indexed[0]) if len(indexed) == 1 else ()
+    if not axes:
+        return op.call()
+    dim = indexed[0]
+    return op.by_rank(split_index_select, op["self"], dim, op["indices"][dim], axes=axes)
+
+
+def index_select(op: LocalOp) -> Call:
+    """``index_select`` where the dimension that is picked from may be split."""
+    axes = op.axes("self", op.dim())
+    if not axes:
+        return op.call()
+    return op.by_rank(split_index_select, op["self"], op.dim(), op["index"], axes=axes, keep=True)
+
+
+def gather(op: LocalOp) -> Call:
+    """``gather`` where the dimension that is picked from may be split."""
+    axes = op.axes("self", op.dim())
+    if not axes:
+        return op.call()
+    return op.by_rank(split_gather, op["self"], op.dim(), op["index"], axes=axes)

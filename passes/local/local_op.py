@@ -1,0 +1,100 @@
+"""An op about to be called on parts, and the call that it becomes: what ``local_ops`` maps.
+
+In: a node with its layout, a rank and the arguments as local tensors. Out: shapes, dimensions
+and mesh axes of the parts, and calls with some arguments changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...planner.graph import Node, TensorSpec
+from ...planner.layout import Layout, local_shape
+from ...planner.strategy import NodeLayout
+from ..ops.collectives import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What to call; the result is multiplied by ``scale``."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """A node about to be called on parts.
+
+    ``arguments`` maps the schema's names, defaults included, to literals and local tensors
+    (as the graph being built names them); ``positions`` gives for each tensor argument its
+    place among the node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim``
+    is the first output's dimension that counts the batch; ``count`` is what a mean over
+    classified rows divides by, where it is known beforehand.
+    """
+
+    node: Node
+    layout: NodeLayout
+    rank: Rank
+    specs: tuple[TensorSpec, ...]
+    overload: Any
+    arguments: Mapping[str, Any]
+    positions: Mapping[str, int]
+    batch_dim: int | None
+    count: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def output_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The local shape of an output."""
+        shape = self.node.outputs[index].shape
+        return local_shape(shape, self.layout.outputs[index], self.rank.mesh.shape)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self.specs[self.positions[name]].shape
+
+    def input_layout(self, name: str) -> Layout:
+        return self.layout.inputs[self.positions[name]]
+
+    def input_shape(self, name: str) -> tuple[int, ...]:
+        """The local shape of a tensor argument."""
+        return local_shape(self.global_shape(name), self.input_layout(name), self.rank.mesh.shape)
+
+    def dim(self, name: str = "dim", of: str = "self") -> int:
+        """A dimension argument, counted from 0."""
+        found: int = self.arguments[name]
+        return found % max(len(self.global_shape(of)), 1)
+
+    def axes(self, name: str, dim: int) -> tuple[int, ...]:
+        """The mesh axes that split a tensor argument's dimension."""
+        layout = self.input_layout(name)
+        return tuple(a for a, held in enumerate(layout) if held.is_shard and held.dim == dim)
+
+    def by_rank(self, function: Callable[..., Any], *args: Any, **options: Any) -> Call:
+        """The call of a function that takes this rank first."""
+        return Call(self.rank.bound(function), args, options)
+
+    def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:
+        """The call with some arguments changed (or on another overload, by its own names)."""
+        target = self.overload if overload is None else overload
+        values = {**self.arguments, **changes}
+        listed = target._schema.arguments
+        positional = [argument for argument in listed if not argument.kwarg_only]
+        while positional and _is_default(positional[-1], values[positional[-1].name]):
+            positional.pop()
+        args = tuple(values[argument.name] for argument in positional)
+        kwargs = {
+            argument.name: values[argument.name]
+            for argument in listed
+            if argument.kwarg_only and not _is_default(argument, values[argument.name])
+        }
+        return Call(target, args, kwargs, scale)
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    return argument.has_default_value() and value is argument.default_value

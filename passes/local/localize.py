@@ -1,0 +1,252 @@
+"""A block of the graph as one rank runs it: local tensors, explicit collectives.
+
+In: the graph, a block's nodes with the layouts they arrive and leave in, the layout
+chosen for each node, and a rank. Out: an ``fx.GraphModule`` whose ``forward`` takes the
+block's inputs and returns the tuple of its outputs. Each node's inputs are brought from the
+layout their maker left them in to the one the node wants; a value that several nodes want
+alike is converted once.
+
+Of a block that is recomputed what is not simply run again is marked (``replayed``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from ...planner.errors import PlanError
+from ...planner.graph import Graph, Node, Ref, TensorSpec
+from ...planner.layout import INVARIANT, Layout, conversion_steps, format_layout, local_shape
+from ...planner.strategy import NodeLayout
+from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
+from ..ops.torch_ops import returns_several
+from .local_ops import local_call
+from .replayed import Replayed
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInterface:
+    """What goes in and out of a block, each with its layout.
+
+    ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys;
+    ``parameters`` (buffers too) are fully qualified names that the block's module holds.
+    ``counts`` are keys of what it takes besides, whole (``passes.local.accumulate``).
+    """
+
+    nodes: tuple[str, ...]
+    inputs: Mapping[str, Layout]
+    parameters: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    counts: tuple[str, ...] = ()
+
+
+def value_key(ref: Ref) -> str:
+    """The key of a value: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for output 1.
+
+    >>> value_key(Ref("split", 1))
+    'split:1'
+    """
+    return ref.name if ref.index == 0 else f"{ref.name}:{ref.index}"
+
+
+def parse_key(key: str) -> Ref:
+    """The inverse of ``value_key``."""
+    name, colon, index = key.rpartition(":")
+    return Ref(name, int(index)) if colon and index.isdigit() else Ref(key)
+
+
+def count_key(loss: str) -> str:
+    """The key of what a class loss divides by."""
+    return f"count of {loss}"
+
+
+def total_key(ref: Ref) -> str:
+    """The key of a value's sum over all micro-batches."""
+    return f"total of {value_key(ref)}"
+
+
+def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
+    """The layouts of a graph in which every rank holds everything: all I."""
+    whole = (INVARIANT,) * num_axes
+    return {
+        node.name: NodeLayout((whole,) * len(node.inputs), (whole,) * len(node.outputs))
+        for node in graph
+    }
+
+
+def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
+    """The layout with R written as I where no gradient tells them apart."""
+    if spec.requires_grad:
+        return layout
+    return tuple(INVARIANT if placement.kind == "R" else placement for placement in layout)
+
+
+@dataclass(slots=True)
+class _Values:
+    """The values made so far, by ref, each in the layouts it exists in."""
+
+    made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
+    counts: dict[str, fx.Node] = field(default_factory=dict)
+    converted: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)
+    uses: dict[fx.Node, list[tuple[str, int]]] = field(default_factory=dict)
+
+
+def localize_block(
+    graph: Graph,
+    interface: BlockInterface,
+    *,
+    layouts: Mapping[str, NodeLayout],
+    rank: Rank,
+    num_microbatches: int = 1,
+    replayed: Replayed | None = None,
+) -> fx.GraphModule:
+    """One rank's module of a block; raises ``PlanError`` where a layout does not fit.
+
+    Sums over the rows are multiplied by ``num_microbatches`` (``Graph.accumulation``).
+    """
+    body, values = fx.Graph(), _Values()
+    for key, layout in interface.inputs.items():
+        ref = parse_key(key)
+        values.made[ref] = (body.placeholder(_identifier(key)), layout)
+    for name, layout in interface.parameters.items():
+        held = body.get_attr(name)
+        part = body.create_node("call_function", local_tensor, (held,), name=_identifier(name))
+        values.made[Ref(name)] = (part, layout)
+    for key in interface.counts:
+        values.counts[key] = body.placeholder(_identifier(key))
+    for name in interface.nodes:
+        made = _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
+        if num_microbatches > 1 and name in graph.accumulation.sums:
+            summed, layout = values.made[Ref(name)]
+            scaled = body.call_function(torch.ops.aten.mul.Scalar, (summed, num_microbatches))
+            values.made[Ref(name)] = (scaled, layout)
+            made.append(scaled)
+        if replayed is not None:
+            replayed.mark(graph[name], made)
+    if replayed is not None:
+        replayed.mark_unread(values.uses)
+    results = [
+        _in_layout(body, values, graph, parse_key(key), wanted=layout, rank=rank)
+        for key, layout in interface.outputs.items()
+    ]
+    body.output(tuple(results))
+    body.lint()
+    return fx.GraphModule(_holder(graph, interface, rank), body, class_name="Block")
+
+
+def _localize_node(
+    body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
+) -> list[fx.Node]:
+    """Adds a node's conversions and its local call; what it became."""
+    _check(graph, node, layout, rank)
+    refs = node.inputs
+    inputs = [
+        _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
+        for ref, wanted in zip(refs, layout.inputs, strict=True)
+    ]
+    for position, value in enumerate(inputs):
+        if value in values.uses:
+            values.uses[value].append((node.name, position))
+    specs = tuple(graph.spec(ref) for ref in refs)
+    batch_dims = graph.batch_dims.get(node.name, ())
+    call = local_call(
+        node, layout, specs, rank=rank, values=inputs, batch_dim=next(iter(batch_dims), None),
+        count=values.counts.get(count_key(node.name)),
+    )  # fmt: skip
+    result = body.create_node(
+        "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
+    )
+    results = [result]
+    scale = 0 if _sums_no_rows(layout, rank) else call.scale
+    if scale != 1.0:
+        result = body.call_function(torch.ops.aten.mul.Scalar, (result, scale))
+        results.append(result)
+    if not returns_several(node.op):
+        values.made[Ref(node.name)] = (result, layout.outputs[0])
+        return results
+    for index, made in enumerate(layout.outputs):
+        part = body.call_function(operator.getitem, (result, index))
+        values.made[Ref(node.name, index)] = (part, made)
+    return results
+
+
+def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
+    """Whether an op makes a partial sum over rows on a rank that has none."""
+    if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
+        return False
+    return any(held[0].is_shard for held in layout.inputs)
+
+
+def _in_layout(
+    body: fx.Graph, values: _Values, graph: Graph, ref: Ref, *, wanted: Layout, rank: Rank
+) -> fx.Node:
+    """A value in the wanted layout, converted if it is not."""
+    value, layout = values.made[ref]
+    if total_key(ref) in values.counts:
+        value, layout = values.counts[total_key(ref)], (INVARIANT,) * len(layout)
+    spec = graph.spec(ref)
+    wanted = held_layout(wanted, spec)
+    steps = conversion_steps(held_layout(layout, spec), wanted)
+    if not steps:
+        return value
+    if (ref, wanted) not in values.converted:
+        name = f"{value.name}_{format_layout(wanted)}"
+        values.converted[ref, wanted] = body.create_node(
+            "call_function",
+            rank.bound(apply_steps),
+            (value, format_steps(steps, rank.mesh.axes)),
+            name=_identifier(name),
+        )
+        values.uses[values.converted[ref, wanted]] = []
+    return values.converted[ref, wanted]
+
+
+def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
+    """Every split of a node's tensors must divide them."""
+    refs = node.inputs
+    if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
+        raise PlanError(
+            "AP522", f"the plan's layout of {node.name} belongs to another op",
+            why=f"{node.op} has {len(refs)} inputs, the plan's layout {len(layout.inputs)}",
+            where=node.source or node.module, fix="plan again",
+        )  # fmt: skip
+    keys = (*map(value_key, refs), *(node.name for _ in node.outputs))
+    specs = (*map(graph.spec, refs), *node.outputs)
+    for key, spec, held in zip(keys, specs, layout.inputs + layout.outputs, strict=True):
+        try:
+            local_shape(spec.shape, held, rank.mesh.shape)
+        except ValueError as error:
+            raise PlanError(
+                "AP523", f"{key} cannot be sharded as {node.name} requires",
+                why=str(error), where=node.source or node.module, fix="plan again",
+            ) from error  # fmt: skip
+
+
+def _identifier(name: str) -> str:
+    return "".join(char if char.isalnum() else "_" for char in name).strip("_")
+
+
+def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
+    """A module with the block's parameters and buffers, as ``meta`` tensors of local shape."""
+    root = nn.Module()
+    for name, layout in interface.parameters.items():
+        node = graph[name]
+        shape = local_shape(node.spec.shape, layout, rank.mesh.shape)
+        tensor = torch.empty(shape, dtype=getattr(torch, node.spec.dtype), device="meta")
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        if node.kind == "parameter":
+            owner.register_parameter(
+                leaf, nn.Parameter(tensor, requires_grad=node.spec.requires_grad)
+            )
+        else:
+            owner.register_buffer(leaf, tensor)
+    return root

@@ -1,0 +1,149 @@
+"""Proof by execution: an op run by ranks on parts equals the op on the whole.
+
+In: a graph of one op, tensors for its inputs, a mesh and a layout that a rule offers. Out:
+nothing, or an ``AssertionError`` that tells which value or gradient differs. The ranks are
+threads of this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...planner.graph import Graph, Ref
+from ...planner.layout import Mesh, divides
+from ...planner.rules import axis_strategies
+from ...planner.strategy import NodeLayout, combine, keeps_groups
+from ..ops.collectives import Rank
+from .localize import BlockInterface, localize_block, value_key
+from .parts import assert_close, collect, distribute, gradient_layout
+from .simulated import ThreadCommunicator, run_ranks
+
+OP = "op"
+"""The name of the node that is proven; its inputs are other nodes' outputs."""
+
+Call = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
+    """Every combination of the op's strategies on the mesh axes that divides its tensors."""
+    node = graph[OP]
+    per_axis = [axis_strategies(node, graph, size) for size in mesh.shape]
+    found = []
+    for chosen in itertools.product(*per_axis):
+        layout = combine(chosen)
+        pairs = [
+            (graph.spec(r).shape, held) for r, held in zip(node.inputs, layout.inputs, strict=True)
+        ]
+        pairs += [(s.shape, held) for s, held in zip(node.outputs, layout.outputs, strict=True)]
+        fits = all(divides(shape, held, mesh.shape) for shape, held in pairs)
+        if fits and keeps_groups(chosen, mesh.shape):
+            found.append(layout)
+    return found
+
+
+def run_whole(
+    call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None
+) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+    """The op's outputs, and the gradient of each input where ``cotangents`` are given."""
+    inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
+    outputs = call(inputs)
+    return outputs, gradients(outputs, inputs, cotangents)
+
+
+def gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor] | None
+) -> list[Tensor | None]:
+    """For each input its gradient, zeros where it is unused, None where it wants none."""
+    wanted = [t for t in inputs if t.requires_grad]
+    made = [i for i, o in enumerate(outputs) if o.requires_grad]
+    if not wanted or not made or cotangents is None:
+        return [None] * len(inputs)
+    found = iter(torch.autograd.grad(
+        [outputs[i] for i in made], wanted, [cotangents[i] for i in made], allow_unused=True
+    ))  # fmt: skip
+    return [
+        (lambda g, t=t: torch.zeros_like(t) if g is None else g)(next(found))
+        if t.requires_grad else None for t in inputs
+    ]  # fmt: skip
+
+
+def prove(
+    graph: Graph, call: Call, tensors: Sequence[Tensor], *, mesh: Mesh, layout: NodeLayout
+) -> None:
+    """One layout: the outputs and every gradient of the ranks equal the whole's.
+
+    Raises AssertionError where they differ, and whatever the op raises on parts.
+    """
+    outputs, _ = run_whole(call, tensors, None)
+    cotangents = [torch.randn_like(o) if o.is_floating_point() else o for o in outputs]
+    outputs, grads = run_whole(call, tensors, cotangents)
+    ranks = _run_parts(graph, tensors, cotangents, mesh=mesh, layout=layout)
+    for index, (output, held) in enumerate(zip(outputs, layout.outputs, strict=True)):
+        found = collect([r[0][index] for r in ranks], held, mesh, of=f"output {index}")
+        assert_close(found, output.detach(), f"output {index}")
+    tolerance = 1e-6 if any(o.dtype == torch.float32 for o in outputs) else 1e-10
+    for index, (grad, held) in enumerate(zip(grads, layout.inputs, strict=True)):
+        own = [r[1][index] for r in ranks]
+        if grad is not None:
+            parts_of_gradient = [g for g in own if g is not None]
+            of = f"gradient of input {index}"
+            whole = gradient_layout(held)
+            gathered = collect(parts_of_gradient, whole, mesh, of=of, tolerance=tolerance)
+            assert_close(gathered, grad, of, tolerance)
+
+
+def _run_parts(
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    *,
+    mesh: Mesh,
+    layout: NodeLayout,
+) -> list[tuple[list[Tensor], list[Tensor | None]]]:
+    """Every rank's outputs and gradients of its inputs, all on parts."""
+    node = graph[OP]
+    parts = [
+        distribute(tensor.detach(), held, mesh)
+        for tensor, held in zip(tensors, layout.inputs, strict=True)
+    ]
+    cotangent_parts = [
+        distribute(c, gradient_layout(held), mesh)
+        for c, held in zip(cotangents, layout.outputs, strict=True)
+    ]
+    interface = BlockInterface(
+        (OP,), {ref.name: held for ref, held in zip(node.inputs, layout.inputs, strict=True)}, {},
+        {value_key(Ref(OP, i)): held for i, held in enumerate(layout.outputs)},
+    )  # fmt: skip
+
+    def work(communicator: ThreadCommunicator) -> tuple[list[Tensor], list[Tensor | None]]:
+        rank = mesh.index(communicator.coordinates)
+        module = localize_block(
+            graph, interface, layouts={OP: layout},
+            rank=Rank(mesh, communicator.coordinates, communicator),
+        )  # fmt: skip
+        inputs = [
+            part[rank].requires_grad_(whole.requires_grad)
+            for part, whole in zip(parts, tensors, strict=True)
+        ]
+        results = module(*inputs)
+        own = gradients(results, inputs, [c[rank] for c in cotangent_parts])
+        return [r.detach() for r in results], own
+
+    return run_ranks(mesh, work)
+
+
+def describe(layout: NodeLayout) -> str:
+    """A layout in one line.
+
+    >>> from ..planner.layout import INVARIANT
+    >>> describe(NodeLayout(((INVARIANT,),), ((INVARIANT,),), ("I",)))
+    'I: I -> I'
+    """
+    texts = [
+        [" ".join(map(str, held)) for held in side] for side in (layout.inputs, layout.outputs)
+    ]
+    return f"{', '.join(layout.labels)}: {', '.join(texts[0])} -> {', '.join(texts[1])}"

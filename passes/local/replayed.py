@@ -1,0 +1,60 @@
+"""Marks on the local ops of a recomputed block that are not simply run again.
+
+In: a block's graph as it is built, how the block is recomputed. Out: ``MARK`` in the ``meta`` of
+ops and conversions. ``passes.local.recomputing`` does what the marks say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ...planner.graph import Node
+from ...planner.plan import Recompute
+from ...planner.replay import Replay, is_costly
+from ..ops.torch_ops import is_pointwise, is_view, returns_several
+
+MARK = "when recomputed"
+KEPT, SPARED, PRODUCT, AGAIN = "kept", "spared", "product", "again"
+"""Marks: the result is kept; it is not run again; of a product only what autograd keeps is
+made again, not the product; it is run again, and nothing that is computed inside is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """How a block is recomputed."""
+
+    mode: Recompute
+    replay: Replay
+
+    def mark(self, node: Node, results: Sequence[fx.Node]) -> None:
+        """Marks what an op became: its call, and what scales the result of that."""
+        how = self._mark(node)
+        if how is None:
+            return
+        for result in results if how != AGAIN else ():
+            result.meta[MARK] = SPARED
+        results[-1 if how == KEPT else 0].meta[MARK] = how
+
+    def _mark(self, node: Node) -> str | None:
+        """Of costly ops that are kept the kernels' results are: they have no mark.
+
+        Ops that run again may have such kernels inside, as a layer of experts has.
+        """
+        if node.name not in self.replay.spared[self.mode]:
+            is_plain = is_pointwise(node.op) or is_view(node.op)
+            return None if self.mode == "full" or is_plain else AGAIN
+        is_kept = self.mode == "selective" and node.name in self.replay.kept
+        if is_costly(node):
+            return None if is_kept else PRODUCT
+        if returns_several(node.op):
+            return None
+        return KEPT if is_kept else SPARED
+
+    def mark_unread(self, uses: Mapping[fx.Node, Iterable[tuple[str, int]]]) -> None:
+        """Marks conversions that no use (an op, the position of its input) wants again."""
+        for converted, readers in uses.items():
+            if self.replay.unread[self.mode].issuperset(readers):
+                converted.meta[MARK] = SPARED

@@ -1,0 +1,119 @@
+"""Ranks as threads: a communicator with no process group, so that one process sees every rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...planner.layout import Mesh
+
+T = TypeVar("T")
+_TIMEOUT_SECONDS = 60.0
+
+
+class _Group:
+    """The ranks of one axis group: what each one put in, and a barrier."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
+        self.slots: list[Any] = [None] * size
+
+    def exchange(self, position: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor; all must be in the same collective with the same shapes."""
+        self.slots[position] = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        if any(slot[:3] != found[0][:3] for slot in found):
+            raise AssertionError(f"ranks disagree: {[slot[:3] for slot in found]}")
+        return [slot[3] for slot in found]
+
+
+class ThreadCommunicator:
+    """One rank's view of the groups it belongs to, one per mesh axis."""
+
+    def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: list[_Group]) -> None:
+        self.mesh, self.coordinates, self.groups = mesh, coordinates, groups
+        self.calls: list[tuple[Any, ...]] = []
+
+    def size(self, axis: int) -> int:
+        return self.mesh.shape[axis]
+
+    def coordinate(self, axis: int) -> int:
+        return self.coordinates[axis]
+
+    def _exchange(self, axis: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
+        assert tensor.is_contiguous(), f"{what} got a tensor that is not contiguous"
+        self.calls.append((what[0], axis, *what[1:]))
+        return self.groups[axis].exchange(self.coordinates[axis], what, tensor)
+
+    def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
+        stacked = torch.stack(self._exchange(axis, ("all_reduce", op), tensor))
+        return stacked.sum(0).to(tensor.dtype) if op == "sum" else stacked.amax(0)
+
+    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        return torch.cat(self._exchange(axis, ("all_gather", dim), tensor), dim)
+
+    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        total = torch.stack(self._exchange(axis, ("reduce_scatter", dim), tensor)).sum(0)
+        return total.chunk(self.size(axis), dim)[self.coordinate(axis)].contiguous()
+
+    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        found = self._exchange(axis, ("all_to_all", split_dim, concat_dim), tensor)
+        size, mine = self.size(axis), self.coordinate(axis)
+        return torch.cat([part.chunk(size, split_dim)[mine] for part in found], concat_dim)
+
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        return self._exchange(axis, ("swap",), tensor)[self.size(axis) - 1 - self.coordinate(axis)]
+
+
+def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:
+    """A communicator for each rank of ``mesh``, in rank order."""
+    groups = [{member: group for members in mesh.groups(axis) for group in [_Group(len(members))]
+               for member in members} for axis in range(len(mesh.shape))]  # fmt: skip
+    return [
+        ThreadCommunicator(
+            mesh, mesh.coordinates(index), [of_axis[index] for of_axis in groups]
+        ) for index in range(mesh.size)
+    ]  # fmt: skip
+
+
+def run_ranks(
+    mesh: Mesh,
+    function: Callable[[ThreadCommunicator], T],
+    communicators: Sequence[ThreadCommunicator] | None = None,
+) -> list[T]:
+    """What ``function`` returns on every rank of ``mesh``, in rank order.
+
+    An error on any rank frees the others from their barriers and is raised here. Give the
+    ``communicators`` of an earlier call to continue with tensors that it made.
+    """
+    own = make_communicators(mesh) if communicators is None else communicators
+    results: list[Any] = [None] * mesh.size
+    errors: list[BaseException | None] = [None] * mesh.size
+
+    def work(index: int) -> None:
+        try:
+            results[index] = function(own[index])
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's own thread
+            errors[index] = error
+            for communicator in own:
+                for group in communicator.groups:
+                    group.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(mesh.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [error for error in errors if error is not None]
+    for error in found:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    if found:
+        raise found[0]
+    return results

@@ -1,0 +1,142 @@
+"""Cutting the graph at stage boundaries: which values cross, and how they lie there.
+
+A value goes from the stage that makes it to each stage that uses it. At a boundary it is
+only split (S) or whole (I) on every axis: its maker turns R and P into I, and a user takes
+it as its first op wants it, R and P read as I.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...planner.errors import PlanError
+from ...planner.graph import Blocks, Graph, Ref, TensorSpec
+from ...planner.layout import INVARIANT, Layout
+from ...planner.plan import Plan, StagePlan
+from ...planner.strategy import NodeLayout
+from .localize import parse_key, value_key
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A value that goes from one stage to another; its gradient comes back the same way.
+
+    The layouts are on the meshes of the two stages. No gradient comes back unless
+    ``spec.requires_grad``.
+    """
+
+    key: str
+    source_stage: int
+    target_stage: int
+    spec: TensorSpec
+    source_layout: Layout
+    target_layout: Layout
+
+
+def stage_ranges(plan: Plan) -> tuple[range, ...]:
+    """For each stage the positions of its blocks among all blocks."""
+    ranges, start = [], 0
+    for stage in plan.stages:
+        ranges.append(range(start, start + len(stage.blocks)))
+        start += len(stage.blocks)
+    return tuple(ranges)
+
+
+def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
+    """For each op node the index of its stage."""
+    ranges = stage_ranges(plan)
+    if ranges and ranges[-1].stop != len(blocks.blocks):
+        raise PlanError(
+            "AP524", "the plan was made for another division of the model into blocks",
+            why=f"the plan has {ranges[-1].stop} blocks, the model {len(blocks.blocks)}",
+            fix="plan again",
+        )  # fmt: skip
+    return {
+        name: index
+        for index, positions in enumerate(ranges)
+        for position in positions
+        for name in blocks.blocks[position].nodes
+    }
+
+
+def node_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout | None:
+    """What a stage chose for a node: under its own name, or its counterpart's in the kind."""
+    found = stage.layouts.get(name)
+    return found if found is not None else stage.layouts.get(blocks.template.get(name, name))
+
+
+def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
+    """``node_layout`` of an op node, which a complete plan has."""
+    found = node_layout(stage, blocks, name)
+    if found is None:
+        raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
+    return found
+
+
+def leaf_layout(stage: StagePlan, blocks: Blocks, name: str) -> Layout:
+    """How a stage holds a parameter, buffer or batch input; whole unless it says otherwise."""
+    found = node_layout(stage, blocks, name)
+    return (INVARIANT,) * len(stage.mesh.shape) if found is None else found.outputs[0]
+
+
+def boundary_layout(layout: Layout) -> Layout:
+    """The layout with everything that is not split made whole."""
+    return tuple(placement if placement.is_shard else INVARIANT for placement in layout)
+
+
+def wanted_layouts(
+    graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
+) -> dict[Ref, list[Layout]]:
+    """For each value that a stage uses, the layouts its ops want it in, in order."""
+    stage, wanted = plan.stages[stage_index], dict[Ref, list[Layout]]()
+    for position in stage_ranges(plan)[stage_index]:
+        for name in blocks.blocks[position].nodes:
+            refs = graph[name].inputs
+            inputs = op_layout(stage, blocks, name).inputs
+            if len(refs) != len(inputs):
+                raise PlanError("AP522", f"the plan's layout of {name} belongs to another op")
+            for ref, layout in zip(refs, inputs, strict=True):
+                wanted.setdefault(ref, []).append(layout)
+    return wanted
+
+
+def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]:
+    """Every value that crosses, ordered by its node, then by the stage that takes it."""
+    stage_of = stage_of_node(blocks, plan)
+    found: list[Boundary] = []
+    for target in range(len(plan.stages)):
+        for ref, layouts in wanted_layouts(graph, blocks, plan, target).items():
+            source = stage_of.get(ref.name, target)
+            if source == target:
+                continue
+            made = op_layout(plan.stages[source], blocks, ref.name).outputs[ref.index]
+            found.append(Boundary(
+                value_key(ref), source, target, graph.spec(ref),
+                boundary_layout(made), boundary_layout(layouts[0]),
+            ))  # fmt: skip
+    order = {node.name: position for position, node in enumerate(graph)}
+    found.sort(key=lambda b: (order[parse_key(b.key).name], b.key, b.target_stage))
+    return tuple(found)
+
+
+def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundary, ...]:
+    """The boundaries of a pipeline, and those of its replica, whose stages follow."""
+    again = (
+        replace(
+            each,
+            source_stage=each.source_stage + num_stages,
+            target_stage=each.target_stage + num_stages,
+        )
+        for each in found
+    )
+    return (*found, *again)
+
+
+def uses_by_block(graph: Graph, blocks: Blocks, positions: range) -> dict[Ref, tuple[int, ...]]:
+    """For each value that ops of these blocks use, the positions of those blocks."""
+    uses: dict[Ref, dict[int, None]] = {}
+    for position in positions:
+        for name in blocks.blocks[position].nodes:
+            for ref in graph[name].inputs:
+                uses.setdefault(ref, {})[position] = None
+    return {ref: tuple(found) for ref, found in uses.items()}

@@ -1,0 +1,369 @@
+"""What one rank runs: its stage's blocks on local tensors, and what comes and goes.
+
+In: the graph at micro-batch size, its blocks, the plan, and a rank's place. Out: a
+``StageProgram``, complete for the executor: it slices batch inputs and constants, makes
+parameters, receives values, runs the blocks in order, and sends values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from ...planner import rules
+from ...planner.errors import PlanError
+from ...planner.graph import Block, Blocks, Graph, Ref, TensorSpec
+from ...planner.layout import INVARIANT, REPLICATE, Layout, Mesh
+from ...planner.plan import Plan, Recompute, StagePlan
+from ...planner.replay import Storages, find_replay
+from ...planner.shares import RowShare, share_of, why_not
+from ..ops.collectives import Communicator, Rank
+from ..ops.random_ops import Draws
+from .accumulate import Counting, build_counting, counts_used
+from .localize import BlockInterface, localize_block, parse_key, value_key
+from .replayed import Replayed
+from .stage_cut import (
+    Boundary,
+    boundaries,
+    boundary_layout,
+    leaf_layout,
+    node_layout,
+    op_layout,
+    stage_ranges,
+    uses_by_block,
+    wanted_layouts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A batch input, constant or buffer of a stage: its global spec, and how ranks hold it."""
+
+    spec: TensorSpec
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterProgram:
+    """A parameter of a stage: global spec, held layout (S or R on each axis).
+
+    ``shared``: several blocks of the stage use it, so the stage holds it and passes its
+    local tensor to them as an input.
+    """
+
+    spec: TensorSpec
+    layout: Layout
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProgram:
+    """A block's module: ``forward(*inputs)`` returns the tuple of ``outputs``.
+
+    ``inputs`` and ``outputs`` are value keys. ``parameters`` and ``buffers`` are the fully
+    qualified names of those that the module itself holds (``meta``, of local shape).
+    """
+
+    name: str
+    kind: str
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """One rank's part of the training step.
+
+    ``inputs`` (of the batch), ``constants`` and shared ``buffers`` are what the stage's
+    blocks take besides each other's outputs and what it receives. ``layouts`` tells how the
+    values that blocks hand on are held. ``loss`` is its key in the stage that makes it; it is P or
+    I: nobody waits for its sum in the middle of a step.
+    ``draws`` says what the blocks' random ops draw for; the executor keeps it up to date.
+    ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
+    as the buffer is held; such buffers are shared. ``counting`` gives what blocks take that
+    depends on all rows of a step. ``kept`` are the keys of values that leave the stage though no
+    other stage receives them: what the next slice of the sequences needs, or outputs of the model
+    that its caller differentiates. ``share``: this rank's rows of a micro-batch, where the batch is
+    not split evenly; specs and layouts are then of an even split of ``share.batch_size`` rows.
+    """
+
+    index: int
+    mesh: Mesh
+    coordinates: tuple[int, ...]
+    blocks: tuple[BlockProgram, ...]
+    parameters: Mapping[str, ParameterProgram]
+    buffers: Mapping[str, ParameterProgram]
+    inputs: Mapping[str, Held]
+    constants: Mapping[str, Held]
+    receives: tuple[Boundary, ...]
+    sends: tuple[Boundary, ...]
+    layouts: Mapping[str, Layout]
+    loss: str | None
+    draws: Draws = field(default_factory=Draws)
+    updates: Mapping[str, str] = field(default_factory=dict)
+    counting: Counting | None = None
+    share: RowShare | None = None
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OfSlice:
+    """That a program is of one slice of the sequences: ``whole`` is the graph of whole ones.
+
+    ``kept`` are the keys of what the next slice needs. All slices share their ``draws``.
+    """
+
+    whole: Graph
+    kept: tuple[str, ...]
+    draws: Draws
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What every block of a stage is built from."""
+
+    graph: Graph
+    blocks: Blocks
+    plan: StagePlan
+    rank: Rank
+    num_microbatches: int
+    uses: Mapping[Ref, tuple[int, ...]]
+    leaves: Mapping[str, Held | ParameterProgram]
+    received: Mapping[str, Layout]
+    sent: frozenset[str]
+    is_in_parts: bool
+    """Whether a step runs its rows or their sequences in several parts."""
+
+    @cached_property
+    def updated(self) -> dict[Ref, str]:
+        """The buffer that each new value of one is for."""
+        return {ref: name for name, ref in self.graph.updates.items() if name in self.leaves}
+
+    @cached_property
+    def _storages(self) -> Storages:
+        return rules.storage_of(self.graph)
+
+    def counts(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """The keys of what these ops take that depends on all rows of a step.
+
+        A rank that has all rows of a step in one part counts its targets alone, without a sum
+        over ranks; the totals of its own rows are summed by the ops themselves.
+        """
+        if not self.is_in_parts and len(self.plan.devices) == 1:
+            return ()
+        return counts_used(self.graph, nodes, totals=self.is_in_parts)
+
+    def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
+        """How a block is recomputed, if it is."""
+        if mode == "none":
+            return None
+        return Replayed(mode, find_replay(block, self.graph, rules, self._storages))
+
+
+def build_stage(
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    *,
+    stage_index: int,
+    coordinates: tuple[int, ...],
+    communicator: Communicator,
+    of_slice: OfSlice | None = None,
+    outputs: Sequence[Ref] = (),
+) -> StageProgram:
+    """The program of the rank at ``coordinates`` of a stage's mesh.
+
+    ``graph`` is at the size of one micro-batch over the whole mesh, or of a slice of it; what is
+    counted is always counted over whole sequences. ``outputs`` are values that leave the stage
+    besides. Raises ``PlanError`` where the plan does not
+    fit the graph.
+    """
+    own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
+    whole, share = graph, _share(graph, blocks, plan, coordinates)
+    if share is not None:
+        graph = graph.with_batch_size(share.batch_size)
+    crossing = boundaries(graph, blocks, plan)
+    uses = uses_by_block(graph, blocks, positions)
+    leaves = _leaves(graph, blocks, plan, stage_index=stage_index, uses=uses)
+    receives = tuple(b for b in crossing if b.target_stage == stage_index)
+    sends = tuple(b for b in crossing if b.source_stage == stage_index)
+    kept, draws = tuple(map(value_key, outputs)), Draws()
+    if of_slice is not None:
+        kept, draws = (*kept, *of_slice.kept), of_slice.draws
+    stage = _Stage(
+        graph, blocks, own, Rank(own.mesh, coordinates, communicator, draws, share),
+        plan.num_microbatches, uses, leaves,
+        {b.key: b.target_layout for b in receives}, frozenset((*kept, *(b.key for b in sends))),
+        is_in_parts=plan.num_microbatches > 1 or of_slice is not None,
+    )  # fmt: skip
+    made: dict[str, Layout] = {}
+    programs = []
+    for position, block_plan in zip(positions, own.blocks, strict=True):
+        programs.append(_build_block(stage, position, block_plan.recompute, made=made))
+    of_kind = {name: graph[name].kind for name in leaves}
+    loss = value_key(graph.loss)
+    nodes = [name for at in positions for name in blocks.blocks[at].nodes]
+    return StageProgram(
+        index=stage_index, mesh=own.mesh, coordinates=coordinates, blocks=tuple(programs),
+        parameters={n: p for n, p in leaves.items()
+                    if isinstance(p, ParameterProgram) and of_kind[n] == "parameter"},
+        buffers={n: p for n, p in leaves.items()
+                 if isinstance(p, ParameterProgram) and of_kind[n] == "buffer"},
+        inputs={n: h for n, h in leaves.items() if isinstance(h, Held) and of_kind[n] == "input"},
+        constants={n: h for n, h in leaves.items()
+                   if isinstance(h, Held) and of_kind[n] == "constant"},
+        receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
+        draws=draws,
+        counting=build_counting(whole if of_slice is None else of_slice.whole,
+                                stage.counts(nodes), plan.num_microbatches, draws),
+        updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
+        kept=kept, share=share,
+    )  # fmt: skip
+
+
+def _share(
+    graph: Graph, blocks: Blocks, plan: Plan, coordinates: tuple[int, ...]
+) -> RowShare | None:
+    """A rank's rows where the plan does not split the batch evenly.
+
+    Raises ``PlanError`` (AP526) where the stages cannot be run so.
+    """
+    if not any(stage.shares for stage in plan.stages):
+        return None
+    stage = plan.stages[0]
+    why = ""
+    if len(plan.stages) > 1:
+        why = "the plan has several stages"
+    elif len(stage.shares) != stage.mesh.shape[0] or min(stage.shares) < 0:
+        why = f"{len(stage.shares)} shares for the mesh {stage.mesh.shape}"
+    elif sum(stage.shares) != graph.batch_size:
+        why = f"the shares are {sum(stage.shares)} rows, a micro-batch has {graph.batch_size}"
+    names = [*graph.by_name]
+    leaves = {node.name for node in graph if node.kind not in ("op", "input")}
+    why = why or why_not(
+        graph, names, lambda n: None if n in leaves else node_layout(stage, blocks, n)
+    )
+    if why:
+        raise PlanError(
+            "AP526", "the batch cannot be divided as the plan requires", why=why, fix="plan again"
+        )
+    return share_of(stage.shares, coordinates[0])
+
+
+def _leaves(
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    *,
+    stage_index: int,
+    uses: Mapping[Ref, tuple[int, ...]],
+) -> dict[str, Held | ParameterProgram]:
+    """How the stage holds each parameter, buffer, batch input and constant that it uses."""
+    stage = plan.stages[stage_index]
+    wanted = wanted_layouts(graph, blocks, plan, stage_index)
+    leaves: dict[str, Held | ParameterProgram] = {}
+    for ref, positions in uses.items():
+        node, name = graph[ref.name], ref.name
+        layout = leaf_layout(stage, blocks, name)
+        if node.kind == "parameter":
+            held = tuple(p if p.is_shard else REPLICATE for p in layout)
+            leaves[name] = ParameterProgram(node.spec, held, len(positions) > 1)
+        elif node.kind == "buffer":
+            held = _agreed_layout(wanted[ref])
+            is_shared = len(positions) > 1 or name in graph.updates
+            leaves[name] = ParameterProgram(node.spec, held, is_shared)
+        elif node.kind == "input":
+            leaves[name] = Held(node.spec, boundary_layout(layout))
+        elif node.kind == "constant":
+            leaves[name] = Held(node.spec, _agreed_layout(wanted[ref]))
+    return leaves
+
+
+def _agreed_layout(wanted: list[Layout]) -> Layout:
+    """The layout that all users agree on, so that nobody converts; else whole.
+
+    A buffer that an op writes is then written where it is held.
+    """
+    first = boundary_layout(wanted[0])
+    if all(boundary_layout(layout) == first for layout in wanted):
+        return first
+    return (INVARIANT,) * len(first)
+
+
+def _build_block(
+    stage: _Stage, position: int, recompute: Recompute, *, made: dict[str, Layout]
+) -> BlockProgram:
+    """One block's program; its outputs and their layouts are added to ``made``."""
+    block = stage.blocks.blocks[position]
+    layouts = {name: op_layout(stage.plan, stage.blocks, name) for name in block.nodes}
+    held = {
+        name: leaf.layout
+        for name, leaf in stage.leaves.items()
+        if isinstance(leaf, ParameterProgram)
+        and not leaf.shared
+        and position in stage.uses[Ref(name)]
+    }
+    inputs = _inputs(stage, block, held, made)
+    outputs = {
+        key: _output_layout(stage, key, layouts[parse_key(key).name].outputs[parse_key(key).index])
+        for key in _outputs(stage, block, position)
+    }
+    counts = stage.counts(block.nodes)
+    module = localize_block(
+        stage.graph, BlockInterface(block.nodes, inputs, held, outputs, counts),
+        layouts=layouts, rank=stage.rank, num_microbatches=stage.num_microbatches,
+        replayed=stage.replayed(block, recompute),
+    )  # fmt: skip
+    made.update(outputs)
+    return BlockProgram(
+        name=block.name, kind=block.kind, module=module,
+        inputs=(*inputs, *counts), outputs=tuple(outputs),
+        parameters=tuple(n for n in held if stage.graph[n].kind == "parameter"),
+        buffers=tuple(n for n in held if stage.graph[n].kind == "buffer"),
+        recompute=recompute,
+    )  # fmt: skip
+
+
+def _inputs(
+    stage: _Stage, block: Block, held: Mapping[str, Layout], made: Mapping[str, Layout]
+) -> dict[str, Layout]:
+    """The values that a block takes, in order of first use, with their layouts."""
+    own, inputs = set(block.nodes), dict[str, Layout]()
+    for name in block.nodes:
+        for ref in stage.graph[name].inputs:
+            if ref.name in own or ref.name in held:
+                continue
+            key = value_key(ref)
+            if ref.name in stage.leaves:
+                inputs[key] = stage.leaves[ref.name].layout
+            else:
+                inputs[key] = stage.received[key] if key in stage.received else made[key]
+    return inputs
+
+
+def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
+    """The values of a block that later blocks, other stages or the loss need."""
+    keys = []
+    for name in block.nodes:
+        for index in range(len(stage.graph[name].outputs)):
+            ref = Ref(name, index)
+            used_later = stage.uses.get(ref, (position,))[-1] > position
+            is_kept = ref == stage.graph.loss or ref in stage.updated
+            if used_later or value_key(ref) in stage.sent or is_kept:
+                keys.append(value_key(ref))
+    return tuple(keys)
+
+
+def _output_layout(stage: _Stage, key: str, layout: Layout) -> Layout:
+    if parse_key(key) == stage.graph.loss:
+        return tuple(p if p.kind == "P" else INVARIANT for p in layout)
+    if parse_key(key) in stage.updated:
+        return stage.leaves[stage.updated[parse_key(key)]].layout
+    return boundary_layout(layout) if key in stage.sent else layout

@@ -1,0 +1,330 @@
+"""Backwards in two halves: gradients of inputs now, gradients of weights later.
+
+In: a block's graph. Out: the same graph, in which the ops whose weight gradients cost a matrix
+product or more (linear, addmm, mm, matmul, conv, embedding) put these off: their backward
+computes the gradient of their input and keeps what the other gradient needs, the op's input and
+the gradient of its result. ``WeightGradients.run`` computes the gradients of weights from that,
+one block at a time, and frees it. Everything else is computed once, in the first half, and its
+memory is freed there; gradients of small parameters (norms, scales) come with it.
+
+Both halves together compute what one backward computes, nothing twice. Recomputed blocks are
+recomputed in the first half only.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .compiled_runs import OF_WEIGHTS
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """An op with weights, and the halves of its backward.
+
+    ``data`` and ``weights`` are positions among its arguments; ``rest`` below are all the
+    arguments, with None for these. ``of_data(gradient, weight, data, rest)``;
+    ``of_weights(gradient, data, shapes, rest)`` gives one gradient per weight, in order, where
+    ``shapes`` has None for a weight that is not there.
+    """
+
+    data: int
+    weights: tuple[int, ...]
+    of_data: Callable[[Tensor, Tensor, Tensor, Sequence[Any]], Tensor] | None
+    of_weights: Callable[..., tuple[Tensor | None, ...]]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """All dimensions but the last as one."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _linear_weights(
+    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    rows = _rows(gradient)
+    bias = rows.sum(0).reshape(shapes[1]) if len(shapes) > 1 and shapes[1] is not None else None
+    return (rows.t() @ _rows(data), bias)[: len(shapes)]
+
+
+def _matmul_weights(
+    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    return (_rows(data).t() @ _rows(gradient),)
+
+
+def _addmm_weights(
+    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    bias = None if shapes[1] is None else gradient.sum_to_size(shapes[1])
+    return data.t() @ gradient, bias
+
+
+def _bmm_weights(
+    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    return (data.transpose(1, 2) @ gradient,)
+
+
+def _embedding_weights(
+    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    padding = rest[2] if len(rest) > 2 else -1
+    scale = rest[3] if len(rest) > 3 else False
+    return (aten.embedding_dense_backward(gradient, data, shapes[0][0], padding, scale),)
+
+
+_CONVOLUTION_DEFAULTS = (None, None, None, 1, 0, 1, 1)
+
+
+def _convolution(
+    gradient: Tensor,
+    data: Tensor,
+    weight: Tensor,
+    rest: Sequence[Any],
+    *,
+    bias_shape: Any,
+    mask: tuple[bool, bool, bool],
+) -> tuple[Tensor, ...]:
+    given = tuple(rest)
+    stride, padding, dilation, groups = (given + _CONVOLUTION_DEFAULTS[len(given) :])[3:]
+    num_dims = data.dim() - 2
+    each = [list(v) if isinstance(v, list | tuple) else [v] * num_dims
+            for v in (stride, padding, dilation)]  # fmt: skip
+    sizes = None if bias_shape is None else list(bias_shape)
+    found: tuple[Tensor, ...] = aten.convolution_backward(
+        gradient, data, weight, sizes, *each, False, [0] * num_dims, groups, list(mask)
+    )
+    return found
+
+
+def _convolution_weights(
+    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    weight = data.new_empty(shapes[0])
+    bias_shape = shapes[1] if len(shapes) > 1 else None
+    mask = (False, True, bias_shape is not None)
+    _, of_weight, of_bias = _convolution(
+        gradient, data, weight, rest, bias_shape=bias_shape, mask=mask
+    )
+    return (of_weight, of_bias if bias_shape is not None else None)[: len(shapes)]
+
+
+def _convolution_data(
+    gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any]
+) -> Tensor:
+    mask = (True, False, False)
+    return _convolution(gradient, data, weight, rest, bias_shape=None, mask=mask)[0]
+
+
+_CONVOLUTION = Halves(0, (1, 2), _convolution_data, _convolution_weights)
+
+HALVES: dict[Any, Halves] = {
+    aten.linear.default: Halves(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
+    aten.mm.default: Halves(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
+    aten.bmm.default: Halves(0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
+    aten.addmm.default: Halves(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),
+    aten.embedding.default: Halves(1, (0,), None, _embedding_weights),
+    aten.conv1d.default: _CONVOLUTION,
+    aten.conv2d.default: _CONVOLUTION,
+    aten.conv3d.default: _CONVOLUTION,
+}
+"""The ops that put their weight gradients off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """What the gradients of an op's weights are computed from."""
+
+    block: int
+    halves: Halves
+    gradient: Tensor
+    data: Tensor
+    edges: tuple[GradientEdge | None, ...]
+    shapes: tuple[Any, ...]
+    rest: tuple[Any, ...]
+
+
+class WeightGradients:
+    """The gradients of a stage's weights that are yet to be computed, by micro-batch."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[_Deferred]] = {}
+        self._collected: list[_Deferred] = []
+
+    def add(self, deferred: _Deferred) -> None:
+        """Called in a backward, for the micro-batch whose ``collecting`` is entered."""
+        self._collected.append(deferred)
+
+    @contextmanager
+    def collecting(self, microbatch: int) -> Iterator[None]:
+        """Inside, backwards are of this micro-batch."""
+        self._collected = self._waiting.setdefault(microbatch, [])
+        try:
+            yield
+        finally:
+            self._collected = []
+
+    def run(self, microbatch: int) -> None:
+        """Computes what the micro-batch's backward put off, and frees what it kept."""
+        waiting = self._waiting.pop(microbatch, [])
+        waiting.reverse()
+        while waiting:
+            block = waiting[-1].block
+            edges: list[GradientEdge] = []
+            gradients: list[Tensor] = []
+            while waiting and waiting[-1].block == block:
+                found = _weight_gradients(waiting.pop())
+                edges += [edge for edge, _ in found]
+                gradients += [gradient for _, gradient in found]
+            torch.autograd.backward(edges, gradients)
+
+    def clear(self) -> None:
+        """Forgets all: a step begins."""
+        self._waiting.clear()
+
+
+def _weight_gradients(deferred: _Deferred) -> list[tuple[GradientEdge, Tensor]]:
+    shapes = [shape if edge is not None or index == 0 else None
+              for index, (shape, edge) in enumerate(zip(deferred.shapes, deferred.edges,
+                                                        strict=True))]  # fmt: skip
+    found = deferred.halves.of_weights(deferred.gradient, deferred.data, shapes, deferred.rest)
+    return [
+        (edge, gradient)
+        for edge, gradient in zip(deferred.edges, found, strict=True)
+        if edge is not None and gradient is not None
+    ]
+
+
+class _Putting(torch.autograd.Function):
+    """The op; its backward computes the gradient of its data only and puts the rest off.
+
+    ``anchor`` has the backward run where the data needs no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: _DeferredOp, edges: Any, anchor: Tensor, data: Tensor, *arguments: Any
+    ) -> Tensor:
+        halves = op.halves
+        weights = [arguments[position] for position in halves.weights]
+        ctx.op, ctx.edges = op, edges
+        ctx.shapes = tuple(None if w is None else tuple(w.shape) for w in weights)
+        skipped = {halves.data, *halves.weights}
+        ctx.rest = tuple(None if i in skipped else a for i, a in enumerate(arguments))
+        ctx.save_for_backward(data, *(weights[:1] if halves.of_data is not None else ()))
+        whole = list(arguments)
+        whole[halves.data] = data
+        result: Tensor = op.target(*whole)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,), saved = gradients, ctx.saved_tensors
+        op, data = ctx.op, saved[0]
+        of_data = None
+        if ctx.needs_input_grad[3]:
+            of_data = op.halves.of_data(gradient, saved[1], data, ctx.rest)
+        if any(edge is not None for edge in ctx.edges):
+            op.store.add(_Deferred(op.block, op.halves, gradient, data, ctx.edges, ctx.shapes,
+                                   ctx.rest))  # fmt: skip
+        return (None, None, None, of_data, *(None,) * len(ctx.rest))
+
+
+class _DeferredOp(nn.Module):
+    """An op in a block's graph that puts its weight gradients off."""
+
+    def __init__(self, target: Any, halves: Halves, store: WeightGradients, block: int) -> None:
+        super().__init__()
+        self.target, self.halves, self.store, self.block = target, halves, store, block
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(self, *arguments: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            result: Tensor = self.target(*arguments)
+            return result
+        padded = list(arguments) + [None] * (max(self.halves.weights) + 1 - len(arguments))
+        edges = tuple(_edge(padded[position]) for position in self.halves.weights)
+        data = padded[self.halves.data]
+        for position in self.halves.weights:
+            padded[position] = None if padded[position] is None else padded[position].detach()
+        padded[self.halves.data] = None
+        applied: Tensor = _Putting.apply(  # type: ignore[no-untyped-call]
+            self, edges, self._anchor, data, *padded
+        )
+        return applied
+
+
+def _edge(weight: Tensor | None) -> GradientEdge | None:
+    return None if weight is None or not weight.requires_grad else get_gradient_edge(weight)
+
+
+def defer(
+    module: fx.GraphModule, store: WeightGradients, block: int, shared: frozenset[str]
+) -> frozenset[str]:
+    """Has the ops of a block's graph put off their weight gradients, in place.
+
+    ``shared`` are the inputs that are parameters, by the name of their placeholder. Returns the
+    attributes (and placeholders) of the parameters whose gradients are put off.
+    """
+    made_of: dict[fx.Node, frozenset[str]] = {}
+    late: set[str] = set()
+    parameters = dict(module.named_parameters())
+    for node in module.graph.nodes:
+        sources = _sources(node, made_of, parameters.keys(), shared)
+        if sources:
+            made_of[node] = sources
+            node.meta[OF_WEIGHTS] = True
+        halves = HALVES.get(node.target) if node.op == "call_function" else None
+        if halves is not None and _fits(node, halves, made_of):
+            late.update(*(made_of[node.args[p]] for p in halves.weights if _given(node, p)))
+            name = f"deferred_{node.name}"
+            module.add_module(name, _DeferredOp(node.target, halves, store, block))
+            node.op, node.target = "call_module", name
+    module.recompile()
+    return frozenset(late)
+
+
+def _sources(
+    node: fx.Node,
+    made_of: dict[fx.Node, frozenset[str]],
+    parameters: Any,
+    shared: frozenset[str],
+) -> frozenset[str]:
+    """The parameters that a node is computed from, if from nothing else."""
+    if node.op == "get_attr":
+        return frozenset({str(node.target)} & set(parameters))
+    if node.op == "placeholder":
+        return frozenset({str(node.target)} & shared)
+    inputs = node.all_input_nodes
+    if node.op != "call_function" or any(each not in made_of for each in inputs):
+        return frozenset()
+    return frozenset().union(*(made_of[each] for each in inputs))
+
+
+def _given(node: fx.Node, position: int) -> bool:
+    return position < len(node.args) and node.args[position] is not None
+
+
+def _fits(node: fx.Node, halves: Halves, made_of: dict[fx.Node, frozenset[str]]) -> bool:
+    """Whether the op's weights are parameters and its data is not."""
+    weights = [node.args[p] for p in halves.weights if _given(node, p)]
+    data = node.args[halves.data]
+    return (
+        not node.kwargs
+        and _given(node, halves.weights[0])
+        and all(isinstance(each, fx.Node) and each in made_of for each in weights)
+        and isinstance(data, fx.Node)
+        and data not in made_of
+    )

@@ -1,0 +1,1 @@
+"""The memory of a rank, from programs run on fake tensors."""

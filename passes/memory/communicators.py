@@ -1,0 +1,61 @@
+"""The communicators that each device has a part in while a plan runs on GPUs.
+
+In: a plan, and what crosses its stages. Out: their number by device. A communicator takes memory of
+its own (``cost_model.memory``). There is one of all devices (the loss, the gradient's norm, tied
+weights); one for each axis of a stage's mesh that has more than one device; one for each lane, the
+messages from one device to another; and one of the devices whose stages swap parts of values that
+they lay out unlike. The counterpart of ``runtime.mesh``, ``runtime.lanes``, ``runtime.handover``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ...planner.layout import local_region
+from ...planner.plan import Plan, StagePlan
+from ...planner.pricing.transfer import transfers
+from ...planner.replicas import placed_stages
+from ..local.stage_cut import Boundary, with_replicas
+
+Lane = tuple[int, int]
+
+
+def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
+    """By device; ``crossing`` are the boundaries between the plan's stages."""
+    stages, world = placed_stages(plan), plan.cluster.num_devices
+    if len(stages) > len(plan.stages):
+        crossing = with_replicas(tuple(crossing), len(plan.stages))
+    found = Counter({device for stage in stages for device in stage.devices if world > 1})
+    for devices, mesh in {(stage.devices, stage.mesh) for stage in stages}:
+        is_world = len(mesh.shape) == 1 and mesh.size == world
+        for device in devices:
+            found[device] += 0 if is_world else sum(size > 1 for size in mesh.shape)
+    lanes = set[Lane]()
+    swapping = set[tuple[int, ...]]()
+    for boundary in crossing:
+        ends = stages[boundary.source_stage], stages[boundary.target_stage]
+        if set(ends[0].devices) != set(ends[1].devices):
+            lanes.update(_lanes(boundary, ends))
+        elif _regions(boundary, ends, 0) != _regions(boundary, ends, 1):
+            swapping.add(tuple(sorted(ends[0].devices)))
+    found.update(device for own in (*lanes, *swapping) for device in own)
+    return found
+
+
+def _lanes(boundary: Boundary, ends: tuple[StagePlan, StagePlan]) -> Iterator[Lane]:
+    """Which devices send a boundary's value, and its gradient, to which."""
+    layouts = boundary.source_layout, boundary.target_layout
+    for order in (1, -1) if boundary.spec.requires_grad else (1,):
+        (source, target), (made, taken) = ends[::order], layouts[::order]
+        for message in transfers(boundary.spec.shape, made, source.mesh, taken, target.mesh):
+            yield source.devices[message.source], target.devices[message.target]
+
+
+def _regions(boundary: Boundary, ends: tuple[StagePlan, StagePlan], end: int) -> object:
+    """The part of a boundary's value that each device holds at one of its ends."""
+    stage, layout = ends[end], (boundary.source_layout, boundary.target_layout)[end]
+    return {
+        device: local_region(boundary.spec.shape, layout, stage.mesh, stage.mesh.coordinates(at))
+        for at, device in enumerate(stage.devices)
+    }

@@ -1,0 +1,156 @@
+"""The peak memory of a pipeline rank, found by walking its row of the schedule, in bytes.
+
+In: a schedule, a rank, for each of its stages the bytes of its states and of a micro-batch, and the
+bytes of messages. Out: the bytes of each stage at the moment when the rank's stages together hold
+the most.
+
+A stage holds its states all the time, and its gradients from its first backward on. Each
+micro-batch holds its activations from its forward to its backward, or until its weight gradients
+are computed where these are computed later. The stage that computes also holds the largest amount
+that its forward or backward needs at once. Messages are those of
+``planner.schedules.messages_held``. At the step's end all gradients are held, and no activations.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...cost_model.actions import (
+    COMPUTE,
+    FORWARD,
+    INPUT_BACKWARD,
+    STEP,
+    WEIGHT_BACKWARD,
+    Action,
+    Schedule,
+    last_before_reduce,
+)
+from ...planner.schedules.messages_held import MessageBytes, messages_held
+from .saved_tensors import BUFFERS, INPUTS, Moment, StageActivations
+from .state_traffic import COMMUNICATION, GATHERED, GRADIENTS
+from .storages import SAVED
+
+Bytes = dict[str, float]
+
+STATES = (GRADIENTS, GATHERED, COMMUNICATION, BUFFERS)
+"""Categories of which a slice needs as much as a whole micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """The bytes of a stage.
+
+    ``states``: by category, with gradients and the parameters that ZeRO gathers once per step.
+    ``run``: what one micro-batch needs at a moment of the step. ``holds_inputs``: the stage's parts
+    of the batch are copied to the device before the step's first micro-batch; on a CPU they are
+    read where they are.
+    """
+
+    states: Mapping[str, float]
+    run: Callable[[Moment], StageActivations]
+    holds_inputs: bool
+
+
+def fullest_moment(
+    schedule: Schedule,
+    rank: int,
+    stages: Mapping[int, StageBytes],
+    messages: MessageBytes,
+    most: int,
+) -> dict[int, Bytes]:
+    """By stage, as numbered in the schedule, the bytes by category. ``most``: see
+    ``messages_held``."""
+    row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
+    for action, num_bytes in messages_held(schedule, rank, messages, most):
+        if action.kind in COMPUTE:
+            row.compute(action, num_bytes)
+        elif action.kind == STEP:
+            row.step(action, num_bytes if schedule.is_asynchronous else 0.0)
+    return row.fullest
+
+
+@dataclass
+class _Row:
+    """A rank at some point of its row."""
+
+    schedule: Schedule
+    stages: Mapping[int, StageBytes]
+    lasts: frozenset[Action]
+    peak: float = -1.0
+    fullest: dict[int, Bytes] = field(default_factory=dict)
+    waiting: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    late: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    with_gradients: set[int] = field(default_factory=set)
+    updated: set[int] = field(default_factory=set)
+
+    def compute(self, action: Action, message_bytes: float) -> None:
+        run = self.stages[action.stage].run(self._moment(action))
+        stage, share = action.stage, self._share(action)
+        if action.kind == FORWARD:
+            self._note(stage, _of_slice(run.forward, share), message_bytes)
+            self.waiting[stage] += share
+            return
+        if action.kind == WEIGHT_BACKWARD:
+            self.late[stage] -= share
+            self._note(stage, _of_slice(run.weights, share), message_bytes)
+        else:
+            self.waiting[stage] -= share
+            self._note(stage, _of_slice(run.backward, share), message_bytes)
+            if action.kind == INPUT_BACKWARD:
+                self.late[stage] += share
+                return
+        self.with_gradients.add(stage)
+        self.updated.discard(stage)
+
+    def step(self, action: Action, message_bytes: float) -> None:
+        self.updated.add(action.stage)
+        self._note(None, {}, message_bytes)
+
+    def _moment(self, action: Action) -> Moment:
+        """Where in the step the action is: gradients may be there, or complete after it."""
+        stage = action.stage
+        is_first = stage not in self.with_gradients
+        if action.kind == FORWARD:
+            is_only = is_first and self.schedule.num_microbatches == 1
+            return Moment(is_first=is_first, is_last=is_only)
+        is_last = action in self.lasts
+        if action.kind == INPUT_BACKWARD:
+            is_last = action._replace(kind=WEIGHT_BACKWARD) in self.lasts
+        return Moment(is_first=is_first or stage in self.updated, is_last=is_last)
+
+    def _share(self, action: Action) -> float:
+        slices = self.schedule.slices
+        return slices[action.slice] / sum(slices) if slices else 1
+
+    def _note(self, running: int | None, taken: Mapping[str, float], message_bytes: float) -> None:
+        """The moment, if it is the fullest so far."""
+        found = {stage: self._resting(stage, stage == running) for stage in self.stages}
+        last = found[next(iter(found)) if running is None else running]
+        for name, size in taken.items():
+            if name != INPUTS:
+                last[name] = last.get(name, 0.0) + size
+        last[COMMUNICATION] = last.get(COMMUNICATION, 0.0) + message_bytes
+        total = sum(sum(own.values()) for own in found.values())
+        if total > self.peak:
+            self.peak, self.fullest = total, found
+
+    def _resting(self, stage: int, runs: bool) -> Bytes:
+        """What a stage holds, but for what the micro-batch takes that it ``runs``."""
+        own = self.stages[stage]
+        found = {k: size for k, size in own.states.items() if k not in (GRADIENTS, GATHERED)}
+        if not runs:
+            found[GATHERED] = own.states.get(GATHERED, 0.0)
+            found[GRADIENTS] = own.states[GRADIENTS] if stage in self.with_gradients else 0.0
+        run = own.run(Moment(is_first=True, is_last=self.schedule.num_microbatches == 1))
+        found[SAVED] = (run.kept - run.inputs) * self.waiting[stage] + run.late * self.late[stage]
+        found[INPUTS] = run.inputs * self.schedule.num_microbatches if own.holds_inputs else 0.0
+        if not runs:
+            found[BUFFERS] = run.forward.get(BUFFERS, 0)
+        return found
+
+
+def _of_slice(taken: Mapping[str, int], share: float) -> Mapping[str, float]:
+    """What a slice takes that is ``share`` of a micro-batch."""
+    return {k: size if k in STATES else size * share for k, size in taken.items()}

@@ -1,0 +1,411 @@
+"""The bytes that a stage's activations take, exactly: its own program run on fake tensors.
+
+In: one rank's ``StageProgram``, as the runtime gets it. Out: what one micro-batch keeps from
+its forward to its backward, and the most that is alive at once in each of them. The blocks
+run under ``FakeTensorMode`` with the collectives' results made up, so nothing is allocated
+and nothing is modelled: autograd itself says what it saves, recomputed blocks are recomputed,
+and a storage counts once, whatever views of it there are.
+
+Parameters, their gradients and what a rank holds for the whole step are counted apart. What
+a kernel allocates inside itself is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from ...cost_model.memory import policy
+from ...planner.graph import Blocks, Graph
+from ...planner.layout import Layout, Mesh, local_shape
+from ...planner.plan import Plan
+from ..local.recomputing import Recomputing
+from ..local.stage_program import BlockProgram, StageProgram, build_stage
+from ..local.weight_gradients import WeightGradients, defer
+from .state_traffic import (
+    GRADIENTS,
+    Library,
+    StateTraffic,
+    gradient_of,
+    is_sharded,
+    set_gradient,
+)
+from .storages import OTHER, SAVED, LiveBytes
+
+PARAMETERS, BUFFERS, INPUTS, RECOMPUTED = "parameters", "buffers", "inputs", "recomputation"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where in a step a micro-batch runs.
+
+    ``is_first``: no gradient is there before it; ``is_last``: its backward completes them.
+    """
+
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivations:
+    """One micro-batch on one rank, in bytes.
+
+    ``kept``: what lives from the forward to the backward; ``inputs`` of these, parts of the
+    batch. ``forward`` and ``backward``: what is alive at the fullest moment of the two, by
+    category; parameters are left out, and so are other micro-batches. Where gradients of weights
+    are put off, ``late`` is what lives until they are computed, ``weights`` the fullest moment of
+    that, and the backward is that of inputs.
+    """
+
+    kept: int
+    inputs: int
+    forward: Mapping[str, int]
+    backward: Mapping[str, int]
+    late: int = 0
+    weights: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where a backward begins, and what its gradient looks like; ``held``: the loss."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    held: Tensor | None
+
+
+@dataclass(frozen=True)
+class FakeRanks:
+    """Collectives without ranks: results of the right shape, allocated as the runtime does."""
+
+    mesh: Mesh
+    coordinates: tuple[int, ...]
+    library: Library = "gloo"
+
+    def size(self, axis: int) -> int:
+        return self.mesh.shape[axis]
+
+    def coordinate(self, axis: int) -> int:
+        return self.coordinates[axis]
+
+    def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        if self.size(axis) == 1:
+            return tensor.detach()
+        parts = tensor.new_empty((self.size(axis), *tensor.shape))
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        if self.size(axis) == 1:
+            return tensor.detach()
+        parts = torch.stack(tensor.detach().chunk(self.size(axis), dim))
+        result = torch.empty_like(parts[0])
+        if self.library == "gloo":
+            parts.clone()
+        return result
+
+    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        if self.size(axis) == 1:
+            return tensor.detach()
+        parts = torch.stack(tensor.detach().chunk(self.size(axis), split_dim))
+        return torch.cat(torch.empty_like(parts).unbind(0), concat_dim)
+
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        return torch.empty_like(tensor)
+
+
+def run_microbatch(
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    stage_index: int,
+    moment: Moment,
+    *,
+    splits: bool = False,
+) -> StageActivations:
+    """The memory of a micro-batch on a stage's first rank, or the first of those with most rows.
+
+    ``graph`` is at micro-batch size. ``splits``: the gradients of weights are put off.
+
+    Raises what the program raises where its shapes depend on values, which fake tensors
+    do not have.
+    """
+    stage = plan.stages[stage_index]
+    most = stage.shares.index(max(stage.shares)) if stage.shares else 0
+    first = (most, *(0,) * (len(stage.mesh.shape) - 1))
+    library: Library = "nccl" if plan.cluster.device(stage.devices[0]).kind == "cuda" else "gloo"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        program = build_stage(
+            graph, blocks, plan, stage_index=stage_index, coordinates=first,
+            communicator=FakeRanks(stage.mesh, first, library),
+        )  # fmt: skip
+        states = policy(plan.model.precision, plan.model.optimizer)
+        live = LiveBytes(step_bytes=1)
+        traffic = StateTraffic(
+            program, live, zero=stage.zero, policy=states, reduces=moment.is_last, library=library
+        )
+        return _Run(program, live, traffic, moment, splits=splits).measure()
+
+
+class _Run:
+    """A stage's blocks on fake tensors, counted. One use."""
+
+    def __init__(
+        self,
+        program: StageProgram,
+        live: LiveBytes,
+        traffic: StateTraffic,
+        moment: Moment,
+        *,
+        splits: bool,
+    ) -> None:
+        self.program, self.live, self.traffic, self.moment = program, live, traffic, moment
+        self.zero, self.policy = traffic.zero, traffic.policy
+        self.shared: dict[str, Tensor] = {}
+        self.buffers: list[Tensor] = []
+        self.parameters = self._make_parameters()
+        self._make_buffers()
+        self.put_off = WeightGradients() if splits else None
+        self.puts_off = [self._put_off(position) for position in range(len(program.blocks))]
+        traffic.watch(self.parameters)
+        self.is_backward = False
+        self._watch_gradients()
+
+    def _put_off(self, position: int) -> bool:
+        """Has a block put off the gradients of its weights; whether it has any."""
+        if self.put_off is None:
+            return False
+        block, declared = self.program.blocks[position], self.program.parameters
+        shared = {name for name, held in declared.items() if held.shared and self.zero == 0}
+        places = [node for node in block.module.graph.nodes if node.op == "placeholder"]
+        names = zip(places, block.inputs, strict=True)
+        weights = frozenset(str(node.target) for node, key in names if key in shared)
+        return bool(defer(block.module, self.put_off, position, weights))
+
+    def _watch_gradients(self) -> None:
+        """Gradients as the runtime holds them: there before the step's first or not."""
+        mesh = self.program.mesh
+        for name, parameter in self.parameters.items():
+            sharded = is_sharded(self.program.parameters[name], mesh, self.zero)
+            is_reduced_now = sharded and (self.zero >= 2 or self.moment.is_last)
+            if not parameter.requires_grad:
+                continue
+            if not self.moment.is_first and not (sharded and self.zero >= 2):
+                dtype = torch.float32 if self.policy.is_mixed else parameter.dtype
+                set_gradient(parameter, torch.empty_like(parameter, dtype=dtype))
+            casts = self.policy.is_mixed and not is_reduced_now
+            hook = partial(self._gradient_came, casts)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _gradient_came(self, casts: bool, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if casts:
+            whole, parameter.grad = gradient.float(), None
+            before = gradient_of(parameter)
+            if before is None:
+                set_gradient(parameter, whole)
+                self.live.mark((whole,), GRADIENTS)
+            else:
+                before += whole
+        else:
+            self.live.mark((gradient,), GRADIENTS)
+
+    def _make_parameters(self) -> dict[str, nn.Parameter]:
+        made = {}
+        for name, declared in self.program.parameters.items():
+            tensor = _empty(self.program.mesh, declared.layout, declared.spec)
+            parameter = nn.Parameter(tensor, requires_grad=declared.spec.requires_grad)
+            made[name] = parameter
+            if declared.shared:
+                self.shared[name] = parameter
+            for block in self.program.blocks:
+                if name in block.parameters and not declared.shared:
+                    holder, attribute = _place(block.module, name)
+                    setattr(holder, attribute, parameter)
+        return made
+
+    def _make_buffers(self) -> None:
+        for name, declared in self.program.buffers.items():
+            buffer = _empty(self.program.mesh, declared.layout, declared.spec)
+            self.buffers.append(buffer)
+            owners = [block for block in self.program.blocks if name in block.buffers]
+            if not owners:
+                self.shared[name] = buffer
+            for block in owners:
+                holder, attribute = _place(block.module, name)
+                setattr(holder, attribute, buffer)
+
+    def _leaves(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What stays on the rank, and what one micro-batch brings."""
+        mesh = self.program.mesh
+        stays = dict(self.shared)
+        for name, held in self.program.constants.items():
+            stays[name] = _empty(mesh, held.layout, held.spec)
+        brought = {
+            name: _empty(mesh, held.layout, held.spec) for name, held in self.program.inputs.items()
+        }
+        for boundary in self.program.receives:
+            value = _empty(mesh, boundary.target_layout, boundary.spec)
+            brought[boundary.key] = value.requires_grad_(boundary.spec.requires_grad)
+        return stays, brought
+
+    def measure(self) -> StageActivations:
+        stays, brought = self._leaves()
+        resident = [value for name, value in stays.items() if name not in self.parameters]
+        inputs = [value for key, value in brought.items() if key in self.program.inputs]
+        live = self.live
+        with live, live.saving():
+            live.mark(self.parameters.values(), PARAMETERS)
+            held = map(gradient_of, self.parameters.values())
+            live.mark([gradient for gradient in held if gradient is not None], GRADIENTS)
+            live.mark([*resident, *self.buffers], BUFFERS)
+            live.mark(brought.values(), SAVED)
+            live.mark(inputs, INPUTS)
+            input_bytes = live.by_category.get(INPUTS, 0)
+            del inputs
+            self.traffic.begin(is_first=self.moment.is_first)
+            live.begin_peak()
+            outputs = self._forward(stays, brought)
+            forward = self._peak()
+            ends = self._ends(outputs)
+            del outputs
+            kept = live.by_category.get(SAVED, 0) + live.by_category.get(INPUTS, 0)
+            del brought
+            live.begin_peak()
+            self._backward(ends)
+            backward, late, weights = self._peak(), self._num_kept(), dict[str, int]()
+            if self.put_off is not None:
+                live.begin_peak()
+                self.put_off.run(0)
+                self.traffic.stage_backward_ends()
+                weights = self._peak()
+        return StageActivations(kept, input_bytes, forward, backward, late, weights)
+
+    def _num_kept(self) -> int:
+        """What is alive of the micro-batch once its gradients of inputs are computed, but for parts
+        of the batch."""
+        names = (SAVED, OTHER, RECOMPUTED)
+        return sum(self.live.by_category.get(name, 0) for name in names)
+
+    def _peak(self) -> dict[str, int]:
+        found = self.live.peak_by_category
+        return {name: size for name, size in found.items() if size and name != PARAMETERS}
+
+    def _forward(
+        self, stays: Mapping[str, Tensor], brought: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        program = self.program
+        known = {**stays, **brought}
+        leaving = [boundary.key for boundary in program.sends]
+        leaving += [program.loss] if program.loss is not None else []
+        last = _last_uses(program, {*leaving, *program.updates.values()})
+        for position, block in enumerate(program.blocks):
+            inputs = tuple(self._value(known, key) for key in block.inputs)
+            self.traffic.forward_begins(position)
+            outputs = self._run_block(block, inputs, puts_off=self.puts_off[position])
+            self.traffic.forward_ends(position)
+            for value in outputs:
+                if value.requires_grad:
+                    reached = partial(self._backward_reached, position)
+                    value.register_hook(reached)  # type: ignore[no-untyped-call]
+            known.update(zip(block.outputs, outputs, strict=True))
+            del inputs, outputs
+            for key in last.get(position, ()):
+                known.pop(key, None)
+        self.traffic.stage_forward_ends()
+        return {key: known[key] for key in leaving}
+
+    def _backward_reached(self, position: int, _: Tensor) -> None:
+        self.traffic.backward_begins(position)
+
+    def _run_block(
+        self, block: BlockProgram, inputs: tuple[Tensor, ...], *, puts_off: bool
+    ) -> tuple[Tensor, ...]:
+        if block.recompute == "none":
+            return tuple(block.module(*inputs))
+
+        def run(*values: Tensor) -> tuple[Tensor, ...]:
+            if not self.is_backward:
+                return tuple(block.module(*values))
+            with self.live.making(RECOMPUTED):
+                return tuple(block.module(*values))
+
+        checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        if block.recompute == "full" and not puts_off:
+            return tuple(checkpointed(run, *inputs))
+        recomputing = Recomputing(keeps_costly=block.recompute == "selective")
+        recomputing.mark(block.module)
+        forward, again = recomputing.contexts()
+        outputs = checkpointed(run, *inputs, context_fn=lambda: (forward, again))
+        self.live.mark(forward.kept, SAVED, over=False)
+        return tuple(outputs)
+
+    def _value(self, known: Mapping[str, Tensor], key: str) -> Tensor:
+        """A block's input; counts over all micro-batches are scalars made up here."""
+        found = known.get(key)
+        return torch.ones(()) if found is None else found
+
+    def _ends(self, outputs: Mapping[str, Tensor]) -> list[_End]:
+        """What a backward begins at; of what is sent only the place in autograd's graph is
+        kept, as ``runtime.executor`` does."""
+        self.live.mark(
+            (value for key, value in outputs.items() if key == self.program.loss), SAVED, over=False
+        )
+        return [
+            _End(
+                get_gradient_edge(value), value.shape, value.dtype,
+                value if key == self.program.loss else None,
+            )
+            for key, value in outputs.items()
+            if value.requires_grad
+        ]  # fmt: skip
+
+    def _backward(self, ends: list[_End]) -> None:
+        self.is_backward = True
+        self.traffic.stage_backward_begins()
+        if ends:
+            gradients = [torch.empty(end.shape, dtype=end.dtype) for end in ends]
+            edges = [end.edge for end in ends]
+            ends.clear()
+            with nullcontext() if self.put_off is None else self.put_off.collecting(0):
+                torch.autograd.backward(edges, gradients)
+        if self.put_off is None:
+            self.traffic.stage_backward_ends()
+
+
+def _last_uses(program: StageProgram, kept: set[str]) -> dict[int, list[str]]:
+    """For each block's position the keys that nobody needs after it."""
+    last = {
+        key: position
+        for position, block in enumerate(program.blocks)
+        for key in (*block.inputs, *block.outputs)
+    }
+    uses: dict[int, list[str]] = {}
+    for key, position in last.items():
+        if key not in kept:
+            uses.setdefault(position, []).append(key)
+    return uses
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    prefix, _, attribute = name.rpartition(".")
+    return module.get_submodule(prefix), attribute
+
+
+def _empty(mesh: Mesh, layout: Layout, spec: Any) -> Tensor:
+    shape = local_shape(spec.shape, layout, mesh.shape)
+    return torch.empty(shape, dtype=getattr(torch, spec.dtype))

@@ -1,0 +1,283 @@
+"""What a plan needs of memory: by category, per stage, at its rank's fullest moment.
+
+In: a finished plan and the graph that it is for. Out: for each stage the bytes of a rank at
+its fullest moment. States come from the precision policy and the parameters' layouts;
+activations, recomputation, buffers and gradients from running one micro-batch of the stage's
+program on fake tensors, where it is in the step (``saved_tensors``), or from the rules of its ops
+(``priced_activations``). The fullest moment is that of the rank, with all of its stages
+(``rank_memory``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Literal
+
+from ...cost_model.actions import Schedule
+from ...cost_model.memory import (
+    PrecisionPolicy,
+    communicator_bytes,
+    fragmentation_bytes,
+    policy,
+    reserve_bytes,
+)
+from ...planner.arranged.asynchronous import version_bytes
+from ...planner.evaluate import BRIEF, at_microbatch, walked_stages
+from ...planner.graph import Blocks, Graph, TensorSpec
+from ...planner.layout import Layout, Mesh, local_shape
+from ...planner.plan import Plan, StagePlan
+from ...planner.plan_schedule import schedule_of, splits_backward
+from ...planner.pricing.slice_costs import carried_bytes
+from ...planner.pricing.whole_stage import together
+from ...planner.replicas import stages_of_ranks
+from ...planner.schedules.messages_held import MessageBytes, sends_kept
+from ...planner.stage_walk import StageWalk
+from ..local.stage_cut import (
+    Boundary,
+    boundaries,
+    leaf_layout,
+    op_layout,
+    stage_ranges,
+    with_replicas,
+)
+from .communicators import num_communicators
+from .priced_activations import WORKING, PricedStage
+from .rank_memory import Bytes, StageBytes, fullest_moment
+from .saved_tensors import Moment, StageActivations, run_microbatch
+from .state_traffic import GATHERED, GRADIENTS, padded_numel
+
+LASTING = (
+    "parameters", "master", "versions", "optimizer", GRADIENTS, "reserve", "communicators",
+)  # fmt: skip
+"""Memory that does not come and go in a step: none of it is lost to fragmentation."""
+
+
+MOST_OPS_RUN = 1000
+"""Stages of a plan are run on fake tensors if they have at most so many ops: some three seconds."""
+
+
+def with_stage_memory(
+    plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
+) -> Plan:
+    """The plan with ``memory_bytes`` of each stage, and the peak: see ``stage_memory``."""
+    found = stage_memory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
+    return with_memory(plan, [{k: round(size) for k, size in own.items()} for own in found])
+
+
+def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
+    """The plan with these bytes of its stages, and the peak of its ranks.
+
+    A rank of the pipeline may have several stages; what is transient then counts once.
+    """
+    ranks = ((bytes_of[stage] for stage in stages) for stages in stages_of_ranks(plan))
+    peak = max(sum(together(own, BRIEF).values()) for own in ranks)
+    stages = tuple(
+        replace(stage, prediction=replace(stage.prediction, memory_bytes=own))
+        for stage, own in zip(plan.stages, bytes_of, strict=True)
+    )
+    prediction = replace(plan.prediction, peak_memory_bytes=peak)
+    return replace(plan, stages=stages, prediction=prediction)
+
+
+def runs_stages(plan: Plan, blocks: Blocks) -> bool:
+    """Whether running a plan's stages on fake tensors takes no longer than it should, and is what
+    ranks do: what a compiler keeps follows from the groups of ops that it fuses."""
+    kinds = (blocks.kinds[block.kind] for stage in plan.stages for block in stage.blocks)
+    return not plan.compiled and sum(len(kind.nodes) for kind in kinds) <= MOST_OPS_RUN
+
+
+def stage_memory(
+    plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
+) -> tuple[Bytes, ...]:
+    """Per stage the bytes by category when its rank holds the most.
+
+    Of Chimera's two ranks that hold the same stages it is the one that holds more. Stages that are
+    alike are run once. What a micro-batch takes is from the rules of the ops unless a stage
+    ``runs``, and where it cannot: its shapes depend on values, or an op has no fake tensors for its
+    dtype. ``graph`` may be at any batch size. ``is_gpu``: sends are kept as on GPUs, by default
+    where the plan's devices are.
+    """
+    graph = at_microbatch(graph, plan)
+    crossing = boundaries(graph, blocks, plan)
+    schedule = schedule_of(plan, {(b.source_stage, b.target_stage) for b in crossing})
+    known: dict[object, StageActivations] = {}
+    walks = cache(lambda: walked_stages(graph, blocks, plan))
+    stages = [
+        _Stage(
+            plan, graph, blocks, index, crossing, known, walks,
+            splits=splits_backward(schedule, index), runs=runs,
+        )
+        for index in range(len(plan.stages))
+    ]  # fmt: skip
+    is_gpu = stages[0].kind != "cpu" if is_gpu is None else is_gpu
+    most = sends_kept(schedule, is_gpu=is_gpu)
+    messages = _message_bytes(plan, schedule, crossing)
+    groups = num_communicators(plan, crossing)
+    found: list[Bytes] = [{}] * len(plan.stages)
+    for rank in range(schedule.num_ranks):
+        own = {each: stages[schedule.part(each)] for each in schedule.stages(rank)}
+        held = {each: stage.bytes() for each, stage in own.items()}
+        for each, moment in fullest_moment(schedule, rank, held, messages, most).items():
+            part = schedule.part(each)
+            bytes_of = own[each].with_reserves(moment, groups)
+            if sum(bytes_of.values()) > sum(found[part].values()):
+                found[part] = bytes_of
+    return tuple(found)
+
+
+def _message_bytes(plan: Plan, schedule: Schedule, crossing: Sequence[Boundary]) -> MessageBytes:
+    """The bytes of a micro-batch's messages between stages as the schedule numbers them."""
+    sent: dict[tuple[int, int], float] = {}
+    taken: dict[tuple[int, int], float] = {}
+    if schedule.parts:
+        crossing = with_replicas(tuple(crossing), len(plan.stages))
+    for boundary in crossing:
+        pair = boundary.source_stage, boundary.target_stage
+        layouts = boundary.source_layout, boundary.target_layout
+        source, target = (
+            _local_bytes(boundary.spec, layout, plan.stages[schedule.part(stage)].mesh)
+            for stage, layout in zip(pair, layouts, strict=True)
+        )
+        sent[pair] = sent.get(pair, 0.0) + source
+        taken[pair] = taken.get(pair, 0.0) + target
+        if boundary.spec.requires_grad:
+            back = pair[::-1]
+            sent[back] = sent.get(back, 0.0) + target
+            taken[back] = taken.get(back, 0.0) + source
+    return MessageBytes(sent, taken)
+
+
+def _local_bytes(spec: TensorSpec, layout: Layout, mesh: Mesh) -> int:
+    return replace(spec, shape=local_shape(spec.shape, layout, mesh.shape)).num_bytes
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage of the plan. ``known`` are the runs so far, ``walks`` gives all stages priced block
+    by block; ``splits``: its backward is split; ``runs``: on fake tensors."""
+
+    plan: Plan
+    graph: Graph
+    blocks: Blocks
+    index: int
+    crossing: Sequence[Boundary]
+    known: dict[object, StageActivations]
+    walks: Callable[[], Sequence[StageWalk]]
+    splits: bool
+    runs: bool
+
+    @property
+    def stage(self) -> StagePlan:
+        return self.plan.stages[self.index]
+
+    @property
+    def kind(self) -> Literal["cuda", "cpu"]:
+        return self.plan.cluster.device(self.stage.devices[0]).kind
+
+    def bytes(self) -> StageBytes:
+        """What the stage holds, and what a micro-batch of it takes."""
+        return StageBytes(
+            self._states, self._run,
+            holds_inputs=self.kind != "cpu",
+        )  # fmt: skip
+
+    def _run(self, moment: Moment) -> StageActivations:
+        key = moment, self._likeness if self.runs else self.index
+        if key not in self.known:
+            self.known[key] = self._activations(moment)
+        return self.known[key]
+
+    def _activations(self, moment: Moment) -> StageActivations:
+        if self.runs:
+            try:
+                found = run_microbatch(
+                    self.graph, self.blocks, self.plan, self.index, moment, splits=self.splits
+                )
+            except (RuntimeError, NotImplementedError):
+                return self._priced.run(moment)
+            return replace(found, kept=found.kept + round(self._carried))
+        return self._priced.run(moment)
+
+    @cached_property
+    def _carried(self) -> float:
+        """What a micro-batch in slices keeps besides what it keeps whole."""
+        mesh, total = self.stage.mesh, 0.0
+        positions = stage_ranges(self.plan)[self.index] if self.plan.slices else ()
+        for position, decided in zip(positions, self.stage.blocks, strict=False):
+            again = decided.recompute == "full"
+            for node in (self.graph[name] for name in self.blocks.blocks[position].nodes):
+                layouts = op_layout(self.stage, self.blocks, node.name).inputs[1:3]
+                pair = zip(node.inputs[1:3], layouts, strict=True)
+                size = sum(_local_bytes(self.graph.spec(ref), held, mesh) for ref, held in pair)
+                total += carried_bytes(node, size, self.plan.slices, again=again)
+        return total
+
+    @cached_property
+    def _priced(self) -> PricedStage:
+        walk, gathered = self.walks()[self.index], self._states.get(GATHERED, 0.0)
+        return PricedStage(walk, gathered, self.splits)
+
+    @cached_property
+    def _likeness(self) -> object:
+        """What tells a stage's run from another's."""
+        stage = self.stage
+        ends = tuple(
+            (b.source_stage == self.index, b.spec, b.source_layout, b.target_layout)
+            for b in self.crossing
+            if self.index in (b.source_stage, b.target_stage)
+        )
+        kinds = tuple((block.kind, block.recompute) for block in stage.blocks)
+        return kinds, stage.mesh, stage.shares, stage.zero, frozenset(stage.layouts.items()), ends
+
+    def with_reserves(self, found: Bytes, groups: Mapping[int, int]) -> Bytes:
+        """The bytes with what the device, its communicators and its allocator take besides."""
+        most = max(groups[device] for device in self.stage.devices)
+        found["reserve"] = float(reserve_bytes(self.kind, 0))
+        found["communicators"] = float(communicator_bytes(self.kind, most))
+        moving = sum(size for name, size in found.items() if name not in LASTING)
+        found["fragmentation"] = fragmentation_bytes(self.kind, moving)
+        told = ("communicators",) if self.runs else ("communicators", WORKING)
+        return {
+            name: found.get(name, 0.0)
+            for name in (*found, *told)
+            if found.get(name) or name in told
+        }
+
+    @cached_property
+    def _states(self) -> Bytes:
+        """Parameters, master copies, what ZeRO holds gathered, gradients, optimizer states."""
+        rules = policy(self.plan.model.precision, self.plan.model.optimizer)
+        positions = stage_ranges(self.plan)[self.index]
+        parameters = {
+            ref.name
+            for position in positions
+            for name in self.blocks.blocks[position].nodes
+            for ref in self.graph[name].inputs
+            if self.graph[ref.name].kind == "parameter"
+        }
+        categories = ("parameters", "master", GATHERED, GRADIENTS, "optimizer")
+        found: Bytes = dict.fromkeys(categories, 0.0)
+        for name in sorted(parameters):
+            self._add_parameter(found, name, rules)
+        held = found["parameters"] + found["master"]
+        found["versions"] = version_bytes(self.plan, self.index, held)
+        return found
+
+    def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:
+        spec, mesh = self.graph[name].spec, self.stage.mesh
+        layout = leaf_layout(self.stage, self.blocks, name)
+        shape = local_shape(spec.shape, layout, mesh.shape)
+        shards = mesh.shape[0] if mesh.axes[0] == "dp" and not layout[0].is_shard else 1
+        is_sharded = self.stage.zero > 0 and shards > 1 and len(shape) > 0
+        numel = padded_numel(shape, shards) // shards if is_sharded else padded_numel(shape, 1)
+        copied = rules.is_mixed
+        found["master" if copied else "parameters"] += numel * rules.parameter_bytes
+        if copied and not is_sharded:
+            found["parameters"] += numel * rules.gathered_bytes
+        if is_sharded and self.stage.zero < 3:
+            found[GATHERED] += numel * shards * rules.gathered_bytes
+        if spec.requires_grad:
+            found[GRADIENTS] += numel * rules.gradient_bytes
+            found["optimizer"] += numel * rules.optimizer_bytes

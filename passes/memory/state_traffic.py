@@ -1,0 +1,263 @@
+"""What ZeRO and the sums of gradients allocate while a stage runs, in the runtime's order.
+
+In: a stage's parameters by block, the ZeRO stage, and the events of a micro-batch (a block's
+forward or backward begins or ends). Out: the bytes of gathered parameters, of buffers and of
+gradients, told to a ``LiveBytes``. The counterpart of ``runtime.zero`` and
+``runtime.gradients``; for ZeRO 1 to 3 the order is that of FSDP2's parameter groups
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a block is gathered into a flat
+buffer and copied out of it, the buffer lives until the next copy; in the backward the block
+before is gathered meanwhile, gradients are copied into a flat buffer, which lives until the
+next block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...cost_model.memory import PrecisionPolicy
+from ...planner.layout import Mesh, Placement
+from ..local.stage_program import ParameterProgram, StageProgram
+from .storages import LiveBytes
+
+Library = Literal["gloo", "nccl"]
+
+GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
+MAIN = "main_grad"
+BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
+"""As ``runtime.gradients`` bundles gradients: the most of one block, and what takes no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The parameters of a block (None: shared by blocks) that ZeRO shards, in bytes.
+
+    ``whole`` in the dtype that computes, ``reduced`` in the dtype of the sums; both padded.
+    """
+
+    whole: int
+    reduced: int
+    part: int
+
+
+@dataclass
+class Owner:
+    """A block's parameters, as the run holds them."""
+
+    sharded: list[nn.Parameter]
+    reduced: list[nn.Parameter]
+    shards: Shards
+
+
+def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
+    """Whether ZeRO shards a parameter over axis "dp" (``runtime.shards.is_fully_sharded``)."""
+    return (
+        zero > 0
+        and mesh.axes[0] == "dp"
+        and mesh.shape[0] > 1
+        and not declared.layout[0].is_shard
+        and len(declared.spec.shape) > 0
+    )
+
+
+def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
+    """Whether a gradient is summed over some axis besides ZeRO's."""
+    return any(
+        size > 1 and not placement.is_shard
+        for size, placement in zip(mesh.shape, layout, strict=True)
+    )
+
+
+class StateTraffic:
+    """The allocations of one micro-batch. ``reduces``: its backward is the step's last.
+
+    Of ``library`` "gloo" a reduce-scatter is an all-reduce of a copy
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        live: LiveBytes,
+        *,
+        zero: int,
+        policy: PrecisionPolicy,
+        reduces: bool,
+        library: Library = "gloo",
+    ) -> None:
+        self.program, self.live, self.zero, self.policy = program, live, zero, policy
+        self.reduces, self.library = reduces, library
+        self.owners: list[Owner] = []
+        self.shared = Owner([], [], Shards(0, 0, 0))
+        self.at = len(program.blocks)
+        self.is_gathering = False
+        self.bucket: list[nn.Parameter] = []
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The stage's parameters, whole as they compute, by name."""
+        self.owners = [self._owner(block.parameters, parameters) for block in self.program.blocks]
+        declared = self.program.parameters
+        self.shared = self._owner([n for n in declared if declared[n].shared], parameters)
+
+    def _owner(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Owner:
+        mesh, declared = self.program.mesh, self.program.parameters
+        names = [name for name in names if name in parameters]
+        own = [name for name in names if is_sharded(declared[name], mesh, self.zero)]
+        padded = sum(padded_numel(parameters[name].shape, mesh.shape[0]) for name in own)
+        trained = sum(padded_numel(parameters[name].shape, mesh.shape[0]) for name in own
+                      if parameters[name].requires_grad)  # fmt: skip
+        reduced = trained * self.policy.gradient_bytes
+        others = [
+            name for name in names
+            if name not in own and parameters[name].requires_grad
+            and is_reduced(declared[name].layout, mesh)
+        ]  # fmt: skip
+        shards = Shards(padded * self.policy.gathered_bytes, reduced, reduced // mesh.shape[0])
+        return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
+
+    def begin(self, *, is_first: bool) -> None:
+        """Before a micro-batch; if not the step's first, parameters and gradients are there."""
+        self.is_gathering = self.zero == 3 or (self.zero > 0 and is_first)
+        everybody = [*self.owners, self.shared]
+        for index, owner in enumerate(everybody):
+            if self.zero in (1, 2) and not is_first:
+                self.live.hold(f"whole {index}", owner.shards.whole, GATHERED)
+            if self.zero >= 2 and not is_first:
+                self.live.hold("new part", owner.shards.part, COMMUNICATION)
+                copied = owner.shards.reduced if self.library == "gloo" else 0
+                self.live.hold("copy", copied, COMMUNICATION)
+                self.live.hold("copy", 0, COMMUNICATION)
+                self.live.hold("new part", 0, COMMUNICATION)
+                self.live.hold(f"part {index}", owner.shards.part, GRADIENTS)
+        if self.is_gathering:
+            self.live.hold(f"whole {len(self.owners)}", self.shared.shards.whole, GATHERED)
+
+    def forward_begins(self, index: int) -> None:
+        whole = self.owners[index].shards.whole
+        if self.is_gathering and whole:
+            self.live.hold("next flat", whole, COMMUNICATION)
+            self.live.hold(f"whole {index}", whole, GATHERED)
+            self.live.hold("next flat", 0, COMMUNICATION)
+            self.live.hold("flat", whole, COMMUNICATION)
+
+    def forward_ends(self, index: int) -> None:
+        if self.zero == 3:
+            self.live.hold(f"whole {index}", 0, GATHERED)
+
+    def stage_forward_ends(self) -> None:
+        self.live.hold("flat", 0, COMMUNICATION)
+        if self.zero == 3:
+            self.live.hold(f"whole {len(self.owners)}", 0, GATHERED)
+
+    def stage_backward_begins(self) -> None:
+        if self.zero == 3:
+            self.live.hold(f"whole {len(self.owners)}", self.shared.shards.whole, GATHERED)
+
+    def backward_begins(self, index: int) -> None:
+        """Blocks after this one are done; this one is copied out of what was gathered for
+        it, and the one before is gathered."""
+        if index >= self.at:
+            return
+        for later in range(self.at - 1, index, -1):
+            self._sum(self.owners[later], later)
+        if self.at < len(self.owners):
+            self._sum(self.owners[self.at], self.at)
+        self.at = index
+        if self.zero == 3:
+            before = self.owners[index - 1].shards.whole if index else 0
+            self.live.hold(f"whole {index}", self.owners[index].shards.whole, GATHERED)
+            self.live.hold("flat", before, COMMUNICATION)
+
+    def stage_backward_ends(self) -> None:
+        for index in range(min(self.at, len(self.owners) - 1), -1, -1):
+            self._sum(self.owners[index], index)
+        self._end_bucket()
+        self._sum(self.shared, len(self.owners))
+        self._end_bucket()
+        self.live.hold("reduce", 0, COMMUNICATION)
+
+    def _sum(self, owner: Owner, index: int) -> None:
+        if owner.sharded:
+            if self.zero == 3 or self.reduces:
+                self.live.hold(f"whole {index}", 0, GATHERED)
+            if self.zero >= 2 or self.reduces:
+                self.live.hold("reduce", 0, COMMUNICATION)
+                self.live.hold("reduce", owner.shards.reduced, COMMUNICATION)
+                for parameter in owner.sharded:
+                    forget_gradient(parameter)
+                self.live.hold("new part", owner.shards.part, COMMUNICATION)
+                copied = owner.shards.reduced if self.library == "gloo" else 0
+                self.live.hold("copy", copied, COMMUNICATION)
+                self.live.hold("copy", 0, COMMUNICATION)
+                self.live.hold("new part", 0, COMMUNICATION)
+                self.live.hold(f"part {index}", owner.shards.part, GRADIENTS)
+        if self.reduces and owner.reduced:
+            self._bucket(owner.reduced)
+
+    def _bucket(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients move into a flat tensor, bucket by bucket, as they are summed there.
+
+        A bucket that is not full waits for the next block's.
+        """
+        for parameter in parameters:
+            self.bucket.append(parameter)
+            if self._bucket_bytes() > BUCKET_BYTES:
+                self._end_bucket()
+        if self._bucket_bytes() > FULL_BYTES:
+            self._end_bucket()
+
+    def _bucket_bytes(self) -> int:
+        return sum(each.numel() for each in self.bucket) * self.policy.parameter_bytes
+
+    def _end_bucket(self) -> None:
+        self._flatten(self.bucket)
+        self.bucket = []
+
+    def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
+        members = [each for each in parameters if gradient_of(each) is not None]
+        if not members:
+            return
+        with torch.no_grad():
+            gradients = [gradient_of(each) for each in members]
+            flat = torch.cat([each.reshape(-1) for each in gradients if each is not None])
+            self.live.mark((flat,), GRADIENTS)
+            offset = 0
+            for parameter in members:
+                view = flat[offset : offset + parameter.numel()].view(parameter.shape)
+                offset += parameter.numel()
+                set_gradient(parameter, view)
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient in the master's dtype, which is kept apart where that is another one."""
+    found: Tensor | None = getattr(parameter, MAIN, None)
+    return parameter.grad if found is None else found
+
+
+def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """The inverse of ``gradient_of``."""
+    if gradient.dtype != parameter.dtype:
+        setattr(parameter, MAIN, gradient)
+    else:
+        parameter.grad = gradient
+
+
+def forget_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    if hasattr(parameter, MAIN):
+        delattr(parameter, MAIN)
+
+
+def padded_numel(shape: Sequence[int], shards: int) -> int:
+    """The elements of a parameter, its rows made up to a multiple of the shards.
+
+    >>> padded_numel((3, 5), 2), padded_numel((), 1)
+    (20, 1)
+    """
+    rows, *rest = shape or (1,)
+    return -(-rows // shards) * shards * prod(rest)

@@ -1,0 +1,260 @@
+"""Changing a tensor's layout at run time: the collectives, each with its dual in the backward.
+
+A change of placement on one axis is a pair of moves, one for the value and one for the
+gradient; ``MOVES`` lists them for every entry of ``planner.layout.CONVERSIONS``. The duals
+follow from what a gradient is in each placement (a partial sum in R, whole elsewhere): R→I,
+for example, leaves the value and divides the gradient by n, because the n equal gradients
+of I must add up to one of them.
+
+Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ...planner.layout import Kind, Mesh, Placement, Step, parse_placement
+from ...planner.shares import RowShare
+from .random_ops import Draws
+
+
+class Communicator(Protocol):
+    """Collectives among the ranks that differ only in their coordinate on one mesh axis.
+
+    None of them records autograd; each returns a new tensor.
+    """
+
+    def size(self, axis: int) -> int:
+        """How many ranks the axis has."""
+        ...
+
+    def coordinate(self, axis: int) -> int:
+        """This rank's position on the axis."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum (or maximum) over the axis, on every rank."""
+        ...
+
+    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        """Every rank's tensor, concatenated along ``dim`` by coordinate."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        """This rank's part, along ``dim``, of the sum over the axis."""
+        ...
+
+    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        """Part i along ``split_dim`` goes to rank i; what comes is joined along ``concat_dim``."""
+        ...
+
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        """The tensor of the rank at the other end of the axis: of n - 1 - i for rank i.
+
+        Both have the same shape and dtype.
+        """
+        ...
+
+
+class Alone:
+    """The communicator of a mesh of one rank: nothing is ever sent."""
+
+    def size(self, axis: int) -> int:
+        return 1
+
+    def coordinate(self, axis: int) -> int:
+        return 0
+
+    def all_reduce(self, tensor: Tensor, axis: int, op: str = "sum") -> Tensor:
+        return tensor.clone()
+
+    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        return tensor.clone()
+
+    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        return tensor.clone()
+
+    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        return tensor.clone()
+
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor.clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """Who runs: a position on a mesh, how it talks to the others, what it draws for.
+
+    ``share`` are its rows where the batch is not split evenly on axis 0.
+
+    ``bound`` gives a function its first argument; generated code calls the result by the
+    function's own name.
+    """
+
+    mesh: Mesh
+    coordinates: tuple[int, ...]
+    communicator: Communicator
+    draws: Draws = field(default_factory=Draws, repr=False)
+    share: RowShare | None = None
+    _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
+
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` with this rank as its first argument."""
+        if function not in self._bound:
+            call = partial(function, self)
+            call.__name__ = function.__name__  # type: ignore[attr-defined]
+            call.__module__ = function.__module__
+            self._bound[function] = call
+        return self._bound[function]
+
+
+Move = Callable[[Tensor, int, Placement, Communicator], Tensor]
+
+
+def _same(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _scaled(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
+    return tensor / communicator.size(axis)
+
+
+def _part(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
+    size = tensor.shape[split.dim] // communicator.size(axis)
+    own = tensor.narrow(split.dim, communicator.coordinate(axis) * size, size)
+    return own.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
+
+
+def _padded(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
+    size, shape = tensor.shape[split.dim], list(tensor.shape)
+    shape[split.dim] *= communicator.size(axis)
+    whole = tensor.new_zeros(shape)
+    whole.narrow(split.dim, communicator.coordinate(axis) * size, size).copy_(tensor)
+    return whole
+
+
+def _reduced(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
+    return communicator.all_reduce(tensor.contiguous(), axis)
+
+
+def _gathered(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
+    return communicator.all_gather(tensor.contiguous(), axis, split.dim)
+
+
+def _scattered(tensor: Tensor, axis: int, split: Placement, communicator: Communicator) -> Tensor:
+    return communicator.reduce_scatter(tensor.contiguous(), axis, split.dim)
+
+
+MOVES: dict[tuple[Kind, Kind], tuple[Move, Move]] = {
+    ("S", "R"): (_gathered, _scattered),
+    ("S", "I"): (_gathered, _part),
+    ("S", "P"): (_padded, _part),
+    ("R", "S"): (_part, _padded),
+    ("R", "I"): (_same, _scaled),
+    ("R", "P"): (_scaled, _scaled),
+    ("I", "S"): (_part, _gathered),
+    ("I", "R"): (_same, _reduced),
+    ("I", "P"): (_scaled, _same),
+    ("P", "I"): (_reduced, _same),
+    ("P", "R"): (_reduced, _reduced),
+    ("P", "S"): (_scattered, _gathered),
+}
+"""What happens to (the value, the gradient) in each change of placement but S(i)→S(j)."""
+
+
+def _value_of(tensor: Tensor, step: Step, communicator: Communicator) -> Tensor:
+    source, target = step.source, step.target
+    if source.is_shard and target.is_shard:
+        return communicator.all_to_all(tensor.contiguous(), step.axis, target.dim, source.dim)
+    move = MOVES[source.kind, target.kind][0]
+    return move(tensor, step.axis, source if source.is_shard else target, communicator)
+
+
+def _gradient_of(tensor: Tensor, step: Step, communicator: Communicator) -> Tensor:
+    source, target = step.source, step.target
+    if source.is_shard and target.is_shard:
+        return communicator.all_to_all(tensor.contiguous(), step.axis, source.dim, target.dim)
+    move = MOVES[source.kind, target.kind][1]
+    return move(tensor, step.axis, source if source.is_shard else target, communicator)
+
+
+class _Conversion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, step: Step, communicator: Communicator) -> Tensor:
+        ctx.step, ctx.communicator = step, communicator
+        return _value_of(tensor, step, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _gradient_of(gradients[0], ctx.step, ctx.communicator), None, None
+
+
+def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
+    """A local tensor brought to another layout, differentiably.
+
+    ``steps`` come from ``planner.layout.conversion_steps``. Integers and booleans have no
+    gradient and go forward only. On an axis of one rank all placements are the same.
+    """
+    for step in steps:
+        if communicator.size(step.axis) == 1:
+            continue
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor = _Conversion.apply(tensor, step, communicator)  # type: ignore[no-untyped-call]
+        else:
+            tensor = _value_of(tensor, step, communicator)
+    return tensor
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: int, communicator: Communicator) -> Tensor:
+        ctx.axis, ctx.communicator = axis, communicator
+        return communicator.swap(tensor.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.communicator.swap(gradients[0].contiguous(), ctx.axis), None, None
+
+
+def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> Tensor:
+    """The tensor of the rank at the other end of each axis, differentiably: its own inverse."""
+    for axis in axes:
+        tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
+    """The text of a conversion, as generated code shows it.
+
+    >>> format_steps((Step(1, Placement("P"), Placement("S", 0)),), ("dp", "tp"))
+    'tp: P -> S(0)'
+    """
+    return ", ".join(f"{axes[step.axis]}: {step.source} -> {step.target}" for step in steps)
+
+
+@cache
+def parse_steps(text: str, axes: tuple[str, ...]) -> tuple[Step, ...]:
+    """The inverse of ``format_steps``."""
+    steps = []
+    for part in text.split(", "):
+        axis, change = part.split(": ")
+        source, target = change.split(" -> ")
+        steps.append(Step(axes.index(axis), parse_placement(source), parse_placement(target)))
+    return tuple(steps)
+
+
+def apply_steps(rank: Rank, tensor: Tensor, steps: str) -> Tensor:
+    """``convert`` as generated code calls it: ``apply_steps(x, "tp: P -> I")``."""
+    return convert(tensor, parse_steps(steps, rank.mesh.axes), rank.communicator)
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """A parameter's local part: of a DTensor its shard, of a plain tensor itself."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()

@@ -1,0 +1,96 @@
+"""Ops by their path: ``"aten.linear.default"`` to the callable and what its schema says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+
+@cache
+def resolve(path: str) -> OpOverload:
+    """The op that ``path`` names.
+
+    >>> resolve("aten.linear.default") is torch.ops.aten.linear.default
+    True
+    """
+    namespace, name, overload = path.split(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    assert isinstance(op, OpOverload)
+    return op
+
+
+def path_of(op: OpOverload) -> str:
+    """The inverse of ``resolve``."""
+    return str(op)
+
+
+@cache
+def mutated_argument(path: str) -> str | None:
+    """The name of the argument that the op writes to, or None."""
+    for argument in resolve(path)._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return str(argument.name)
+    return None
+
+
+@cache
+def is_view(path: str) -> bool:
+    """Whether an output may share memory with an input without writing to it."""
+    schema = resolve(path)._schema
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in schema.returns
+    )
+
+
+@cache
+def has_argument(path: str, name: str) -> bool:
+    """Whether the op's schema has an argument of that name."""
+    return any(argument.name == name for argument in resolve(path)._schema.arguments)
+
+
+@cache
+def is_random(path: str) -> bool:
+    """Whether the op draws from the random generator (dropout counts, whatever its rate)."""
+    op = resolve(path)
+    return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
+
+
+def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws from a generator of torch, not counted numbers.
+
+    Dropout of a rate of 0, or not in training, draws nothing.
+    """
+    schema = resolve(path)._schema
+    has_generator = any(str(each.type) == "Optional[Generator]" for each in schema.arguments)
+    if "counter_" in path or not (is_random(path) or has_generator):
+        return False
+    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(kwargs)
+    defaults = {each.name: each.default_value for each in schema.arguments} | given
+    rates = [defaults[name] for name in ("p", "dropout", "dropout_p") if name in defaults]
+    is_training = all(defaults.get(name, True) for name in ("train", "training"))
+    is_dropout = "dropout" in path or "dropout" in defaults or "dropout_p" in defaults
+    return is_training and not (is_dropout and not any(rates))
+
+
+@cache
+def is_pointwise(path: str) -> bool:
+    """Whether the op computes each element of its broadcast inputs by itself."""
+    op = resolve(path)
+    return torch.Tag.pointwise in op.tags or path.startswith("aten.masked_fill.")
+
+
+def forget() -> None:
+    """Forget what was looked up: a user's op was registered anew."""
+    for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
+        cached.cache_clear()
+
+
+def returns_several(path: str) -> bool:
+    """Whether an op returns a tuple or list, even of one."""
+    returns = resolve(path)._schema.returns
+    return len(returns) > 1 or str(returns[0].type).startswith("List")

@@ -1,0 +1,1 @@
+"""Programs: the forms in which captured models and stages are stored and interpreted."""

@@ -1,0 +1,72 @@
+"""The values of constants, computed in whatever process needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from ...planner.graph import Graph
+from .interpret import run_nodes
+from .program import Program
+
+
+def evaluate(
+    program: Program,
+    names: Iterable[str],
+    device: str = "cpu",
+    buffers: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The global values of the constants ``names``, at the program's batch size.
+
+    ``buffers`` holds the values of those buffers that the constants read, as the model
+    holds them (in float64, cast to float64).
+    """
+    given = {name: value.to(device) for name, value in program.literals.items()}
+    given.update({name: value.to(device) for name, value in (buffers or {}).items()})
+    return evaluate_constants(program.graph, names, device=device, buffers=given)
+
+
+def evaluate_constants(
+    graph: Graph, names: Iterable[str], *, device: str, buffers: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """``evaluate`` on a graph; ``buffers`` holds every buffer that is read, on ``device``."""
+    wanted = tuple(names)
+    order = ancestors(graph, wanted)
+    nodes = [node for node in graph.nodes if node.name in order and node.kind == "constant"]
+    with torch.no_grad():
+        outputs = run_nodes(graph, nodes, buffers, keep=wanted, device=device)
+    return {name: _at_batch(outputs[name][0], graph[name].spec.shape) for name in wanted}
+
+
+def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
+    """``names`` and every node that they depend on."""
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending.extend(ref.name for ref in graph[name].inputs)
+    return found
+
+
+def _at_batch(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A constant captured at one batch size, for another: its equal parts are repeated.
+
+    A dimension of ``k`` rows per row of the batch has parts of ``k``, or of a multiple of it.
+    """
+    for dim, size in enumerate(shape):
+        if value.shape[dim] != size:
+            part = value.narrow(dim, 0, gcd(value.shape[dim], size))
+            whole = _tiled(part, dim, value.shape[dim])
+            assert torch.equal(value, whole), "a constant differs between rows of the batch"
+            value = _tiled(part, dim, size)
+    return value
+
+
+def _tiled(part: Tensor, dim: int, size: int) -> Tensor:
+    times = size // part.shape[dim]
+    return part.repeat(*(times if d == dim else 1 for d in range(part.dim())))

@@ -1,0 +1,179 @@
+"""What a model returns besides its loss: its structure, and outputs that are differentiated.
+
+In: a model's outputs as an export sees them. Out: an ``OutputForm``, which rebuilds outputs of
+the same structure from tensors; and, for a model that returns no loss, a scalar from which the
+graph is captured all the same (``mean_of_outputs``) and the values that it is made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import (
+    TreeSpec,
+    register_dataclass,
+    tree_flatten,
+    tree_is_leaf,
+    tree_unflatten,
+)
+
+from ...planner.errors import CaptureError
+from ...planner.graph import Graph, Ref
+
+LeafKind = Literal["loss", "tensor", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of a model's outputs.
+
+    ``kind``: the loss, another tensor, or a plain value. ``value`` is the plain value (None for
+    an object of the model's own, such as a cache of keys), and of the loss its shape.
+    """
+
+    kind: LeafKind
+    value: Any = None
+    is_differentiable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """The structure of a model's outputs, leaf by leaf."""
+
+    structure: TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors it has besides the loss."""
+        return sum(leaf.kind == "tensor" for leaf in self.leaves)
+
+    def build(self, loss: Tensor | None, tensor: Callable[[int], Tensor]) -> Any:
+        """Outputs of this structure: ``loss``, and ``tensor(i)`` for the i-th other tensor."""
+        made: list[Any] = []
+        position = 0
+        for leaf in self.leaves:
+            if leaf.kind == "tensor":
+                made.append(tensor(position))
+                position += 1
+            else:
+                given = loss if leaf.kind == "loss" else None
+                made.append(leaf.value if given is None else _shaped(given, leaf.value))
+        return tree_unflatten(made, self.structure)
+
+
+def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The loss in the model's own shape; one that has it may be on its way and stays so."""
+    return loss if loss.shape == shape else loss.reshape(shape)
+
+
+def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
+    """The form of ``outputs``; ``loss`` is that of them which training minimizes, if any."""
+    flat, structure = tree_flatten(with_dataclasses(outputs))
+    return OutputForm(structure, tuple(_leaf(value, loss) for value in flat))
+
+
+def with_dataclasses(outputs: Any) -> Any:
+    """The same outputs, after their dataclass, if they are one, is known as a structure.
+
+    Raises CaptureError AP209 for outputs in an object that cannot be rebuilt.
+    """
+    kind = type(outputs)
+    if tree_is_leaf(outputs) and not isinstance(outputs, Tensor):
+        if dataclasses.is_dataclass(kind):
+            register_dataclass(kind)
+        elif any(isinstance(value, Tensor) for value in getattr(outputs, "__dict__", {}).values()):
+            raise CaptureError(
+                "AP209",
+                f"the model returns its tensors in a {kind.__name__}",
+                why="outputs are rebuilt from the plan's results, which needs a known structure",
+                fix="return a tuple, a dict, a named tuple or a dataclass",
+            )
+    return outputs
+
+
+def _leaf(value: Any, loss: Tensor | None) -> Leaf:
+    if isinstance(value, Tensor):
+        if value is loss:
+            return Leaf("loss", tuple(value.shape), _is_differentiable(value))
+        return Leaf("tensor", None, _is_differentiable(value))
+    plain = isinstance(value, bool | int | float | str | torch.dtype)
+    return Leaf("value", value if plain else None)
+
+
+def output_tensors(outputs: Any, form: OutputForm) -> list[Tensor]:
+    """The tensors of ``outputs`` besides the loss, in the order of ``form``."""
+    flat, _ = tree_flatten(outputs)
+    return [value for value, leaf in zip(flat, form.leaves, strict=True) if leaf.kind == "tensor"]
+
+
+def scalar_losses(outputs: Any) -> list[Tensor]:
+    """The differentiable scalars in a tuple or list of outputs: what may be its loss.
+
+    Without gradients these are all that have a fraction, or of them those without dimensions.
+    """
+    scalars = [
+        value
+        for value in tree_flatten(outputs)[0]
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+    ]
+    if torch.is_grad_enabled():
+        return [value for value in scalars if value.requires_grad]
+    return [value for value in scalars if not value.dim()] or scalars
+
+
+def _is_differentiable(value: Tensor) -> bool:
+    return value.requires_grad and (value.is_floating_point() or value.is_complex())
+
+
+def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
+    """A scalar that depends on every differentiable output: the sum of their means.
+
+    Raises CaptureError AP203 where no output can be differentiated.
+    """
+    found = [value for value in tree_flatten(with_dataclasses(outputs))[0]
+             if isinstance(value, Tensor) and _is_differentiable(value)]  # fmt: skip
+    if not found:
+        raise CaptureError(
+            "AP203",
+            "the model returns no loss",
+            why="none of its outputs depends on its parameters",
+            fix="return the loss or the logits, or define loss_fn(outputs, batch)",
+        )
+    total = found[0].mean()
+    for value in found[1:]:
+        total = total + value.mean()
+    return total
+
+
+def mean_inputs(graph: Graph, count: int) -> tuple[Ref, ...]:
+    """The values that a graph's loss, made by ``mean_of_outputs`` of ``count`` outputs, averages.
+
+    In the order of the outputs.
+    """
+    found: list[Ref] = []
+    ref = graph.loss
+    for _ in range(count - 1):
+        node = graph[ref.name]
+        ref, mean = node.args[0], node.args[1]
+        found.append(_averaged(graph, mean))
+    found.append(_averaged(graph, ref))
+    return tuple(reversed(found))
+
+
+def _averaged(graph: Graph, mean: Ref) -> Ref:
+    source = graph[mean.name].args[0]
+    assert isinstance(source, Ref)
+    if graph[source.name].kind == "parameter":
+        raise CaptureError(
+            "AP210",
+            f"the model returns its parameter {source.name}",
+            why="an output must be a value that the forward computes",
+            fix="return a value computed from it, or read the parameter from the model",
+        )
+    return source
