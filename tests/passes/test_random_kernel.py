@@ -21,7 +21,7 @@ def compare() -> None:
     import torch
 
     from autoparallel.passes.ops.random_kernel import draw
-    from autoparallel.passes.ops.torch_ops import random_kernel, random_ops
+    from autoparallel.passes.ops import random_kernel, random_ops
 
     assert max(map(len, CASES)) == random_kernel.MAX_DIMS
     count = 0
