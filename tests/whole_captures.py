@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.capture import capture_model as capturing
+from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 
 

@@ -20,8 +20,8 @@ DTYPES = ("float32", "float16")
 def compare() -> None:
     import torch
 
-    from autoparallel.passes.ops.random_kernel import draw
     from autoparallel.passes.ops import random_kernel, random_ops
+    from autoparallel.passes.ops.random_kernel import draw
 
     assert max(map(len, CASES)) == random_kernel.MAX_DIMS
     count = 0
