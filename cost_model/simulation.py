@@ -28,7 +28,6 @@ from .actions import (
     Action,
     Schedule,
 )
-from .free_ports import FreePorts
 from .lines import Line, lines_of, outgoing
 from .overlap import Collectives
 from .ports import Arrival, Message, Ports
@@ -51,7 +50,6 @@ class Simulation:
         schedule: Schedule,
         costs: StageCosts,
         overlap: Overlap | None,
-        ports: type[Ports] | type[FreePorts],
         *,
         records: bool = True,
     ) -> None:
@@ -77,7 +75,7 @@ class Simulation:
         self.frees = (BACKWARD, WEIGHT_BACKWARD) if trains else (FORWARD,)
         number = 2 * stages * schedule.num_microbatches * schedule.num_slices
         self.takes_time = any(map(any, (costs.send_seconds, costs.send_backward_seconds)))
-        self.ports = ports(schedule.num_ranks, self.zero)
+        self.ports = Ports(schedule.num_ranks, self.zero)
         self.sent: dict[tuple[int, int], tuple[float, int]] = {}
         self.partly: dict[int, tuple[int, float, float]] = {}
         self.posted: list[float | None] = [None] * number

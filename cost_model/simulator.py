@@ -24,8 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .actions import Schedule
-from .free_ports import FreePorts
-from .ports import Ports
 from .simulation import Simulation
 from .stage_costs import Overlap, StageCosts, of_replicas
 from .timeline import Timeline
@@ -39,13 +37,11 @@ def simulate(
     *,
     overlap: Overlap | None = None,
     replicas: Sequence[int] = (),
-    ports: type[Ports] | type[FreePorts] = Ports,
 ) -> Timeline:
     """Runs the table once. Raises ValueError if it deadlocks or does not fit the costs.
 
     ``overlap`` lets gradient sums and parameter gathers run beside compute; without it they
     stop their rank. ``replicas``: how many devices each pipeline rank stands for, one by default.
-    ``ports``: whether messages share them.
 
     >>> from autoparallel.cost_model.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -56,15 +52,10 @@ def simulate(
     if len(replicas) not in (0, schedule.num_ranks):
         raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
     costs = _checked(schedule, costs, overlap)
-    return Simulation(schedule, costs, overlap, ports).timeline(tuple(replicas))
+    return Simulation(schedule, costs, overlap).timeline(tuple(replicas))
 
 
-def step_seconds(
-    schedule: Schedule,
-    costs: StageCosts,
-    *,
-    ports: type[Ports] | type[FreePorts] = Ports,
-) -> float:
+def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
     """``simulate(…).step_seconds``, without the timeline.
 
     >>> from autoparallel.cost_model.actions import parse_table
@@ -74,7 +65,7 @@ def step_seconds(
     7.0
     """
     costs = _checked(schedule, costs, None)
-    return Simulation(schedule, costs, None, ports, records=False).step_seconds()
+    return Simulation(schedule, costs, None, records=False).step_seconds()
 
 
 def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
@@ -87,7 +78,7 @@ def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float
     7.0
     """
     costs = _checked(schedule, costs, None)
-    return Simulation(schedule, costs, None, Ports, records=False).step_and_bubble()
+    return Simulation(schedule, costs, None, records=False).step_and_bubble()
 
 
 def _checked(schedule: Schedule, costs: StageCosts, overlap: Overlap | None) -> StageCosts:

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from ...cost_model.actions import Edges, Schedule, chain
 from ...cost_model.cluster import Cluster
-from ...cost_model.free_ports import FreePorts
-from ...cost_model.ports import Ports
-from ...cost_model.simulator import simulate, step_and_bubble, step_seconds
+from ...cost_model.simulator import simulate, step_and_bubble
 from ...cost_model.stage_costs import Overlap, StageCosts
 from ...cost_model.timeline import Timeline
 from ..inter_op.branches import WeightedEdges
@@ -135,56 +133,12 @@ def known_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks
     return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
 
 
-def simulate_figures(
-    schedule: str,
-    num_microbatches: int,
-    figures: Sequence[Sequence[float]],
-    *,
-    edges: WeightedEdges | None = None,
-    latency_seconds: float = 0.0,
-    shared: bool = True,
-) -> float:
-    """The step's seconds from the five figures of each stage: forward, backward, receive
-    forward, receive backward, end of the step; of a split backward the first half, and the
-    weights' half as a sixth. The same as ``simulate_stages``, for many. Not ``shared``: as if no
-    messages shared a port (``free_ports``)."""
-    forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
-    weights = late[0] if late else ()
-    if late:
-        backward = tuple(i + w for i, w in zip(backward, weights, strict=True))
-    if len(figures) == 1:
-        return float(num_microbatches * (forward[0] + backward[0]) + end[0])
-    pairs = None if edges is None else _pairs(edges)
-    if pairs == chain(len(figures)):
-        pairs = edges = None
-    received = [(target, 1.0) for target in range(1, len(figures))]
-    if edges is not None:
-        received = [(target, share) for _, target, share in edges]
-    costs = StageCosts(
-        forward,
-        backward,
-        send_seconds=[share * receive[target] for target, share in received],
-        send_backward_seconds=[share * receive_backward[target] for target, share in received],
-        step_seconds=end,
-        weight_backward_seconds=weights,
-        edges=pairs,
-        send_latency_seconds=(latency_seconds,) * len(received),
-    )
-    table = _table(schedule, len(figures), num_microbatches, pairs)
-    return float(step_seconds(table, costs, ports=Ports if shared else FreePorts))
-
-
 def latency_seconds(cluster: Cluster) -> float:
     """What every message between devices of the cluster is on its way at least."""
     links = [host.link for host in cluster.hosts if host.num_devices > 1]
     links += [host.detour for host in cluster.hosts if host.detour is not None]
     links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
     return min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
-
-
-@lru_cache(maxsize=256)
-def _table(schedule: str, num_stages: int, num_microbatches: int, pairs: Edges | None) -> Schedule:
-    return build_schedule(schedule, num_stages, num_microbatches, edges=pairs)
 
 
 def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:

@@ -15,20 +15,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import comb
 
 from ..inter_op.branches import WeightedEdges, stage_depths
 from ..inter_op.inter_op import Pipeline, StageChoice
 from ..inter_op.pipeline_bound import least_seconds
+from ..inter_op.sweep import Tiling
 from ..intra_op.intra_op import StageAnswer
 from ..schedules.held import splits
 from .candidates import edges, stage
-from .exact import is_few, stagings
 from .job import Job
 from .quests import Draft, turning_seconds
+from .space import tilings
 
 MOST_DEVICES = 16
 MOST_FEW = 2_000
 """Pipelines of all micro-batch sizes that are all looked at."""
+
+MOST_CUTS = 5_000
+"""Cuts of the blocks into stages: with more, pipelines are not few."""
 
 MOST_CLIMBED = 8
 """How often the winner's cuts are moved by a block."""
@@ -81,6 +86,39 @@ def few_pipelines(
     every = ((each, stages) for each in rows for stages in stagings(job, each, numbers))
     found = list(islice(every, MOST_FEW + 1))
     return found if len(found) <= MOST_FEW else None
+
+
+def is_few(job: Job, numbers: tuple[int, ...]) -> bool:
+    """Whether there are few ways to cut the blocks into so many stages."""
+    num_blocks = len(job.structure.blocks.blocks)
+    return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_CUTS
+
+
+def stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
+    """Every cut of the blocks on every tiling of the devices, as far as cuts are free."""
+    num_blocks = len(job.structure.blocks.blocks)
+
+    def extend(
+        tiling: Tiling, left: int, block: int, position: int
+    ) -> Iterator[tuple[StageChoice, ...]]:
+        if left == 0:
+            yield ()
+            return
+        for move in tiling.moves_from(left, position):
+            stops = (num_blocks,) if left == 1 else range(block + 1, num_blocks - left + 2)
+            for stop in stops:
+                choice = StageChoice(block, stop, move.first_device, move.num_devices)
+                for rest in extend(tiling, left - 1, stop, move.stop):
+                    yield (choice, *rest)
+
+    seen: set[tuple[StageChoice, ...]] = set()
+    mixed = job.request.features.allows("mixed-stages")
+    for tiling, number in tilings(job.cluster, numbers, job.costs(rows).place, mixed=mixed):
+        if number <= min(tiling.most, num_blocks):
+            for stages in extend(tiling, number, 0, 0):
+                if stages not in seen and job.begins_as_asked(stages):
+                    seen.add(stages)
+                    yield stages
 
 
 def shifted(stages: Stages) -> Iterator[Stages]:

@@ -27,13 +27,12 @@ LEAST_BOUND = 400
 class Proof:
     """The bounds of a search that began at some work of its effort.
 
-    ``proven`` is that of a small space that was gone through, ``shared_bound`` of plans in which
-    unlike devices take unequal shares, once these were tried (``is_shared_out``).
+    ``shared_bound`` is that of plans in which unlike devices take unequal shares, once these were
+    tried (``is_shared_out``).
     """
 
     job: Job
     began: float
-    proven: float = 0.0
     shared_bound: float = float("inf")
     is_shared_out: bool = False
     _parts: list[Callable[[], tuple[float, float]]] = field(default_factory=list)
@@ -62,7 +61,7 @@ class Proof:
     def least(self) -> float:
         """What no plan of one stage per rank takes less than; 0 where that is not known."""
         job = self.job
-        least = max(self.proven, min((own for own, _ in self._found()), default=0.0))
+        least = min((own for own, _ in self._found()), default=0.0)
         if not self.is_shared_out and is_mixed(job.cluster):  # it was ended before that
             rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
             least = min(least, work_bound(job, rows))

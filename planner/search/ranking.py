@@ -1,8 +1,8 @@
 """What is looked at in which order.
 
 In: a job. Out: candidates, the best known, and what no plan is faster than. Quests are looked
-at and followed to drafts, drafts made candidates and simulated, the fastest refined; then the
-best is proven or bounded (``search`` says more).
+at and followed to drafts, drafts made candidates and simulated, the fastest refined; then all
+plans are bounded from below (``search`` says more).
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from ..inter_op.inter_op import StageChoice
 from ..intra_op.closing import MOST_PROGRAMS
 from ..placement.placement import learned_pipelines
 from ..requests.options import microbatch_rows
-from ..requests.request import SCHEDULES
 from .beside import Company
 from .candidates import candidates
-from .exact import exact_candidates, is_few
 from .free_axes import WORTH_IT, free_candidates, freed
 from .job import Job
 from .loops import MOST_CHUNKS, loops
-from .nearby import passed_over
+from .nearby import is_few, passed_over
 from .proof import Proof
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
@@ -88,7 +86,8 @@ class Ranking:
             self.found.settle()
         self._refine()
         self._share_out(rows)
-        self._prove(rows, numbers)
+        self.observe("bounding the step from below", len(rows), len(rows))
+        self.bound_rest()
         if job.company.beside is None:
             self.proof.least()
 
@@ -364,24 +363,6 @@ class Ranking:
             if found is not None:
                 self.found.offer(found)
         self.proof.is_shared_out = True
-
-    def _prove(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Goes through a small space to the end; of a large one says what nothing is below.
-
-        Several stages per rank, which only can be forced, have no bound yet.
-        """
-        if not set(self.job.request.schedules) <= set(SCHEDULES):
-            return
-        job, before = self.job, self.found.step_seconds
-        self.observe("proving the best", len(rows), len(rows))
-        for found, bound in exact_candidates(job, rows, numbers, before):
-            self.proof.proven = bound
-            if found is not None:
-                self.found.offer(found)
-        if self.found.step_seconds < before:
-            self._free_axes()
-        if not self.proof.proven:
-            self.bound_rest()
 
     def bound_rest(self) -> None:
         """Begins to say what nothing is below, where that has not begun."""

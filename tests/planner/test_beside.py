@@ -22,8 +22,8 @@ from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search import beside, ranking
 from autoparallel.planner.search.beside import Beside, Company
-from autoparallel.planner.search.exact import is_few
 from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.nearby import is_few
 from autoparallel.planner.search.search import plan
 
 GRAPH, BLOCKS = mlp(14, rows=8, width=512, inner=2048)

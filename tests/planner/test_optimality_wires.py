@@ -1,4 +1,4 @@
-"""The planner's answer is the best there is where devices of a host are wired unequally."""
+"""The planner's answer is near the best there is where devices of a host are wired unequally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from small_graphs import mlp
 from solved_cases import (
     SAME,
     Solved,
-    assert_is_the_best,
+    assert_is_near,
     best_of_all,
     found_plan,
     with_limit,
@@ -26,6 +26,9 @@ from autoparallel.planner.search.search import plan
 
 SEEDS = [seed for seed in range(120) if random_case(seed).cluster.hosts[-1].num_devices >= 3]
 """Cases with three or four devices in a host: of two there is one pair."""
+
+WORST_MISS = 0.1
+"""How much longer than the best one, as a share, a plan's step may take."""
 
 SAMPLE = [*SEEDS[:10], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[10:])]
 
@@ -76,26 +79,24 @@ def solved(seed: int, name: str = "") -> Solved:
 
 
 @pytest.mark.parametrize("seed", SAMPLE)
-def test_the_plan_is_the_fastest_there_is(seed: int) -> None:
-    assert_is_the_best(solved(seed))
+def test_a_plan_is_near_the_best_and_no_plan_is_below_its_bound(seed: int) -> None:
+    assert_is_near(solved(seed), WORST_MISS)
 
 
 @pytest.mark.parametrize("seed", SAMPLE)
-def test_the_plan_costs_what_it_says_and_its_gap_holds(seed: int) -> None:
+def test_the_plan_costs_what_it_says(seed: int) -> None:
     own = solved(seed)
     if own.found is None:
         return
     priced = evaluate(own.case.graph, own.case.blocks, own.found, own.case.cluster)
     assert priced.step_seconds == pytest.approx(own.seconds, rel=SAME)
-    if own.best is not None:
-        assert own.best.step_seconds >= own.seconds * (1 - own.found.solver.gap) * (1 - SAME)
 
 
 @pytest.mark.parametrize("name", list(WIRES))
 @pytest.mark.parametrize("seed", FOURS)
 def test_stages_of_unlike_sizes_are_priced_alike_by_all(seed: int, name: str) -> None:
     own = solved(seed, name)
-    assert_is_the_best(own)
+    assert_is_near(own, WORST_MISS)
     if own.found is not None:
         priced = evaluate(own.case.graph, own.case.blocks, own.found, own.case.cluster)
         assert priced.step_seconds == pytest.approx(own.seconds, rel=SAME)
