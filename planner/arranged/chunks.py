@@ -34,19 +34,14 @@ from ..pricing.slice_costs import best_lengths
 from ..pricing.sources import with_sources
 from ..pricing.stage_cost import StageCost
 from ..pricing.step import known_schedule
-from ..requests.options import microbatch_rows
 from ..requests.request import Request
 from ..schedules.schedules import find_schedule
 from ..search import search
-from ..search.job import Job
-from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import LESS_SIMPLE, leaf_layout
 from ..search.simplest import simplest_of, tolerance_of
-from ..search.work_bound import work_bound
 from ..strategy import NodeLayout
 from ..summary import plan_summary, schedule_text
 from .balanced import balanced, block_flops
-from .chunk_bound import chunk_bound, chunk_bound_of
 from .chunk_memory import fitting
 from .chunk_search import Cut, Others, cut_again
 from .forced_chunks import (
@@ -104,10 +99,9 @@ def _plan(
     def searched(asked: Request) -> search.Searched:
         every.append(
             search.searched(
-                graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis,
-                others_bound=_bound_of_chunks if _has_chunks(cluster, asked) else None,
+                graph, blocks, cluster, asked, observe=observe, rules=rules, basis=basis
             )
-        )  # fmt: skip
+        )
         return every[-1]
 
     def found(asked: Request) -> Plan:
@@ -143,7 +137,7 @@ def _plan(
         assert request.forced.schedule is not None
         own = partial(cut, schedule=request.forced.schedule, count=count)
         looped = fitting(own, base, every[0].job.limits.memory_bytes, request.recomputations)
-        best = _bounded(looped, every[0], (ranks,), count)
+        best = every[0].judged(looped)
         check_memory(best, request, "the chunks of a rank")
         check_begins(best, graph, blocks, request)
     return with_sources(best, graph, blocks, basis=basis, rules=rules)
@@ -205,10 +199,7 @@ def _best(
         alternatives.append(others.fastest)
     by_speed = sorted(alternatives, key=lambda each: each.step_seconds)
     plain = replace(plain, alternatives=tuple(by_speed))
-    if _has_chunks(found.cluster, request) and max(found.job.stage_numbers) > 1:
-        plain = _gauged(plain, found)
-    else:
-        plain = found.judged(plain)
+    plain = found.judged(plain)
     return replace(plain, solver=replace(plain.solver, simplest=why))
 
 
@@ -224,7 +215,7 @@ def _of_others(found: search.Searched, best: Plan, others: Others, tolerance: fl
         lost.insert(0, Alternative(winner.summary, seconds, peak, reason))
     faster = [each for each in lost if each.step_seconds < step and each.reason == LESS_SIMPLE]
     slower = [each for each in lost if each.step_seconds >= step]
-    best = replace(_gauged(best, found), alternatives=(*faster, *slower))
+    best = replace(found.judged(best), alternatives=(*faster, *slower))
     first = others.fastest
     if first is None or first.step_seconds >= step:
         return best
@@ -269,56 +260,6 @@ def _may_be_cut_again(cluster: Cluster, request: Request) -> bool:
 
 def _is_uniform(cluster: Cluster) -> bool:
     return all(host == cluster.hosts[0] for host in cluster.hosts)
-
-
-def _has_chunks(cluster: Cluster, request: Request) -> bool:
-    """Whether a plan may have several stages per rank without being told so."""
-    return _is_uniform(cluster) and bool(request.chunked_schedules)
-
-
-def _bound_of_chunks(job: Job, rows: tuple[int, ...]) -> float:
-    """``chunk_bound`` of some micro-batch sizes, for all that a plan may have."""
-    names = job.request.chunked_schedules
-    return chunk_bound_of(job, rows, job.stage_numbers, _most_chunks(job.request), names)
-
-
-def _most_chunks(request: Request) -> int:
-    return request.forced.chunks or MOST_CHUNKS
-
-
-def _gauged(other: Plan, found: search.Searched) -> Plan:
-    """The plan with a bound of what was searched: of several stages per rank too, where they are
-    allowed, as not all of them were tried.
-
-    Of replicas it is the work alone. Slices skip masked pairs of attention, which the bounds
-    count: there is none for them.
-    """
-    job = found.job
-    if other.slices:
-        least = 0.0
-    elif other.schedule not in (*found.request.chunked_schedules, *found.request.schedules):
-        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        least = work_bound(job, rows)
-    elif found.request.chunked_schedules:
-        names = found.request.chunked_schedules
-        known = job.others_bounded()
-        most = _most_chunks(found.request)
-        least = chunk_bound(job, job.stage_numbers, most, names) if known is None else known
-    else:
-        rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-        least = work_bound(job, rows)
-    if found.request.allows_one_stage or 1 in job.stage_numbers:
-        least = min(least, found.bound_seconds)
-    return replace(other, solver=search.solver_info(other, found, least))
-
-
-def _bounded(
-    looped: Plan, found: search.Searched, numbers: tuple[int, ...], most_chunks: int
-) -> Plan:
-    """The plan with what none of as many chunks or fewer on so many ranks is faster than."""
-    names = tuple(dict.fromkeys((*found.request.chunked_schedules, looped.schedule)))
-    least = chunk_bound(found.job, numbers, most_chunks, names)
-    return replace(looped, solver=search.solver_info(looped, found, least))
 
 
 def chunked(

@@ -32,7 +32,7 @@ from .recompute import kept_parts, read_parts, replay
 from .same import known
 from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Structure, Use
-from .weight_backward import late_parts, late_seconds, late_share
+from .weight_backward import late_parts, late_seconds
 
 T = TypeVar("T")
 
@@ -96,7 +96,6 @@ class StageModel:
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
     _late: dict[object, Late] = field(default_factory=dict, repr=False)
     _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
-    _most_late: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def kind(self, kind: str) -> KindModel:
         found = self._kinds.get(kind)
@@ -127,22 +126,6 @@ class StageModel:
             computed, issued = (sum(own) for own in zip((0.0, 0.0), *seconds, strict=True))
             self._late[key] = computed, issued, tuple(parts)
         return self._late[key]
-
-    def most_late(self, kind: str) -> tuple[float, float]:
-        """The largest share that gradients of weights have of any op's passes in a kind, and
-        the most seconds that they take of a block."""
-        if kind not in self._most_late:
-            graph, most, seconds = self.structure.graph, 0.0, 0.0
-            for decision in self.kind(kind).decisions:
-                nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
-                share = max((late_share(node, graph, self.prices) for node in nodes), default=0.0)
-                if share:
-                    forward, backward = decision.seconds[0][:, [0, 2]].T
-                    both = np.maximum(forward + backward, np.finfo(float).tiny)
-                    most = max(most, share * float((backward / both).max()))
-                    seconds += share * float(backward.max())
-            self._most_late[kind] = most, seconds
-        return self._most_late[kind]
 
     def shared(self, parameter: str) -> Decision:
         """The decision of a parameter of several blocks."""

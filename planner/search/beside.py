@@ -5,28 +5,22 @@ process that was forked from this one and keeps its tables from one call to the 
 back is small (pipelines and bounds). The parts are the same whether there is a process or not,
 and no part knows what was found in another, so the answers are too. Where no process can be had,
 or it is lost, its part is done here.
-
-What is wanted only at the end is begun as soon as all that it follows from is known (``later``):
-of this process's parts in a fork of it, which has their tables too and ends with its answer. It
-is not waited for yet, so it leaves the processor to this process where the two want the same.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import AutoparallelError
 from .job import Job
@@ -36,9 +30,6 @@ Found = TypeVar("Found")
 
 PARTS = 2
 """Into which the micro-batch sizes of a large space are shared out."""
-
-POLITE = 3
-"""The niceness of what is wanted only at the end: two of it have as much as one without."""
 
 LATE_SECONDS = 5.0
 """How long after the time limit an answer is waited for."""
@@ -135,13 +126,6 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
             answer.start()
 
 
-def _politely(job: Job, function: Callable[..., Found], *args: object) -> Found:
-    """``function(job, *args)`` when others leave time for it, from now on."""
-    with suppress(OSError):  # a sandbox that lets nobody change it
-        os.setpriority(os.PRIO_PROCESS, 0, max(POLITE, os.getpriority(os.PRIO_PROCESS, 0)))
-    return function(job, *args)
-
-
 def _send(pipe: Connection, answer: object) -> None:
     with suppress(OSError):  # the other end is closed
         pipe.send(answer)
@@ -178,47 +162,12 @@ class _Spent:
 
 
 @dataclass
-class Later(Generic[Found]):
-    """What ``here()`` returns: from a process that was asked for it, if there is one.
-
-    The process answers in order: first ``before``.
-    """
-
-    job: Job
-    key: object
-    here: Callable[[], Found]
-    beside: Beside | None = None
-    before: Later[Any] | None = None
-    _found: list[Found] = field(default_factory=list)
-
-    def __call__(self) -> Found:
-        """Waits for the process; where that is lost or was ended it is done here."""
-        if self.before is not None:
-            self.before()
-        if not self._found:
-            try:
-                own = self.here() if self.beside is None else self.beside.answer(self.job)
-            except LostError:
-                if self.beside is not None:  # a late answer must not be taken for the next one
-                    self.beside.end()
-                self.beside = None
-                own = self.here()
-            self._found.append(own)
-        return self._found[0]
-
-
-@dataclass
 class Company:
-    """The parts of the micro-batch sizes, and the process that has the last of them, if any.
-
-    ``begun`` is what was asked for to have it later, ``forks`` have the other parts for that.
-    """
+    """The parts of the micro-batch sizes, and the process that has the last of them, if any."""
 
     job: Job
     parts: tuple[Rows, ...]
     beside: Beside | None = None
-    begun: list[Later[Any]] = field(default_factory=list)
-    forks: dict[int, Beside | None] = field(default_factory=dict)
 
     @staticmethod
     def of(job: Job, rows: Rows, *, is_large: bool) -> Company:
@@ -229,30 +178,17 @@ class Company:
         return Company(job, parts, beside)
 
     def over(
-        self,
-        function: Callable[..., Found],
-        *args: object,
-        first: Callable[[Rows], Found] | None = None,
+        self, function: Callable[..., Found], *args: object, first: Callable[[Rows], Found]
     ) -> list[Found]:
-        """``function(job, rows, *args)`` of each part; of the first ``first(rows)``.
-
-        What was begun is not done again.
-        """
+        """``function(job, rows, *args)`` of each part; of the first ``first(rows)``."""
         *own, last = self.parts
-        known = {each.key: each for each in self.begun}
-        keys = [(at, function, args) for at in range(len(self.parts))]
-        if all(key in known for key in keys):
-            return [known[key]() for key in keys]
-        for each in self.begun:
-            if self.beside is not None and each.beside is self.beside:
-                each()
         try:
             if self.beside is not None:
                 self.beside.ask(function, last, *args)
         except LostError:
             self.end()
         found = [
-            function(self.job, rows, *args) if at or first is None else first(rows)
+            function(self.job, rows, *args) if at else first(rows)
             for at, rows in enumerate(own if self.beside is not None else self.parts)
         ]
         try:
@@ -263,30 +199,8 @@ class Company:
             found.append(function(self.job, last, *args))
         return found
 
-    def later(self, at: int, function: Callable[..., Found], *args: object) -> Later[Found]:
-        """``function(job, rows, *args)`` of the part ``at``, begun where there are processes."""
-        rows, process = self.parts[at], self.beside
-        here = partial(function, self.job, rows, *args)
-        found: Later[Found] = Later(self.job, (at, function, args), here)
-        if process is not None and at < len(self.parts) - 1:
-            if at not in self.forks:
-                self.forks[at] = Beside.start(self.job)
-            process = self.forks[at]
-        if process is not None:
-            with suppress(LostError):
-                process.ask(_politely, function, rows, *args)
-                found.beside = process
-                asked = [each for each in self.begun if each.beside is process]
-                found.before = asked[-1] if asked else None
-        self.begun.append(found)
-        return found
-
     def end(self) -> None:
-        """Ends all processes; what they have not answered is done here when it is asked for."""
-        for process in (*self.forks.values(), self.beside):
-            if process is not None:
-                process.end()
-        for each in self.begun:
-            each.beside = None
-        self.forks.clear()
+        """Ends the process; what it has not answered is done here when it is asked for."""
+        if self.beside is not None:
+            self.beside.end()
         self.beside = None

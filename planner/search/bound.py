@@ -1,316 +1,316 @@
-"""What no plan of a large space is faster than.
+"""A lower bound of the step time over the whole search space.
 
-In: a job whose search is done, the best step, the gap asked for. Out: a lower bound of the
-step over all micro-batch sizes, cuts, tilings, meshes, layouts, ZeRO stages, rungs and
-schedules of the request.
+In: a job. Out: seconds that no plan takes less than, whatever its micro-batch size, cut, meshes,
+layouts, ZeRO stages, recomputation and schedule, with one or several stages per rank.
 
-A stage of forward and backward c, messages r and end of step e takes, whatever its layouts, at
-least Q <= c + r and, the first one, E <= c + e: the stage solver proves them (for infinitely many
-micro-batches and for 1). And it computes and communicates at least C <= c + e/N, and C' <= c, of
-what fits in memory with as many micro-batches in flight as its place in the pipeline has at
-least: bounds of its blocks, one by one (``memory_bounds``). A pipeline takes at least
-(``pipeline_bound``)
+The busiest of D devices works at least as long as the mean one. A block on a mesh of n devices
+takes n times its seconds of device time. A price of λ seconds per byte brings in the memory limit
+of the devices (Lagrangian relaxation):
 
-    max_i  Σ_{0<j<=i} Q_j + (N - 1)·C'_i + E     and     max_i  N·C_i,
+    step >= max over λ of  N · (Σ over blocks of  min over meshes of  n/D · (C + λ·B)  -  λ·M)
 
-each the least over all pipelines by one sweep of ``inter_op_sweep``. Where the tables of blocks
-would be too wide, C is what the integer programs prove, W <= c + r + e/N, without the most R that
-messages can take, and memory is left out. The part of the space that has the least bound is
-given its next form, until the least is near enough to the best step or has no form left: the
-best-first order makes that the bound of the whole space.
+N is the number of micro-batches. C is what the block computes and communicates per micro-batch,
+with its share of the step's end; B are the bytes of its states and of what it keeps for one
+micro-batch; M is the memory limit less what a device gives to no tensor. Each block chooses its
+layouts, ZeRO stage and recomputation for itself, by eliminating its ops (``kind_tables``). A block
+that follows one of its kind also converts what it reads of that block, except where a stage
+begins; there are no more stages than the request allows.
 
-Where blocks that follow each other do not need each other, stages may be a graph and not a
-chain: then only the second form holds.
-
-Where a schedule may put the gradients of weights off, the way to a stage and back is shorter by
-theirs, and they need not come between its first and its last micro-batch: in the first form all
-Q but the first stage's count without the most that these can take. Then there is a third form,
-of a stage that does all of its work after the first micro-batch has come: with F the least that
-a forward takes
-
-    max_i  Σ_{j<i} F_j + N·C_i.
-
-Before any of this each part of the space has the bound of ``work_bound``, which takes no time,
-and then that of the mean device: of D devices, D times the step is at least N times the sum over
-blocks of the least devices·seconds that one takes on any mesh. Stages of any sizes then have the
-bound of ``counted``, which takes less time than a sweep.
+The bound leaves out that stages wait for each other, the messages between them, all but one of
+the micro-batches in flight, and that blocks are whole. It is never below ``work_bound``.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import count as counting
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from ..inter_op.branches import block_edges
-from ..inter_op.cuts import Bands
-from ..inter_op.sweep import Sweep, Tiling, larger, turning
-from ..schedules.held import splits
-from .costs import Costs, MeshCosts
-from .counted import counted_bounds
+from ..inter_op.branches import sections
+from ..inter_op.heterogeneous import is_mixed
+from ..inter_op.sweep import Tiling
+from ..intra_op.assembly import reserve
+from ..intra_op.elimination import BATCH_AXES, Factor, Floats
+from ..intra_op.families import Family
+from ..intra_op.intra_op import IntraOp
+from ..intra_op.kind_tables import KindTables, Rates, TooWideError
+from ..plan import Recompute
+from ..pricing.stage_model import StageModel
+from ..pricing.structure import Edge, Run, Structure
+from ..requests.options import microbatch_rows
 from .job import Job
-from .memory_bounds import Priced, rounded
-from .runs import Floats
-from .space import tilings
-from .stage_bounds import FORMS, Form, HeldBounds, StageBounds
+from .loops import MOST_CHUNKS
+from .space import mixed_tiling, uniform_tiling
 from .work_bound import work_bound
 
-MANY_BLOCKS = 256
-"""With more, a step of a sweep takes longer, by the square of how many times more; stages of any
-sizes are then only counted."""
+PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
+"""λ, as parts of the price at which all bytes of a device cost as much as its work."""
+
+UNLIMITED = 1e18
+"""Bytes that are as good as no limit."""
 
 
-class _LateError(Exception):
-    """There is no time left for a better bound; caught below."""
+def lower_bound(job: Job) -> float:
+    """No plan takes less than this, of one stage per rank or of several.
+
+    After the time limit it is ``work_bound``, and also where the tables of a block would be too
+    wide. Found once for a job.
+    """
+    if job.bound_seconds is None:
+        began = time.perf_counter()
+        job.bound_seconds = _lower_bound(job)
+        job.took("bound", time.perf_counter() - began)
+    return job.bound_seconds
 
 
-PATIENT = 1e12
-"""Work that is never done."""
+def _lower_bound(job: Job) -> float:
+    rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
+    work = work_bound(job, rows)
+    least = max(work, _relaxed(job, rows))
+    if job.shared_bound is not None:
+        return min(least, job.shared_bound)
+    return work if is_mixed(job.cluster) else least
+
+
+def _relaxed(job: Job, rows: Sequence[int]) -> float:
+    """The least of all parts of the space; 0 where it is not known."""
+    least = float("inf")
+    with job.stoppable(), suppress(TooWideError):
+        for each in rows:
+            for tilings, most_stages in _parts(job, each):
+                if job.ended_by:
+                    return 0.0
+                least = min(least, _Relaxation(job, each, tilings, most_stages).seconds())
+        return least
+    return 0.0
+
+
+def _parts(job: Job, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
+    """The space in parts: tilings of the devices, with the most stages that they may have."""
+    place, features = job.costs(rows).place, job.request.features
+    most_chunks = 1
+    if job.request.chunked_schedules:
+        most_chunks = job.request.forced.chunks or MOST_CHUNKS
+    uniform = {}
+    for number in job.stage_numbers:
+        tiling = uniform_tiling(job.cluster, number, place)
+        if tiling is not None:
+            uniform[number] = tiling
+    if 1 in uniform:
+        yield (uniform.pop(1),), 1
+    most = max(job.stage_numbers)
+    is_any = features.allows("mixed-stages")
+    is_any |= features.allows("branches") and bool(sections(job.structure))
+    if is_any and most > 1:
+        every = (*uniform.values(), mixed_tiling(job.cluster, most, place))
+        yield every, most * most_chunks
+    else:
+        for number, tiling in uniform.items():
+            yield (tiling,), number * most_chunks
 
 
 @dataclass
-class Space:
-    """The pipelines of a tiling at one micro-batch size; nothing is bounded after ``until``, in
-    work of the effort, nor after its time limit where there is an ``until``.
+class _Relaxation:
+    """The relaxed problem of some tilings at one micro-batch size."""
 
-    Those with a stage that takes more than ``most_seconds`` are left out.
-    """
+    job: Job
+    rows: int
+    tilings: Sequence[Tiling]
+    most_stages: int
 
-    costs: Costs
-    tiling: Tiling
-    is_chain: bool
-    splits: bool
-    priced: Priced
-    until: float = float("inf")
-    most_seconds: float = float("inf")
-    _plain: dict[tuple[int, bool, bool], StageBounds] = field(default_factory=dict)
-    _bounds: dict[tuple[int, bool, bool, int], HeldBounds] = field(default_factory=dict)
-    _sweeps: dict[tuple[int, Form], Sweep] = field(default_factory=dict)
-    _figures: dict[tuple[int, Form], tuple[Floats, Floats]] = field(default_factory=dict)
-
-    def stage(self, left: int, place: int, first: bool) -> HeldBounds | None:
-        """The bounds of a stage, the same for about as many micro-batches in flight; None on a
-        place without meshes."""
-        held = self._held(left, first)
-        key = (place, first, left == 1, held)
-        if key not in self._bounds and self.costs.places[place].meshes:
-            plain = self.plain(place, first, left == 1)
-            self._bounds[key] = HeldBounds(plain, partial(self._fitting, plain.meshes, held))
-        return self._bounds.get(key)
-
-    def plain(self, place: int, first: bool, last: bool) -> StageBounds:
-        """The bounds of a stage on a place with meshes, whatever is in flight."""
-        key = place, first, last
-        if key not in self._plain:
-            runs = self.costs.runs
-            numbers = runs.role(first, last)
-            series = {runs.series_of[number][0] for number in numbers.tolist()}
-            ordered = tuple(sorted(series, key=lambda each: each.classes))
-            meshes = self.costs.places[place].meshes
-            self._plain[key] = StageBounds(meshes, ordered, numbers, runs.count, first, self.splits)
-        return self._plain[key]
-
-    def _held(self, left: int, first: bool) -> int:
-        if not self.is_chain or (first and left == 1):
-            return 1
-        return self._by_left[left]
+    def seconds(self) -> float:
+        """The bound; infinite where there is no mesh. Raises ``TooWideError``."""
+        solvers = self._solvers
+        if not solvers:
+            return float("inf")
+        count = self.job.num_microbatches(self.rows)
+        work = float(self._device_seconds(np.zeros(1))[0])
+        free = self._free_bytes
+        if not np.isfinite(free) or free <= 0:
+            return count * work
+        prices = np.array(PRICES) * (work / free)
+        least = self._device_seconds(prices) - prices * free
+        return count * max(work, float(least.max()))
 
     @cached_property
-    def _by_left(self) -> list[int]:
-        """About how many micro-batches a stage has in flight, by the stages to come with it."""
-        lefts = range(1, self.tiling.most + 1)
-        return [0, *(rounded(self.costs.in_flight(left, False)) for left in lefts)]
-
-    def _fitting(self, meshes: Sequence[MeshCosts], held: int, count: int) -> list[Floats | None]:
-        """By mesh what fits with so many micro-batches in flight."""
-        return [self.priced.least(mesh, count, held, self._every_held) for mesh in meshes]
-
-    @cached_property
-    def _every_held(self) -> list[int]:
-        return sorted({self._held(left, False) for left in range(1, self.tiling.most + 1)})
-
-    def seconds(self, left: int, place: int, first: bool, *, form: Form) -> tuple[Floats, Floats]:
-        """``inter_op.cuts.Seconds``. Raises ``_LateError`` where the time is up."""
-        effort = self.costs.effort
-        effort.num_steps += 1 + 3 * (self.costs.runs.classes.num_blocks // MANY_BLOCKS) ** 2
-        self._check_time()
-        own = self.stage(left, place, first)
-        if own is None:
-            nothing = np.full(len(self.costs.runs.classes.firsts), np.inf)
-            return nothing, nothing
-        if (id(own), form) not in self._figures:
-            self._figures[id(own), form] = FORMS[form](own)
-        return self._figures[id(own), form]
-
-    def least(self, num_stages: int, form: Form) -> float:
-        """The bound of so many stages, of one form."""
-        return self._sweep(num_stages, form).least(num_stages)
-
-    def _sweep(self, num_stages: int, form: Form) -> Sweep:
-        """One sweep is for all numbers of stages."""
-        number = num_stages if self.tiling.fixed else self.tiling.most
-        if (number, form) not in self._sweeps:
-            seconds = partial(self.seconds, form=form)
-            bands = Bands(self.costs.runs.every, seconds, self.most_seconds)
-            combine = larger if form == "largest" else turning
-            self._sweeps[number, form] = Sweep.of(self.tiling, bands, combine, most=number)
-        return self._sweeps[number, form]
+    def _solvers(self) -> list[IntraOp]:
+        """Those of the meshes that differ."""
+        costs = self.job.costs(self.rows)
+        places = dict.fromkeys(move.place for tiling in self.tilings for move in tiling.moves)
+        found: dict[object, IntraOp] = {}
+        for place in places:
+            for mesh in costs.places[place].meshes:
+                prices = mesh.solver.model.prices
+                found.setdefault((prices.mesh, prices.groups, prices.speed), mesh.solver)
+        return list(found.values())
 
     @cached_property
-    def counted(self) -> Mapping[int, float]:
-        """By number of stages what counting blocks proves. Raises ``_LateError``."""
-        classes = self.costs.runs.classes
-        taken: dict[int, Floats] = {}
+    def _free_bytes(self) -> float:
+        """What tensors may take on a device, the mean of all."""
+        cluster, limit = self.job.cluster, self.job.request.memory_limit_bytes
+        devices = [host.device for host in cluster.hosts for _ in range(host.num_devices)]
+        sizes = [device.usable_memory_bytes if limit is None else limit for device in devices]
+        reserved = min(reserve(solver.model) for solver in self._solvers)
+        return min(sum(sizes) / len(sizes), UNLIMITED) - reserved
 
-        def of_stage(left: int, place: int, first: bool) -> Floats | None:
-            own = self.stage(left, place, first)
-            if own is None:
-                return None
-            if id(own) not in taken:
-                self._check_time()
-                self.costs.effort.num_steps += 1
-                taken[id(own)] = own.largest()[1]
-            return taken[id(own)]
-
-        low = max(self.mean_seconds, 1e-9 * self.most_seconds)
-        if low >= self.most_seconds:
-            return {}
-        return counted_bounds(
-            self.tiling, classes.lengths, of_stage, low=low, high=self.most_seconds
+    def _device_seconds(self, prices: Floats) -> Floats:
+        """By price of a byte the seconds of a micro-batch that the mean device works."""
+        structure = self.job.at(self.rows)
+        neighbours, count = Neighbours.of(structure), self.job.num_microbatches(self.rows)
+        shares = [solver.model.prices.mesh.size / self.job.cluster.num_devices
+                  for solver in self._solvers]  # fmt: skip
+        every = [block_seconds(solver, count, neighbours, prices) for solver in self._solvers]
+        total, saved = np.zeros(len(prices)), np.zeros(len(prices))
+        blocks = Counter(
+            (block.kind, linked)
+            for block, linked in zip(structure.blocks.blocks, neighbours.linked, strict=True)
         )
-
-    @cached_property
-    def mean_seconds(self) -> float:
-        """What a device works at least, the mean of all. Raises ``_LateError``."""
-        self._check_time()
-        places = dict.fromkeys(move.place for move in self.tiling.moves)
-        meshes = [mesh for place in places for mesh in self.costs.places[place].meshes]
-        ranks = {
-            rank
-            for move in self.tiling.moves
-            for rank in range(move.first_device, move.first_device + move.num_devices)
-        }
-        return self.costs.runs.count * self.priced.device_seconds(meshes) / len(ranks)
-
-    def _check_time(self) -> None:
-        effort = self.costs.effort
-        if effort.work > self.until or (self.until < float("inf") and effort.left_seconds <= 0):
-            raise _LateError
-
-    def forms(self, number: int) -> tuple[Form, ...]:
-        """The forms that hold of so many stages and are worth a sweep."""
-        if not self.tiling.fixed and self.costs.runs.classes.num_blocks > MANY_BLOCKS:
-            return ()
-        if number == 1 or not self.is_chain:
-            return ("largest",)
-        return ("largest", "filling", "turning") if self.splits else ("largest", "turning")
+        for (kind, is_linked), number in blocks.items():
+            first = np.minimum.reduce(
+                [share * own[kind].first for share, own in zip(shares, every, strict=True)]
+            )
+            if is_linked:
+                later = np.minimum.reduce(
+                    [share * own[kind].later for share, own in zip(shares, every, strict=True)]
+                )
+                saved = np.maximum(saved, later - first)
+                first = later
+            total += number * first
+        others = sum(number for (_, is_linked), number in blocks.items() if is_linked)
+        starts = min(max(self.most_stages - 1, 0), others)
+        found: Floats = total - starts * saved
+        return found
 
 
-@dataclass(order=True)
-class _Part:
-    """The pipelines of one number of stages, and what none of them is faster than.
+@dataclass(frozen=True)
+class BlockSeconds:
+    """By price of a byte what a block takes at least: where a stage begins, or after its kind."""
 
-    ``has_mean``: it has the bound of the mean device's work; ``is_counted``: that of counting
-    blocks, if its stages are of any sizes; ``tried`` are the forms that it has.
+    first: Floats
+    later: Floats
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Of each kind the edges from a block of it to the next, and which blocks have just those;
+    of each kind the fewest bytes that any block of it is the first to read of others."""
+
+    edges: Mapping[str, tuple[Edge, ...]]
+    linked: tuple[bool, ...]
+    read_bytes: Mapping[str, int]
+
+    @staticmethod
+    def of(structure: Structure) -> Neighbours:
+        blocks = structure.blocks.blocks
+        found: list[tuple[Edge, ...]] = []
+        read: dict[str, int] = {}
+        for at, block in enumerate(blocks):
+            values = [
+                (ref, uses)
+                for ref, uses in structure.outside[at]
+                if structure.graph[ref.name].kind == "op"
+            ]
+            firsts = structure.first_values(at)
+            num_bytes = sum(structure.graph.spec(ref).num_bytes for ref in firsts)
+            read[block.kind] = min(num_bytes, read.get(block.kind, num_bytes))
+            follows = at > 0 and blocks[at - 1].kind == block.kind
+            near = (e for e in values if follows and structure.position[e[0].name] == at - 1)
+            found.append(tuple(structure.inner_edge(at, ref, uses) for ref, uses in near))
+        commonest: dict[str, Counter[tuple[Edge, ...]]] = {}
+        for block, own in zip(blocks, found, strict=True):
+            if own:
+                commonest.setdefault(block.kind, Counter())[own] += 1
+        edges = {kind: each.most_common(1)[0][0] for kind, each in commonest.items()}
+        linked = (
+            bool(own) and edges[block.kind] == own for block, own in zip(blocks, found, strict=True)
+        )
+        return Neighbours(edges, tuple(linked), read)
+
+
+def block_seconds(
+    solver: IntraOp, count: int, neighbours: Neighbours, prices: Floats
+) -> Mapping[str, BlockSeconds]:
+    """By kind what a block takes at least on a mesh; made once for models of equal tables.
+
+    Raises ``TooWideError``.
     """
+    model = solver.model
+    key = ("block seconds", solver.zeros, solver.modes, count, tuple(prices.tolist()))
 
-    least: float
-    order: int
-    space: Space = field(compare=False)
-    number: int = field(compare=False)
-    tried: list[Form] = field(default_factory=list, compare=False)
-    has_mean: bool = field(default=False, compare=False)
-    is_counted: bool = field(default=False, compare=False)
+    def make() -> Mapping[str, BlockSeconds]:
+        tables = {kind: KindTables.of(model, kind) for kind in model.structure.blocks.kinds}
+        for own in tables.values():
+            own.check()
+        solver.effort.num_problems += len(solver.modes)
+        blocks = _Blocks(model, solver.zeros, solver.modes, count, neighbours, prices, tables)
+        return {kind: blocks.seconds(kind) for kind in tables}
 
-    def narrow(self) -> bool:
-        """Finds a better bound; whether there was one to look for."""
-        if not self.has_mean:
-            self.has_mean = True
-            self.least = max(self.least, self.space.mean_seconds)
-            return True
-        if not self.is_counted:
-            self.is_counted = True
-            if not self.space.tiling.fixed:
-                self.least = max(self.least, self.space.counted.get(self.number, 0.0))
-                return True
-        untried = [each for each in self.space.forms(self.number) if each not in self.tried]
-        if untried:
-            self.tried.append(untried[0])
-            self.least = max(self.least, self.space.least(self.number, untried[0]))
-        return bool(untried)
+    return model.common(key, make)
 
 
-def step_bound(
-    job: Job,
-    rows: tuple[int, ...],
-    numbers: tuple[int, ...],
-    step: float,
-    gap: float,
-    patience: float = PATIENT,
-    enough: float = float("inf"),
-) -> float:
-    """No plan takes less than this. ``step`` is the best known, within ``gap`` of it is enough, and
-    so is ``enough``.
+@dataclass
+class _Blocks:
+    """The blocks of one mesh at some prices λ of a byte of states and of one micro-batch."""
 
-    ``patience``: the work (``Effort.work``) that may be spent on it.
-    """
-    began = time.perf_counter()
-    until = job.effort.work + patience
-    order, least = counting(), work_bound(job, rows)
-    every = list(spaces(job, tuple(sorted(rows, reverse=True)), numbers, most_seconds=step))
-    for space, _ in every:
-        space.until = until
-    heap = [_Part(least, next(order), *each) for each in every]
-    with suppress(_LateError):
-        _narrow(heap, min(step * (1 - gap), enough))
-    job.took("bound", time.perf_counter() - began)
-    return min(heap[0].least, step)
+    model: StageModel
+    zeros: tuple[int, ...]
+    modes: tuple[Recompute, ...]
+    count: int
+    neighbours: Neighbours
+    prices: Floats
+    tables: Mapping[str, KindTables]
+
+    def seconds(self, kind: str) -> BlockSeconds:
+        every = [self._in_mode(kind, mode) for mode in self.modes]
+        first = np.minimum.reduce([alone for alone, _ in every])
+        later = np.minimum.reduce([linked for _, linked in every])
+        return BlockSeconds(np.minimum(first, later), later)
+
+    def _in_mode(self, kind: str, mode: Recompute) -> tuple[Floats, Floats]:
+        """Of a block that is recomputed so: where a stage begins, and after one of its kind."""
+        number, states = len(self.zeros), tuple(self.prices.tolist())
+        rates = Rates(
+            self.count, tuple(zero for zero in self.zeros for _ in states), mode,
+            states * number, states * number, any_zero=True,
+        )  # fmt: skip
+        table = self.tables[kind].solve(rates).table[0]
+        sync = min(
+            float(np.array(self.model.block_sync(kind, zero)) @ rates.weights)
+            for zero in self.zeros
+        )
+        alone = table.reshape(len(table), -1).min(axis=1)
+        if mode != "none":
+            size = self.model.prices.mesh.size
+            alone = alone + self.prices * (self.neighbours.read_bytes[kind] // size)
+        linked = self._linked(kind, table, rates)
+        linked = linked.reshape(len(linked), -1).min(axis=1)
+        shape = len(states)
+        return np.broadcast_to(sync + alone, shape), np.broadcast_to(sync + linked, shape)
+
+    def _linked(self, kind: str, table: Floats, rates: Rates) -> Floats:
+        """The table of a kind's ends with what it reads of the block before."""
+        edges = self.neighbours.edges.get(kind, ())
+        alone = Run(0, 1, (kind,), ((),), (), {}, (), (), has_loss=False)
+        family = Family.of(self.model, alone, dict(self.tables)) if edges else None
+        for edge in edges:
+            assert family is not None
+            own, number = family.crossing(edge), table.ndim - 1
+            if own.link is not None:
+                table = table + _over_ends(own.link.factor(rates.mode), number)[0]
+            if rates.mode != "none":
+                held = Factor((own.source,), (self.prices[:, None] * own.held_bytes)[None])
+                table = table + _over_ends(held, number)[0]
+        return table
 
 
-def bounds(
-    job: Job,
-    rows: tuple[int, ...],
-    numbers: tuple[int, ...],
-    step: float,
-    gap: float,
-    patience: float,
-) -> tuple[float, float]:
-    """``step_bound``, and what plans of several stages per rank take at least, if any are allowed:
-    the plan is as good as the less of them says, so the first need be no better."""
-    others = float("inf")
-    if job.others_bound is not None:
-        others = work_bound(job, rows) if job.stopped else job.others_bound(job, rows)
-    return step_bound(job, rows, numbers, step, gap, patience, others), others
-
-
-def _narrow(heap: list[_Part], enough: float) -> None:
-    """Narrows the parts, the least first, until that is enough or cannot be narrowed."""
-    while heap[0].least < enough and heap[0].narrow():
-        heapq.heapreplace(heap, heap[0])
-
-
-def spaces(
-    job: Job,
-    rows: tuple[int, ...],
-    numbers: tuple[int, ...],
-    *,
-    most_seconds: float = float("inf"),
-) -> Iterator[tuple[Space, int]]:
-    """Every tiling that the search goes through, by number of stages."""
-    edges, num_blocks = block_edges(job.structure), len(job.structure.blocks.blocks)
-    is_chain = all((at, at + 1) in edges for at in range(num_blocks - 1))
-    has_split = any(splits(name) for name in job.request.schedules)
-    mixed = job.request.features.allows("mixed-stages")
-    for each in rows:
-        costs = job.costs(each)
-        priced = Priced(costs.runs, most_seconds)
-        known: dict[int, Space] = {}
-        for tiling, number in tilings(job.cluster, numbers, costs.place, mixed=mixed):
-            space = Space(costs, tiling, is_chain, has_split, priced, most_seconds=most_seconds)
-            yield known.setdefault(id(tiling), space), number
+def _over_ends(factor: Factor, number: int) -> Floats:
+    """A factor's table with an axis for each of so many ends."""
+    order = sorted(range(len(factor.scope)), key=lambda axis: factor.scope[axis])
+    table = factor.table.transpose((0, 1, *(BATCH_AXES + axis for axis in order)))
+    index = (slice(None) if end in factor.scope else None for end in range(number))
+    return table[(slice(None),) * BATCH_AXES + tuple(index)]

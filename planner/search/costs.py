@@ -86,7 +86,6 @@ class MeshCosts:
     slowest: Floats = field(init=False)
     exact: dict[int, Known] = field(default_factory=dict)
     _bounded: set[Series] = field(default_factory=set)
-    _least: dict[tuple[tuple[Series, ...], int], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = len(self.runs.classes.firsts)
@@ -138,39 +137,6 @@ class MeshCosts:
         model, limit = self.solver.model, self.solver.limits.memory_bytes
         least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
         found: Floats = least + reserve(model) - limit
-        return found
-
-    def least(self, wanted: tuple[Series, ...], count: int) -> Floats:
-        """By class at least c + r + e / ``count``, without the memory limit; 0 elsewhere."""
-        if (wanted, count) not in self._least:
-            self._least[wanted, count] = self._find_least(wanted, count)
-        return self._least[wanted, count]
-
-    def _find_least(self, wanted: Iterable[Series], count: int) -> Floats:
-        found = np.zeros(len(self.runs.classes.firsts))
-        runs = {
-            series: [
-                self.runs.run(number)
-                for number, length in zip(series.classes, series.lengths, strict=True)
-                if length in asked
-            ]
-            for series in wanted
-            for asked in (set(samples(series)),)
-        }
-        self._prepare([run for own in runs.values() for run in own], count)
-        for series, own in runs.items():
-            known = np.array(samples(series))
-            found[list(series.classes)] = chords(
-                np.array(series.lengths), known, self._bounds(own, count), series.regular
-            )
-        return found
-
-    def most_received(self, wanted: Iterable[Series]) -> Floats:
-        """By class the most seconds that its messages can take."""
-        found = np.zeros(len(self.runs.classes.firsts))
-        for series in wanted:
-            own = [self.runs.run(number) for number in (series.classes[0], series.classes[-1])]
-            found[list(series.classes)] = max(self._receive_seconds(run) for run in own)
         return found
 
     def _prepare(self, runs: Sequence[Run], count: int) -> None:

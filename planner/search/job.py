@@ -8,7 +8,7 @@ stages from them, and where planning time went.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,23 +55,14 @@ GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
 
 
-OthersBound = Callable[["Job", tuple[int, ...]], float]
-"""(a job, sizes of micro-batches) → what plans of several stages per rank take at least."""
-
-
-def _unknown() -> None:
-    """Nothing is known."""
-
-
 @dataclass
 class Job:
     """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
 
-    No plan takes less than ``bounded()``, which waits for what is still bounded beside this
-    process; 0 where no bound is known. ``others_bound`` is what plans of several stages per rank
-    take at least in some sizes of micro-batches, ``others_bounded()`` in all, None where that was
-    not asked for. ``steps`` are those that were simulated. ``company`` is who searches which part
-    of the micro-batch sizes, ``beyond`` what ``excess_bytes`` others have.
+    ``steps`` are those that were simulated. ``company`` is who searches which part of the micro-
+    batch sizes, ``beyond`` what ``excess_bytes`` others have. ``shared_bound``: no plan in which
+    unlike devices take unequal shares takes less; None until these were tried. ``bound_seconds``:
+    no plan at all takes less, once that was found (``bound``).
     """
 
     structure: Structure
@@ -89,9 +80,8 @@ class Job:
     steps: KnownSteps = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
-    bounded: Callable[[], float] = float
-    others_bound: OthersBound | None = None
-    others_bounded: Callable[[], float | None] = _unknown
+    shared_bound: float | None = None
+    bound_seconds: float | None = None
     company: Company | None = None
     beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)

@@ -1,8 +1,7 @@
 """What is looked at in which order.
 
-In: a job. Out: candidates, the best known, and what no plan is faster than. Quests are looked
-at and followed to drafts, drafts made candidates and simulated, the fastest refined; then all
-plans are bounded from below (``search`` says more).
+In: a job. Out: candidates, and the best known. Quests are looked at and followed to drafts,
+drafts made candidates and simulated, the fastest refined (``search`` says more).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from .free_axes import WORTH_IT, free_candidates, freed
 from .job import Job
 from .loops import MOST_CHUNKS, loops
 from .nearby import is_few, passed_over
-from .proof import Proof
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
@@ -53,7 +51,7 @@ def explored(job: Job, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explo
 
 
 class Ranking:
-    """A search: ``found`` is what it has found so far, ``proof`` what nothing is below."""
+    """A search: ``found`` is what it has found so far."""
 
     def __init__(self, job: Job, observe: Observe) -> None:
         self.job = job
@@ -61,7 +59,6 @@ class Ranking:
         self.began = job.effort.work
         self.found = Standings(job)
         self._works: dict[int, float] = {}
-        self.proof = Proof(job, self.began)
         self.is_open = job.request.search == "rl"  # whether some stages may yet fit
 
     def run(self) -> None:
@@ -74,9 +71,7 @@ class Ranking:
             self._refine()
             return
         job.company = Company.of(job, rows, is_large=self._is_large(numbers))
-        every = job.company.over(explored, numbers, first=lambda own: self._first(own, numbers))
-        if len(every) > 1:
-            self._bound_others(every[1:])
+        every = job.company.over(explored, numbers, first=lambda own: self.explored(own, numbers))
         for found in every[1:]:
             self._take_in(found)
         self._add_branches(rows, numbers)
@@ -86,10 +81,6 @@ class Ranking:
             self.found.settle()
         self._refine()
         self._share_out(rows)
-        self.observe("bounding the step from below", len(rows), len(rows))
-        self.bound_rest()
-        if job.company.beside is None:
-            self.proof.least()
 
     def _is_large(self, numbers: tuple[int, ...]) -> bool:
         """Whether a space is worth sharing out, and every price need not be heard of here."""
@@ -144,21 +135,6 @@ class Ranking:
         drafts = tuple((seconds, draft) for draft, seconds in least.items())
         job = self.job
         return Explored(drafts, tuple(self.found.loops), job.steps, self.is_open, job.excess_bytes)
-
-    def _first(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
-        """Explores the first part; of several this one is bounded while the others go on."""
-        found = self.explored(rows, numbers)
-        company = self.job.company
-        if company is not None and len(company.parts) > 1 and self.found.best:
-            self.proof.begin(0, self.found.step_seconds, 1 / len(company.parts))
-        return found
-
-    def _bound_others(self, found: list[Explored]) -> None:
-        """Begins to bound the parts of which that has not begun, now that all are explored."""
-        least = [seconds for each in found for seconds, _ in each.drafts]
-        best = min([self.found.step_seconds, *least])
-        if best < float("inf"):
-            self.proof.begin_rest(best)
 
     def _take_in(self, found: Explored) -> None:
         """Takes in another part's drafts, those that are near the best or to be cut again."""
@@ -358,12 +334,9 @@ class Ranking:
 
         They have every device, so they are the same for every order of the hosts.
         """
+        least = float("inf")
         for found, bound in shared_candidates(self.job, rows):
-            self.proof.shared_bound = min(self.proof.shared_bound, bound)
+            least = min(least, bound)
             if found is not None:
                 self.found.offer(found)
-        self.proof.is_shared_out = True
-
-    def bound_rest(self) -> None:
-        """Begins to say what nothing is below, where that has not begun."""
-        self.proof.begin_rest(self.found.step_seconds)
+        self.job.shared_bound = least

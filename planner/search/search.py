@@ -31,7 +31,8 @@ from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
 from ..requests.refusals import check_measured
 from ..requests.request import Request
-from .job import INTERRUPTED, Job, OthersBound
+from .bound import lower_bound
+from .job import INTERRUPTED, Job
 from .narrowing import narrowed
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
@@ -57,8 +58,8 @@ class Searched:
 
     @property
     def bound_seconds(self) -> float:
-        """No plan of ``request`` takes less; 0 where that is not known. Waits for it."""
-        return min((each.bounded() for each in self.jobs), default=0.0)
+        """No plan of ``request`` takes less; 0 where that is not known."""
+        return min((lower_bound(each) for each in self.jobs), default=0.0)
 
     @property
     def spent(self) -> tuple[int, Mapping[str, float]]:
@@ -66,8 +67,12 @@ class Searched:
         return self.job.spent()
 
     def judged(self, plan: Plan) -> Plan:
-        """A plan with how good it is."""
-        return replace(plan, solver=solver_info(plan, self, self.bound_seconds))
+        """A plan with how good it is.
+
+        Slices skip masked pairs of attention, which the bound counts: there is none for them.
+        """
+        bound_seconds = 0.0 if plan.slices else self.bound_seconds
+        return replace(plan, solver=_solver_info(plan, self, bound_seconds))
 
     def winner(self) -> Plan:
         """The plan of the winner, its layouts proven, not yet ``judged``."""
@@ -118,12 +123,8 @@ def searched(
     observe: Observe | None = None,
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
-    others_bound: OthersBound | None = None,
 ) -> Searched:
-    """All that was found. ``others_bound``: what plans of several stages per rank take at least.
-
-    Raises as ``plan``.
-    """
+    """All that was found. Raises as ``plan``."""
     given, blocks = blocks, pinned_blocks(graph, blocks, request.pins)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(blocks)))
@@ -145,7 +146,6 @@ def searched(
             job = Job.of(graph, blocks, order.cluster, limited, rules=rules, basis=basis)
             if known:  # the same but for the order of the hosts
                 job = job.like(known[0])
-            job.others_bound = others_bound
             job, found = _ranked(job, observe or ignore)
         except KeyboardInterrupt:
             if not known:
@@ -165,7 +165,7 @@ def searched(
     return Searched(graph, given, cluster, request, order, job, ranking, jobs)
 
 
-def solver_info(plan: Plan, found: Searched, bound_seconds: float) -> SolverInfo:
+def _solver_info(plan: Plan, found: Searched, bound_seconds: float) -> SolverInfo:
     """How good a plan is, by a bound of all, what it took to find, and what ended it early."""
     step_seconds, layouts_gap = plan.prediction.step_seconds, plan.solver.layouts_gap
     bound = min(bound_seconds, step_seconds)
@@ -202,7 +202,6 @@ def _ranked(job: Job, observe: Observe) -> tuple[Job, list[Candidate]]:
     except BaseException:
         job.end()
         raise
-    job.bounded, job.others_bounded = ranking.proof.least, ranking.proof.others
     return job, found
 
 
@@ -218,6 +217,5 @@ def _found(ranking: Ranking) -> list[Candidate]:
             raise
         job.interrupt()
         ranking.observe = ignore
-        ranking.bound_rest()
         return ranking.found.ranked()
     raise job.failure(is_proven=not ranking.is_open)

@@ -8,7 +8,6 @@ import signal
 import time
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +89,7 @@ def test_what_a_lost_process_should_have_done_is_done_here(
     monkeypatch.setattr(beside, "LATE_SECONDS", 0.0)
     limit = 60.0 if how == "killed" else 15.0  # as long is a process waited for that is silent
     found = planned(2, time_limit_seconds=limit)
-    assert len(lost) == 2  # of the other part, and of the bound of this one
+    assert len(lost) == 1
     assert found.stages == alone.stages
     assert how == "silent" or unsolved(found) == unsolved(alone)
     assert not multiprocessing.active_children()
@@ -118,56 +117,16 @@ def _double(job: Job, rows: tuple[int, ...], more: int) -> tuple[int, int]:
 def test_a_process_answers_for_its_part_and_ends() -> None:
     job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32, processes=2), rules=rules, basis=DEFAULT)
     company = Company.of(job, (1, 2, 4, 8), is_large=True)
-    (here, own), (there, other) = company.over(_double, 1)
+
+    def first(rows: tuple[int, ...]) -> tuple[int, int]:
+        return _double(job, rows, 1)
+
+    (here, own), (there, other) = company.over(_double, 1, first=first)
     assert here == os.getpid() != there
     assert (own, other) == ((1 + 4) * 2 + 1, (2 + 8) * 2 + 1)
     company.end()
     assert not multiprocessing.active_children()
-    assert company.over(_double, 1) == [(here, 11), (here, 21)]
-
-
-def test_what_is_wanted_later_comes_from_a_fork_or_from_the_other_process() -> None:
-    job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32, processes=2), rules=rules, basis=DEFAULT)
-    company = Company.of(job, (1, 2, 4, 8), is_large=True)
-    own, others = company.later(0, _double, 1), company.later(1, _double, 2)
-    again = company.later(1, _double, 3)  # the process has one call at a time
-    places = [each()[0] for each in (own, others, again)]
-    assert len({os.getpid(), *places}) == 3
-    assert places[1] == places[2]
-    assert [each()[1] for each in (own, others, again)] == [11, 22, 23]
-    assert own() == own()
-    company.end()
-    assert not multiprocessing.active_children()
-
-
-def _large(job: Job, rows: tuple[int, ...], path: str) -> bytes:
-    Path(path).touch()
-    return bytes(2**22)
-
-
-def test_a_process_goes_on_while_its_answer_is_not_taken(tmp_path: Path) -> None:
-    """Answers may be larger than what a pipe holds."""
-    job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32, processes=2), rules=rules, basis=DEFAULT)
-    company = Company.of(job, (1, 2), is_large=True)
-    names = [str(tmp_path / name) for name in ("first", "second")]
-    asked = [company.later(1, _large, name) for name in names]
-    for _ in range(200):
-        if all(Path(name).exists() for name in names):
-            break
-        time.sleep(0.05)
-    assert all(Path(name).exists() for name in names)
-    assert [len(each()) for each in asked] == [2**22] * 2
-    company.end()
-
-
-def test_what_was_not_answered_before_the_end_is_done_here() -> None:
-    for processes in (1, 2):
-        request = Request(32, processes=processes)
-        job = Job.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
-        company = Company.of(job, (1, 2, 4, 8), is_large=True)
-        asked = [company.later(at, _double, 1) for at in (0, 1)]
-        company.end()
-        assert [each() for each in asked] == [(os.getpid(), 11), (os.getpid(), 21)]
+    assert company.over(_double, 1, first=first) == [(here, 11), (here, 21)]
 
 
 class Kept:
@@ -203,17 +162,12 @@ def test_what_another_process_solved_is_kept_too() -> None:
     assert reused[0] == reused[1]
 
 
-def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_does_not_answer_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(32, processes=2, time_limit_seconds=0.01)
     job = Job.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
     company = Company.of(job, (1, 2, 4, 8), is_large=True)
     monkeypatch.setattr(beside, "LATE_SECONDS", 0.2)
-    assert company.later(1, named_slowly, "first")() == "first"
-    monkeypatch.setattr(beside, "LATE_SECONDS", 5.0)
-    assert company.over(named_slowly, "next") == ["next", "next"]
-    company.end()
+    assert company.over(named_slowly, "own", first=lambda rows: "first") == ["first", "own"]
     assert not multiprocessing.active_children()
 
 

@@ -12,7 +12,6 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import StageCosts
-from autoparallel.planner.arranged.chunk_bound import chunk_bound
 from autoparallel.planner.arranged.chunk_guesses import extrapolated
 from autoparallel.planner.arranged.chunk_memory import fitting, recomputed
 from autoparallel.planner.arranged.chunks import chunked, plan
@@ -123,7 +122,6 @@ def test_what_does_not_fit_is_not_cut() -> None:
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_no_plan_is_below_the_bound_of_its_micro_batches(schedule: str, count: int) -> None:
-    """With fewer than ranks all wait for the first; with more a rank waits for those before."""
     forced = Forced(pp=4, schedule=schedule, chunks=2, num_microbatches=count)
     try:
         own = plan(*deep(), SLOW, Request(8, forced=forced))
@@ -133,9 +131,8 @@ def test_no_plan_is_below_the_bound_of_its_micro_batches(schedule: str, count: i
         return
     asked = Request(8, forced=Forced(pp=4, num_microbatches=count))
     job, _ = ranked(*deep(), SLOW, asked)
-    least = chunk_bound(job, (4,), 2, (schedule,))
+    least = own.solver.bound_seconds
     assert work_bound(job, (8 // count,)) <= least <= own.prediction.step_seconds * (1 + SAME)
-    assert least <= chunk_bound(job, (4,), 2, ("interleaved",)) * (1 + SAME)
 
 
 def test_a_plan_that_holds_too_much_is_recomputed_until_it_fits() -> None:

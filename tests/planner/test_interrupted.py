@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner.arranged import chunk_bound, chunks
+from autoparallel.planner.arranged import chunks
 from autoparallel.planner.arranged.chunks import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
+from autoparallel.planner.search import bound
 from autoparallel.planner.search.ranking import Ranking
 from autoparallel.planner.search.standings import Standings
 
@@ -58,7 +59,7 @@ def test_a_cut_that_is_interrupted_leaves_the_best_so_far(
 
 def test_a_bound_that_is_interrupted_is_that_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found()
-    monkeypatch.setattr(chunk_bound, "_of_chunks", Interrupting(chunk_bound._of_chunks, 1))
+    monkeypatch.setattr(bound, "_parts", Interrupting(bound._parts, 1))
     own = found()
     assert own.solver.stopped == "Ctrl-C"
     assert own.stages == whole.stages

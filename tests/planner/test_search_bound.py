@@ -10,17 +10,14 @@ from figures import simulate_figures
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
-from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError
 from autoparallel.planner.inter_op.pipeline_bound import least_seconds
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.features import Features
-from autoparallel.planner.requests.options import microbatch_rows, stage_numbers
+from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import SCHEDULES, Request
 from autoparallel.planner.schedules.held import splits
-from autoparallel.planner.search.bound import spaces, step_bound
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.bound import lower_bound
 from autoparallel.planner.search.search import plan, ranked
 from autoparallel.planner.search.work_bound import work_bound
 
@@ -74,9 +71,8 @@ def test_equal_stages_without_messages_take_just_the_bound() -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_the_bound_of_a_large_space_is_below_the_best_of_a_small_one(seed: int) -> None:
-    """The best is known, as the small space was gone through; its bound is found as a large one's
-    is, with memory that binds or not. "dp" is for the batch alone, as in the space of the bound."""
+def test_the_bound_is_between_that_of_the_work_and_the_best_step(seed: int) -> None:
+    """With memory that binds or not. "dp" is for the batch alone, as in the space of the bound."""
     case = random_case(seed, mixed=False)
     case = replace(case, request=replace(case.request, max_tp=8))
     try:
@@ -86,72 +82,32 @@ def test_the_bound_of_a_large_space_is_below_the_best_of_a_small_one(seed: int) 
             job, found = ranked(case.graph, case.blocks, case.cluster, case.request)
     except InfeasibleError:
         return
-    best = found[0].step_seconds
     rows = microbatch_rows(job.structure.graph, case.request, case.cluster)
-    numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
-    least = step_bound(job, rows, numbers, 10 * best, 0.0)
-    assert 0 < least <= best * SAME
+    assert 0 < work_bound(job, rows) <= lower_bound(job) <= found[0].step_seconds * SAME
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_without_slow_stages_a_bound_is_the_same_up_to_theirs(seed: int) -> None:
-    """None of a form is below what its slowest stage takes: where that is more than the most, the
-    bound of the rest is too."""
-    case = random_case(seed)
-    job = Job.of(
-        case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
-    )  # fmt: skip
-    rows = microbatch_rows(case.graph, case.request, case.cluster)
-    numbers = stage_numbers(case.request, case.cluster, len(case.blocks.blocks))
-    rng = random.Random(seed)
-    few, every = list(spaces(job, rows, numbers)), list(spaces(job, rows, numbers))
-    whole = [space.least(number, "largest") for space, number in every]
-    finite = [seconds for seconds in whole if seconds < float("inf")]
-    most = rng.choice(finite) * rng.uniform(0.8, 1.5) if finite else 1.0
-    for space, _ in few:
-        space.most_seconds = most
-    for (own, number), (other, _) in zip(few, every, strict=True):
-        for form in own.forms(number):
-            found, least = own.least(number, form), other.least(number, form)
-            assert found == least or (found >= least and found >= most)
+def test_on_one_device_the_bound_is_the_step() -> None:
+    """Nothing waits for anything, and nothing is sent."""
+    graph, blocks = mlp(3, rows=8)
+    found = plan(graph, blocks, cluster(1), Request(8))
+    assert found.solver.bound_seconds == pytest.approx(found.prediction.step_seconds)
 
 
-def test_stages_with_more_in_flight_share_what_memory_does_not_change() -> None:
-    graph, blocks = mlp(6)
-    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
-    (space,) = (own for own, _ in spaces(job, (1,), (4,)) if own.tiling.fixed)
-    place = space.tiling.moves[1].place
-    three, two = (space.stage(left, place, False) for left in (3, 2))
-    assert three is not None
-    assert two is not None
-    assert three is not two
-    assert three.plain is two.plain
-    assert space.stage(3, place, False) is three
+def test_memory_that_binds_raises_the_bound() -> None:
+    graph, blocks = mlp(3, rows=8)
+    free = plan(graph, blocks, cluster(1), Request(8))
+    limit = int(0.9 * free.prediction.peak_memory_bytes)
+    tight = plan(graph, blocks, cluster(1), Request(8, memory_limit_bytes=limit))
+    assert tight.prediction.step_seconds > free.prediction.step_seconds
+    assert free.solver.bound_seconds < tight.solver.bound_seconds <= tight.prediction.step_seconds
 
 
-def test_what_a_run_computes_at_least_is_the_sum_of_its_blocks() -> None:
-    graph, blocks = mlp(6)
-    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
-    (space,) = (own for own, _ in spaces(job, (1,), (4,)) if own.tiling.fixed)
-    own = space.plain(space.tiling.moves[1].place, False, False)
-    for mesh, found in zip(own.meshes, own.forward, strict=True):
-        for number in own.numbers.tolist():
-            counts = mesh.runs.run(number).counts
-            least = sum(
-                count * float(decision.seconds[:, :, 0].min())
-                for kind, count in counts.items()
-                for decision in mesh.solver.model.kind(kind).decisions
-            )
-            assert found[number] == pytest.approx(least)
-
-
-@pytest.mark.slow
 def test_with_no_time_left_the_bound_is_that_of_the_work() -> None:
     graph, blocks = mlp(3, rows=16)
-    job, found = ranked(graph, blocks, cluster(3), Request(16))
+    job, _found = ranked(graph, blocks, cluster(3), Request(16))
     job.effort.deadline = 0.0
-    least = step_bound(job, (16, 8), (1, 2, 3), found[0].step_seconds, 0.0)
-    assert 0 < least == work_bound(job, (16, 8))
+    rows = microbatch_rows(graph, Request(16), cluster(3))
+    assert 0 < lower_bound(job) == work_bound(job, rows)
 
 
 def assert_is_honest(found: Plan, best: float) -> None:
@@ -178,7 +134,7 @@ def interrupted(after: int) -> Plan:
 @pytest.mark.parametrize("after", [1, 3, 6])
 def test_an_interrupted_search_gives_the_best_so_far_and_a_true_gap(after: int) -> None:
     whole = interrupted(10**6)
-    assert whole.solver.gap <= 0.1
+    assert whole.solver.stopped == ""
     assert_is_honest(interrupted(after), whole.prediction.step_seconds)
 
 
