@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test slow strict zoo gpu
+.PHONY: check lint types test slow strict zoo corpus gpu
 
 check: lint types test
 
@@ -35,6 +35,10 @@ strict:
 # Every architecture of tests/zoo, verified; writes docs/zoo.md.
 zoo:
 	$(PYTHON) benchmarks/zoo/run.py
+
+# Every case of the golden corpus, planned and compared with the committed plans.
+corpus:
+	$(PYTHON) benchmarks/corpus/run.py
 
 # On a machine with GPUs: the tests that need one, verified plans, profiles and training steps,
 # into build/gpu.json. PARTS=step,verify runs some of them.
