@@ -57,11 +57,6 @@ T5 = {
     "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 6, "num_heads": 16,
     "vocab_size": 32128,
 }  # fmt: skip
-BART = {
-    "d_model": 1024, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 16,
-    "decoder_attention_heads": 16, "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096,
-    "vocab_size": 50265, "max_position_embeddings": 1024,
-}  # fmt: skip
 MIXTRAL_8X7B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
@@ -124,7 +119,6 @@ BRANCHES = (
     Case("long-skip-4xA100", "tests/models/long_skip.py", "4xA100-40GB", 64,
          settings={"n_layer": 8, "width": 2048}),
     Case("t5-8xA100", "hf:tests/zoo/t5", "8xA100-40GB", 64, 512, T5, BF16),
-    Case("bart-2xV100", "hf:tests/zoo/bart", "2xV100-32GB", 32, 512, BART, FP16),
     Case("whisper-4xH100", "hf:tests/zoo/whisper", "4xH100", 32, 16),
 )  # fmt: skip
 
@@ -214,7 +208,7 @@ OPTIONS = (
     _gpt2("tf32-all", precision="fp32", tf32="all"),
     _gpt2("float32-ops-none", float32_ops="none", optimizer="sgd-momentum"),
     _gpt2("fastest", tolerance=0.0),
-    _gpt2("narrow-gap", gap=0.001, top=2),
+    _gpt2("narrow-gap", gap=0.001, num_candidates=2),
     _gpt2("tight-memory", "4xA100-40GB", 64, memory_limit="3GiB"),
     _gpt2("least-memory", "4xA100-40GB", 32, objective="memory"),
     _gpt2("least-cost", "2x4xA100-40GB", 32, objective="cost", price="2.0"),

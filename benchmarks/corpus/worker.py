@@ -40,9 +40,9 @@ def capture_sources() -> list[Path]:
 
     To be called before other modules of the package are imported.
     """
-    import autoparallel.passes.capture
+    import autoparallel.passes.capture.capture_model
 
-    assert autoparallel.passes.capture.capture
+    assert autoparallel.passes.capture.capture_model.capture
     loaded = [(name, getattr(module, "__file__", None)) for name, module in sys.modules.items()]
     return sorted(Path(file) for name, file in loaded if file and name.startswith("autoparallel."))
 
