@@ -27,7 +27,8 @@ FOLDER = "AUTOPARALLEL_TEST_CAPTURES"
 def capture_once(target: Target, batch: Batch, precision: Precision) -> tuple[Deferred, Program]:
     """The model of ``target`` without weights, and its program in ``precision``.
 
-    ``target``'s name and settings, the shapes of ``batch`` and ``precision`` identify a capture.
+    ``target``'s name, module and settings, the shapes of ``batch`` and ``precision`` identify a
+    capture.
     """
     deferred = record_build(target.build_model, seed=0)
 
@@ -38,7 +39,9 @@ def capture_once(target: Target, batch: Batch, precision: Precision) -> tuple[De
     if folder is None:
         return deferred, captured()
     shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch_items(batch)]
-    path = Path(folder, digest(target.name, sorted(target.settings.items()), shapes, precision))
+    settings = sorted(target.settings.items())
+    module = type(deferred.model).__module__  # which the pickle names
+    path = Path(folder, digest(target.name, module, settings, shapes, precision))
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():

@@ -189,7 +189,7 @@ def test_the_newest_weights_are_refused_where_a_backward_reads_copies_of_them() 
 @pytest.mark.parametrize(
     ("model", "parallel", "what"),
     [
-        ("gpt", "schedule=pipedream", "without a pipeline"),
+        ("gpt", "schedule=pipedream", "needs a pipeline of several ranks"),
         ("gpt", "pp=2,zero=1,schedule=pipedream-2bw", "zero=1"),
         ("gpt", "pp=2,recompute=full,schedule=ampnet", "recompute=full"),
         ("gpt", "pp=2,tp=2,schedule=ampnet,microbatches=4", "weight gathered in stage 0"),

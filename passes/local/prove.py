@@ -139,7 +139,7 @@ def _run_parts(
 def describe(layout: NodeLayout) -> str:
     """A layout in one line.
 
-    >>> from ..planner.layout import INVARIANT
+    >>> from autoparallel.planner.layout import INVARIANT
     >>> describe(NodeLayout(((INVARIANT,),), ((INVARIANT,),), ("I",)))
     'I: I -> I'
     """
