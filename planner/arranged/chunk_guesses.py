@@ -28,10 +28,10 @@ from ...cost_model.simulator import step_seconds
 from ...cost_model.stage_costs import StageCosts
 from ..errors import UsageError
 from ..pricing.step import known_schedule
+from ..requests.request import MOST_CHUNKS
 from ..schedules.held import splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import find_schedule, parts_of_ranks
-from ..search.loops import MOST_CHUNKS
 from ..search.report_plan import Candidate
 from ..summary import schedule_text
 from .balanced import Floats, balanced, evened

@@ -18,6 +18,9 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
 CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
 """What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
 
+MOST_CHUNKS = 8
+"""Stages per rank that are searched."""
+
 CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b": "interleaved"}
 """What these can be called."""
 

@@ -43,8 +43,8 @@ from ..plan import Recompute
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run, Structure
 from ..requests.options import microbatch_rows
+from ..requests.request import MOST_CHUNKS
 from .job import Job
-from .loops import MOST_CHUNKS
 from .space import mixed_tiling, uniform_tiling
 from .work_bound import work_bound
 

@@ -140,25 +140,6 @@ class Quest:
             self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
         ]
 
-    def looped_seconds(self, chunks: int) -> float:
-        """About what the best pipeline takes with each of its stages cut in so many, or in as
-        many as it has blocks for."""
-        if self._best is None:
-            return float("inf")
-        chunks = min(chunks, self.num_blocks // len(self._best.stages))
-        return looped_seconds(self._known(self._best.stages), chunks)
-
-    def price_looped(self, chunks: int, patience: float) -> Pipeline | None:
-        """As ``price`` while it takes no longer with each of its stages cut in so many."""
-        assert self._best is not None, "there is something to price"
-        stages = self._best.stages
-        chunks, own = min(chunks, self.num_blocks // len(stages)), self._known(stages)
-        for at in _halving(len(stages)):
-            own[at] = self.costs.price(len(stages) - at, at == 0, stages[at])
-            if looped_seconds(own, chunks) > patience:
-                return None
-        return Pipeline(stages, turning_seconds(own))
-
     def price(self, patience: float) -> Pipeline | None:
         """Prices the stages of the best pipeline while it takes no longer than ``patience``.
 
@@ -193,17 +174,6 @@ def open_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -
     return turning_seconds(
         [(q * (1 - gap), m * (1 - gap)) for (q, m), gap in zip(stages, gaps, strict=True)]
     )
-
-
-def looped_seconds(stages: Sequence[tuple[float, float]], chunks: int) -> float:
-    """About T with each stage cut in so many: max(Σ q / chunks + max m, Σ q + max m / chunks).
-
-    A rank waits for the first micro-batch as if its stage were that part as long, and then has
-    all of its work to do; a micro-batch goes through all stages, one after the other, and a part
-    of a stage has all micro-batches.
-    """
-    waiting = turning_seconds([(q / chunks, m) for q, m in stages])
-    return max(waiting, turning_seconds([(q, m / chunks) for q, m in stages]))
 
 
 def _halving(number: int) -> list[int]:

@@ -15,12 +15,11 @@ from ..inter_op.inter_op import StageChoice
 from ..intra_op.closing import MOST_PROGRAMS
 from ..placement.placement import learned_pipelines
 from ..requests.options import microbatch_rows
+from ..requests.request import MOST_CHUNKS
 from .beside import Company
 from .candidates import candidates
 from .free_axes import WORTH_IT, free_candidates, freed
 from .job import Job
-from .loops import MOST_CHUNKS, loops
-from .nearby import is_few, passed_over
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
@@ -70,22 +69,16 @@ class Ranking:
             self._learn(rows, numbers)
             self._refine()
             return
-        job.company = Company.of(job, rows, is_large=self._is_large(numbers))
+        job.company = Company.of(job, rows, is_large=job.basis.asked is None)
         every = job.company.over(explored, numbers, first=lambda own: self.explored(own, numbers))
         for found in every[1:]:
             self._take_in(found)
         self._add_branches(rows, numbers)
-        self._look_around(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         if self.found.best:
             self.found.settle()
         self._refine()
         self._share_out(rows)
-
-    def _is_large(self, numbers: tuple[int, ...]) -> bool:
-        """Whether a space is worth sharing out, and every price need not be heard of here."""
-        job = self.job
-        return not is_few(job, numbers) and job.basis.asked is None
 
     def _explore(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Follows the quests of some micro-batch sizes: stages of one size, then of any."""
@@ -101,7 +94,6 @@ class Ranking:
         began = self.job.effort.work
         mixed = self._looked(self._mixed(rows, numbers))
         self._follow(mixed, began=began)
-        self._add_loops(quests)
         every = [*quests, *mixed]
         self.is_open = any(each.estimate < float("inf") for each in every) or (
             any(each.num_blocks > MOST_CUTS for each in every)  # not every cut was tried
@@ -115,17 +107,6 @@ class Ranking:
                 return
             self._follow([quest], until_first=True)
 
-    def _add_loops(self, quests: list[Quest]) -> None:
-        """Follows pipelines of one size that may be the fastest with several stages per rank."""
-        if self.job.request.chunked_schedules and self.found.drafts:
-            near = [
-                each
-                for each in quests
-                if each.is_looked_at or not self._is_beaten(each.rows, each.tiling.most)
-            ]
-            for seconds, draft in loops(near, lambda: self.found.step_seconds, self._is_late):
-                self.found.take_loop(seconds, draft)
-
     def explored(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> Explored:
         """What following the quests of some micro-batch sizes came to."""
         self._explore(rows, numbers)
@@ -134,18 +115,16 @@ class Ranking:
             least.setdefault(self.found.drawn[id(each)], each.step_seconds)
         drafts = tuple((seconds, draft) for draft, seconds in least.items())
         job = self.job
-        return Explored(drafts, tuple(self.found.loops), job.steps, self.is_open, job.excess_bytes)
+        return Explored(drafts, job.steps, self.is_open, job.excess_bytes)
 
     def _take_in(self, found: Explored) -> None:
-        """Takes in another part's drafts, those that are near the best or to be cut again."""
+        """Takes in another part's drafts, those that are near the best."""
         self.job.beyond += found.excess_bytes
         self.job.steps.update(found.steps)
         self.is_open |= found.is_open
         for seconds, draft in found.drafts:
             if seconds < self.found.step_seconds * NEAR:
                 self.found.keep(draft)
-        for seconds, draft in found.loops:
-            self.found.take_loop(seconds, draft)
 
     def _is_late(self, share: float = 0.7) -> bool:
         return self.job.effort.left_seconds < (1 - share) * self.job.request.time_limit_seconds
@@ -262,22 +241,6 @@ class Ranking:
                 for pipeline in branch_pipelines(table, section, count):
                     if len(pipeline.stages) in numbers:
                         self.found.keep(Draft(each, pipeline))
-
-    def _look_around(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Takes in pipelines that were passed over: any of few, else those next to the winner."""
-        began = self.job.effort.work
-
-        def best() -> tuple[float, Draft]:
-            return self.found.step_seconds, self.found.drawn[id(self.found.best[0])]
-
-        def is_late() -> bool:
-            return self._is_late(0.75) or self._is_long(began)
-
-        if self.found.best:
-            for draft in passed_over(
-                self.job, rows, numbers, drafts=self.found.drafts, best=best, is_late=is_late
-            ):
-                self.found.keep(draft)
 
     def _refine(self) -> None:
         """Solves the stages of the fastest again, each gap narrowed."""

@@ -18,27 +18,25 @@ from .report_plan import Candidate
 @dataclass(frozen=True, slots=True)
 class Explored:
     """What following some micro-batch sizes came to: drafts with what they take when simulated,
-    the fastest first, and those to be cut again with about what they take then.
+    the fastest first.
 
     ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
     by how much the rest does not.
     """
 
     drafts: tuple[tuple[float, Draft], ...]
-    loops: tuple[tuple[float, Draft], ...]
     steps: KnownSteps
     is_open: bool
     excess_bytes: list[float]
 
 
 class Standings:
-    """Drafts (each kept once, ``drawn`` by the candidates that were made of it), those to be cut
-    again with about what they take then (``loops``), and candidates, refined or not."""
+    """Drafts (each kept once, ``drawn`` by the candidates that were made of it), and candidates,
+    refined or not."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.drafts: list[Draft] = []
-        self.loops: list[tuple[float, Draft]] = []
         self.known: list[Candidate] = []
         self.drawn: dict[int, Draft] = {}
         self.best: list[Candidate] = []
@@ -62,12 +60,6 @@ class Standings:
         for found in candidates(self.job, draft, below=self.step_seconds):
             self.drawn[id(found)] = draft
             self.offer(found)
-
-    def take_loop(self, seconds: float, draft: Draft) -> None:
-        """Takes in a draft to be cut again, if it can then be the fastest."""
-        if seconds < self.step_seconds:
-            self.loops.append((seconds, draft))
-            self.keep(draft)
 
     def offer(self, found: Candidate) -> None:
         """Takes in a candidate."""

@@ -9,11 +9,11 @@ from random_cases import random_case
 
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.free_axes import free_candidates
 from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.nearby import few_pipelines
 from autoparallel.planner.search.search import plan
 
 FASTER = (6, 50, 100, 114)
@@ -52,8 +52,8 @@ def test_candidates_fit_and_none_is_faster_than_the_plan(seed: int) -> None:
     for own in (case, case.limited(limit)):
         job = Job.of(own.graph, own.blocks, own.cluster, own.request, rules=rules, basis=DEFAULT)
         batch = own.request.global_batch
-        every = few_pipelines(job, [batch, batch // 2], job.stage_numbers)
-        assert every is not None
+        whole = StageChoice(0, len(own.blocks.blocks), 0, own.cluster.num_devices)
+        every = [(rows, (whole,)) for rows in (batch, batch // 2)]
         found = list(free_candidates(job, every, lambda: float("inf")))
         if own is case:
             assert found
