@@ -34,6 +34,7 @@ from ..rules.balanced_attention import as_run
 from ..rules_protocol import Rules as Rules
 from ..strategy import InnerCollective, NodeLayout, balanced_axes
 from .asked import Asked, AskedOp
+from .assumptions import RUNTIME, CostAssumptions
 from .op_case import op_case
 from .seconds import Priced
 from .seconds import Seconds as Seconds
@@ -67,6 +68,7 @@ class Prices:
     asked: Asked | None = field(default=None, repr=False)
     only: Source | None = None
     own: tuple[int, ...] = ()
+    assumptions: CostAssumptions = RUNTIME
     device: Device = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
@@ -78,7 +80,8 @@ class Prices:
         set_field(self, "device", self.cluster.slowest_device(self.own or self.ranks))
         set_field(self, "speed", self.device.speed)
         set_field(self, "groups", self._slowest_groups())
-        set_field(self, "policy", policy(self.precision, self.optimizer))
+        given = self.assumptions.policy
+        set_field(self, "policy", given or policy(self.precision, self.optimizer))
         key = ("conversions", self.mesh, self.groups, self.profile, self.only)
         set_field(self, "_converted", self.cache.setdefault(key, {}))
 
@@ -92,7 +95,7 @@ class Prices:
         """Equal where all prices are, of one ``cache``: but for transfers between stages."""
         return (
             type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
-            self.policy, self.profile, self.only,
+            self.policy, self.profile, self.only, self.assumptions,
         )  # fmt: skip
 
     def _slowest_groups(self) -> tuple[Group, ...]:
