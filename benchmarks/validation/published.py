@@ -75,7 +75,11 @@ def published(row: Row, line: int) -> Run:
         row.get("quality") or "A",
         assumed=tuple(assumed),
         program=_program(row, configuration.num_microbatches),
-        assumptions=CostAssumptions(half_policy(_gradient_bytes(row)), not _is_titan(row)),
+        assumptions=CostAssumptions(
+            half_policy(_gradient_bytes(row)),
+            attention_core=not _is_titan(row),
+            shards_over_context=True,
+        ),
     )
 
 

@@ -246,18 +246,14 @@ class Pricer:
 
     def _modes(self, own: Configuration, blocks: Sequence[Block]) -> list[Recompute]:
         """How each of a stage's blocks is recomputed."""
-        kind = self.blocks.blocks[find_layers(self.blocks)[0]].kind
-        again = [
-            own.recomputes_ends or plain_kind(block.kind) == plain_kind(kind) for block in blocks
-        ]
-        num_full = round((1 - own.selective_share) * sum(again))
-        places = accumulate(again)
+        layers = {self.blocks.blocks[at].name for at in find_layers(self.blocks)}
+        again = [own.recomputes_ends or block.name in layers for block in blocks]
+        share = own.selective_share if own.recompute == "selective" else 1.0
+        num_full = round((1 - share) * sum(again))
         return [
-            "none" if not is_again
-            else "full" if own.recompute == "selective" and place <= num_full
-            else own.recompute
-            for is_again, place in zip(again, places, strict=True)
-        ]  # fmt: skip
+            "none" if not is_again else "full" if place <= num_full else own.recompute
+            for is_again, place in zip(again, accumulate(again), strict=True)
+        ]
 
     def _layouts(
         self, cluster: Cluster, own: Configuration, structure: Structure,

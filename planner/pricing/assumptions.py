@@ -17,11 +17,14 @@ class CostAssumptions:
 
     ``policy``: the bytes per parameter, where they are not those of the precision and the
     optimizer. ``attention_core``: selective recomputation runs the core of attention again and
-    nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+    nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5). ``shards_over_context``:
+    ZeRO shards the bytes of states over context-parallel ranks too, as Megatron-LM's distributed
+    optimizer does.
     """
 
     policy: PrecisionPolicy | None = None
     attention_core: bool = False
+    shards_over_context: bool = False
 
 
 RUNTIME = CostAssumptions()

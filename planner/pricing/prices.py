@@ -285,6 +285,13 @@ class Prices:
         """How many ranks ZeRO may shard a replicated parameter over: axis "dp"'s size."""
         return self.mesh.shape[0] if self.mesh.axes[0] == "dp" else 1
 
+    @property
+    def _context_shards(self) -> int:
+        """How many ranks of axis "cp" share the states of a parameter."""
+        mesh = self.mesh
+        shares = self.assumptions.shards_over_context and "cp" in mesh.axes
+        return mesh.shape[mesh.axes.index("cp")] if shares else 1
+
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
         """Seconds and bytes of holding a parameter: its gradient's sums and its step.
 
@@ -316,7 +323,8 @@ class Prices:
             is_sharding_axis = axis == 0 and self.mesh.axes[0] == "dp"
             if not placement.is_shard and not is_sharding_axis and self.mesh.shape[axis] > 1:
                 sync += self.collective("all_reduce", gradient_bytes // sharded, axis)
-        states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
+        holders = shards * self._context_shards
+        states = state_bytes(numel, self.policy, zero if holders > 1 else 0, holders)
         step = self._update(numel / sharded)
         seconds = Seconds(
             forward_states=forward, backward_states=backward, gradient_sync=sync, optimizer=step

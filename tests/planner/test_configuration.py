@@ -196,9 +196,10 @@ def test_full_recomputation_issues_the_layers_again() -> None:
 
 
 def test_context_parallel_ranks_share_the_pairs_of_causal_attention() -> None:
-    """Long sequences, where attention is nearly all: half as much on each of two ranks."""
+    """Long sequences, where attention is nearly all: half as much on each of two ranks, as these
+    swap queries."""
     with torch.device("meta"):
-        model = GPT(n_layer=4, d_model=HIDDEN, n_head=4, seq=8192, vocab=128, tied=False)
+        model = GPT(n_layer=4, d_model=1024, n_head=16, seq=8192, vocab=128, tied=False)
     own = capture(model, example_batch(2, 8192), dtype="bfloat16")
     one, two = (
         Pricer(own.graph, own.blocks).price(
@@ -207,6 +208,15 @@ def test_context_parallel_ranks_share_the_pairs_of_causal_attention() -> None:
         for cp in (1, 2)
     )  # fmt: skip
     assert one / 2 <= two < 0.6 * one
+
+
+def test_zero_shards_over_context_ranks_too_where_a_program_does() -> None:
+    megatron = Basis(assumptions=CostAssumptions(shards_over_context=True))
+    one = priced(4, 4, dp=4, zero=1).memory_bytes[0]["optimizer"]
+    both = priced(4, 4, megatron, dp=2, cp=2, zero=1).memory_bytes[0]["optimizer"]
+    alone = priced(4, 4, dp=2, cp=2, zero=1).memory_bytes[0]["optimizer"]
+    assert both == pytest.approx(one, rel=1e-6)
+    assert alone == pytest.approx(2 * both, rel=0.01)
 
 
 def test_degrees_and_layers_that_do_not_fit_are_refused() -> None:
