@@ -212,7 +212,7 @@ class Pricer:
         stages = tuple(
             self._stage(cluster, own, structure, index, run) for index, run in enumerate(bounds)
         )
-        slices = ()
+        slices: tuple[int, ...] = ()
         if own.schedule == "terapipe" and own.num_slices > 1:
             slices = even_lengths(find_places(structure.graph).length, own.num_slices)
         rows = own.microbatch_size * own.num_microbatches
