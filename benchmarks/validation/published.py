@@ -53,12 +53,17 @@ def published(row: Row, line: int) -> Run:
     )  # fmt: skip
     assumed += missing
     configuration = _configuration(row, assumed)
+    assumptions = CostAssumptions(
+        half_policy(_gradient_bytes(row)),
+        attention_core=not _is_titan(row),
+        shards_over_context=True,
+    )
     shape = _shape(row, configuration.tp, assumed)
     schedule, chunks = _schedule(row, configuration, shape.layers, assumed)
     configuration = replace(
         configuration, schedule=schedule, num_chunks=chunks,
         layers=_uneven(row, configuration.pp * chunks, shape.layers),
-        precision="bf16" if has_bfloat16(cluster) else "fp16",
+        precision="bf16" if _has_bfloat16(cluster) else "fp16",
     )  # fmt: skip
     check_degrees(shape, configuration, cluster.num_devices)
     is_oom = "OOM" in row.get("measured_value", "")
@@ -75,11 +80,7 @@ def published(row: Row, line: int) -> Run:
         row.get("quality") or "A",
         assumed=tuple(assumed),
         program=_program(row, configuration.num_microbatches),
-        assumptions=CostAssumptions(
-            half_policy(_gradient_bytes(row)),
-            attention_core=not _is_titan(row),
-            shards_over_context=True,
-        ),
+        assumptions=assumptions,
     )
 
 
@@ -93,7 +94,7 @@ def _cluster(
     return cluster, missing
 
 
-def has_bfloat16(cluster: Cluster) -> bool:
+def _has_bfloat16(cluster: Cluster) -> bool:
     """Whether devices compute in bfloat16, as fast as in float16; older ones compute in float16."""
     return all("bfloat16" in host.device.peak_flops for host in cluster.hosts)
 
