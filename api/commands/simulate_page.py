@@ -21,8 +21,8 @@ from autoparallel.cost_model.timeline_text import draw
 from autoparallel.cost_model.trace import chrome_trace, rank_name
 from autoparallel.planner.configured.configuration import (
     Configuration,
+    ConfigurationPricer,
     PricedStep,
-    Pricer,
     find_layers,
 )
 from autoparallel.planner.errors import UsageError
@@ -89,7 +89,9 @@ def simulated(
 
     configuration = with_rows(program.graph, configuration)
     check_layers(program, configuration)
-    priced = Pricer(program.graph, program.blocks, basis, pins).price(cluster, configuration)
+    priced = ConfigurationPricer(program.graph, program.blocks, basis, pins).price(
+        cluster, configuration
+    )
     per_rank = configuration.num_devices // configuration.pp
     timeline = replace(priced.timeline, replicas=(per_rank,) * configuration.pp)
     length = seq if seq is not None else captured_seq(program)

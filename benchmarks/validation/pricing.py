@@ -14,8 +14,7 @@ from autoparallel.cost_model.cluster import ClusterError
 from autoparallel.cost_model.memory import policy
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
-from autoparallel.planner.configured.configuration import PricedStep
-from autoparallel.planner.configured.configuration import Pricer as ModelPricer
+from autoparallel.planner.configured.configuration import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.pricing.assumptions import CostAssumptions
@@ -57,7 +56,7 @@ class Pricer:
     """Prices one run after the other and keeps what they share."""
 
     programs: dict[tuple[Shape, Precision], Program] = field(default_factory=dict)
-    pricers: dict[tuple[Shape, Precision, CostAssumptions], ModelPricer] = field(
+    pricers: dict[tuple[Shape, Precision, CostAssumptions], ConfigurationPricer] = field(
         default_factory=dict
     )
 
@@ -74,7 +73,7 @@ class Pricer:
             )  # fmt: skip
         return self.programs[key]
 
-    def pricer(self, run: Run) -> ModelPricer:
+    def pricer(self, run: Run) -> ConfigurationPricer:
         """What prices the runs of a model that are trained by the same rules."""
         precision = run.configuration.precision
         key = run.shape, precision, run.assumptions
@@ -82,7 +81,7 @@ class Pricer:
             program = self.program(run.shape, precision)
             graph, blocks = deeper(program.graph, program.blocks, run.shape.layers)
             basis = Basis(assumptions=run.assumptions)
-            self.pricers[key] = ModelPricer(graph, blocks, basis)
+            self.pricers[key] = ConfigurationPricer(graph, blocks, basis)
         return self.pricers[key]
 
     def step(self, run: Run) -> PricedStep:

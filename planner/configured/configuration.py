@@ -137,7 +137,7 @@ class PricedStep:
 
 
 @dataclass
-class Pricer:
+class ConfigurationPricer:
     """Prices configurations of one model, and keeps what they share.
 
     ``basis`` has what was measured; ``pins`` are layouts that are given.

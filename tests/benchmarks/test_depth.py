@@ -12,7 +12,11 @@ from autoparallel.cost_model.compute import op_seconds
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture import capture
 from autoparallel.passes.program import Program
-from autoparallel.planner.configured.configuration import Configuration, PricedStep, Pricer
+from autoparallel.planner.configured.configuration import (
+    Configuration,
+    ConfigurationPricer,
+    PricedStep,
+)
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.pricing.stage_cost import StageCost
 from benchmarks.validation.depth import deeper
@@ -32,7 +36,7 @@ def program(num_layers: int) -> Program:
 def priced(captured: int, depth: int, **options: Any) -> PricedStep:
     own = program(captured)
     asked = Configuration(precision="bf16", microbatch_size=ROWS, **options)
-    pricer = Pricer(*deeper(own.graph, own.blocks, depth))
+    pricer = ConfigurationPricer(*deeper(own.graph, own.blocks, depth))
     return pricer.price(parse_cluster(f"{asked.num_devices}xA100-80GB"), asked)
 
 

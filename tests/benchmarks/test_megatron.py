@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.configured.configuration import Pricer as ModelPricer
+from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.layout import conversion_steps
 from benchmarks.validation.models import Shape
 from benchmarks.validation.pricing import Pricer
@@ -43,7 +42,7 @@ def layer_collectives(
     asked = Configuration(
         tp=TP, microbatch_size=ROWS, precision="bf16", sequence_parallel=sequence_parallel
     )
-    priced = ModelPricer(own.graph, own.blocks)
+    priced = ConfigurationPricer(own.graph, own.blocks)
     priced.price(parse_cluster(f"{TP}xA100-80GB"), asked)
     (solver,) = priced.solvers.values()
     ((entry,),) = (pool.entries.values() for pool in solver.pools.values())

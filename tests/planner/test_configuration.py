@@ -17,8 +17,8 @@ from autoparallel.passes.program import Program
 from autoparallel.planner import rules as default_rules
 from autoparallel.planner.configured.configuration import (
     Configuration,
+    ConfigurationPricer,
     PricedStep,
-    Pricer,
     even_layers,
     find_layers,
     stage_bounds,
@@ -53,7 +53,7 @@ def cluster(num_devices: int) -> Cluster:
 def priced(num_layers: int, num_devices: int, basis: Basis = DEFAULT, **options: Any) -> PricedStep:
     own = program(num_layers)
     asked = Configuration(precision="bf16", **{"microbatch_size": ROWS, **options})
-    return Pricer(own.graph, own.blocks, basis).price(cluster(num_devices), asked)
+    return ConfigurationPricer(own.graph, own.blocks, basis).price(cluster(num_devices), asked)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_pass_lasts_until_the_host_has_issued_it() -> None:
     own = program(4)
     asked = Configuration(pp=2, precision="bf16", microbatch_size=ROWS, num_microbatches=2)
     one, two, none = (
-        Pricer(own.graph, own.blocks).price(slow_host(each), asked).stages
+        ConfigurationPricer(own.graph, own.blocks).price(slow_host(each), asked).stages
         for each in (1.0, 2.0, 0.0)
     )
     for first, second, free in zip(one, two, none, strict=True):
@@ -189,7 +189,8 @@ def test_full_recomputation_issues_the_layers_again() -> None:
         for how in ("none", "full")
     ]
     none, full = (
-        Pricer(own.graph, own.blocks).price(slow_host(1.0), each).stages[0] for each in asked
+        ConfigurationPricer(own.graph, own.blocks).price(slow_host(1.0), each).stages[0]
+        for each in asked
     )
     again = full.compute_seconds[1] - none.compute_seconds[1]
     assert 0 < again < none.compute_seconds[0], "the embedding and the head are not run again"
@@ -202,7 +203,7 @@ def test_context_parallel_ranks_share_the_pairs_of_causal_attention() -> None:
         model = GPT(n_layer=4, d_model=1024, n_head=16, seq=8192, vocab=128, tied=False)
     own = capture(model, example_batch(2, 8192), dtype="bfloat16")
     one, two = (
-        Pricer(own.graph, own.blocks).price(
+        ConfigurationPricer(own.graph, own.blocks).price(
             cluster(cp), Configuration(cp=cp, precision="bf16", microbatch_size=ROWS)
         ).stages[0].seconds.forward_compute
         for cp in (1, 2)
