@@ -49,7 +49,12 @@ LayersOption = Annotated[
     typer.Option("--layers-per-stage", metavar="N,N,…", help="layers of each stage; default: even"),
 ]
 OverlapOption = Annotated[
-    bool, typer.Option("--overlap", help="overlap gradient synchronization with the last backward")
+    bool,
+    typer.Option(
+        "--overlap",
+        help="overlap gradient synchronization with the last backward, "
+        "and the collectives of ZeRO 2 and 3 with compute",
+    ),
 ]
 SlowdownOption = Annotated[
     float | None,
@@ -95,27 +100,27 @@ def simulate(
         profile=profile, database=database,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
+    from autoparallel.cost_model.stage_costs import MEASURED_SLOWDOWN, Overlap
     from autoparallel.planner.precision import check_precision
     from autoparallel.planning import find_cluster
 
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    configuration = configured(options, own, found, layers)
+    beside = Overlap(slowdown or MEASURED_SLOWDOWN) if overlap or slowdown else None
+    configuration = replace(configured(options, own, found, layers), overlap=beside)
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
-    from autoparallel.cost_model.stage_costs import MEASURED_SLOWDOWN, Overlap
     from autoparallel.planning import basis_for, capture_target
     from autoparallel.progress import progress
     from autoparallel.targets import load_target
     from autoparallel.tf32 import with_choice
 
-    beside = Overlap(slowdown or MEASURED_SLOWDOWN) if overlap or slowdown else None
     loaded = load_target(target, parse_settings(settings or ()))
     found = with_choice(found, options.tf32)
     with progress() as observe:
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
         step = simulated(
-            program, found, configuration, beside, options.seq,
+            program, found, configuration, options.seq,
             basis=basis_for(found, options, loaded), pins=options.pins,
         )  # fmt: skip
         observe("simulate", 1, 1)

@@ -16,19 +16,20 @@ from rich.text import Text
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.compute import least_seconds
 from autoparallel.cost_model.memory import policy
-from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.cost_model.trace import chrome_trace, rank_name
-from autoparallel.planner.configured.configuration import Configuration, PricedStep, price
-from autoparallel.planner.configured.stage_runs import even_layers, find_layers
+from autoparallel.planner.configured.configuration import (
+    Configuration,
+    ConfigurationPricer,
+    PricedStep,
+    find_layers,
+)
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.pricing.choices import input_specs
-from autoparallel.planner.pricing.step import Pipeline, latency_seconds, simulate_stages
-from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.rules import work
 from autoparallel.planner.summary import (
@@ -78,7 +79,6 @@ def simulated(
     program: Program,
     cluster: Cluster,
     configuration: Configuration,
-    overlap: Overlap | None,
     seq: int | None,
     *,
     basis: Basis = DEFAULT,
@@ -88,21 +88,12 @@ def simulated(
     from autoparallel.planning import captured_seq
 
     configuration = with_rows(program.graph, configuration)
-    layers = check_layers(program, configuration)
-    priced = price(
-        program.graph, program.blocks, cluster, configuration, basis=basis, pins=pins
-    )  # fmt: skip
+    check_layers(program, configuration)
+    priced = ConfigurationPricer(program.graph, program.blocks, basis, pins).price(
+        cluster, configuration
+    )
     per_rank = configuration.num_devices // configuration.pp
-    timeline = simulate_stages(
-        Pipeline(
-            configuration.schedule, configuration.num_microbatches,
-            num_chunks=configuration.num_chunks, slices=priced.slices,
-        ),
-        priced.stages,
-        overlap=overlap and replace(overlap, gradient_buckets=layers),
-        latency_seconds=latency_seconds(cluster),
-    )  # fmt: skip
-    timeline = replace(timeline, replicas=(per_rank,) * configuration.pp)
+    timeline = replace(priced.timeline, replicas=(per_rank,) * configuration.pp)
     length = seq if seq is not None else captured_seq(program)
     rows = configuration.microbatch_size
     graph = program.graph.with_batch_size(rows) if program.graph.batch_dims else program.graph
@@ -121,25 +112,15 @@ def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
     return replace(configuration, microbatch_size=rows, num_microbatches=1)
 
 
-def check_layers(program: Program, configuration: Configuration) -> tuple[int, ...]:
-    """Layers of each stage, every one at least 1. Raises ``UsageError`` AP128."""
-    stages = configuration.num_stages
-    count = find_layers(Structure(program.graph, program.blocks)).count
+def check_layers(program: Program, configuration: Configuration) -> None:
+    """Raises ``UsageError`` AP128 where layers, divided evenly, leave a stage without any."""
+    stages, count = configuration.num_stages, len(find_layers(program.blocks))
     if configuration.layers is None and count < stages:
         raise UsageError(
             "AP128", f"{stages} stages need at least one layer each, but the model has {count} "
             "layers",
             fix=f"choose pp × chunks of at most {count}",
         )  # fmt: skip
-    layers = configuration.layers or even_layers(count, stages)
-    if len(layers) != stages or sum(layers) != count:
-        raise UsageError(
-            "AP128",
-            f"--layers-per-stage has {sum(layers)} layers in {len(layers)} stages, not {count} "
-            f"in {stages}",
-            fix=f"for example: {','.join(map(str, even_layers(count, stages)))}",
-        )
-    return layers
 
 
 def model_flops(graph: Graph, num_microbatches: int) -> Mapping[str, float]:
@@ -213,7 +194,9 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     own, timeline = step.priced.configuration, step.timeline
     degrees = {"dp": own.dp, "ep": own.ep, "cp": own.cp, "tp": own.tp}
     mesh = Mesh(tuple(degrees), tuple(degrees.values()))
-    rank = RankSummary(mesh, own.zero, 1, num_full=int(own.recompute == "full"))
+    rank = RankSummary(
+        mesh, own.zero, 1, int(own.recompute == "full"), int(own.recompute == "selective")
+    )
     schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
     parts = strategy_parts([rank] * own.pp, schedule)
     parts.append(microbatches_text(own.num_microbatches, own.microbatch_size))

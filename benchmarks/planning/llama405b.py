@@ -77,28 +77,28 @@ def stage_layers(num_stages: int, num_layers: int = 126) -> tuple[int, ...]:
     return (each - 1, *(each,) * (num_stages - 2), each - 1)
 
 
-def configurations() -> Iterator[tuple[str, Configuration, bool]]:
+def configurations() -> Iterator[tuple[str, Configuration]]:
     """What is published, and what it is like without one of its parts."""
     rows = CASE.global_batch
     base = Configuration(
         dp=DP, tp=TP, pp=PP, zero=1, microbatch_size=DP, num_microbatches=rows // DP,
         layers=stage_layers(PP), precision="bf16", sequence_parallel=True,
     )  # fmt: skip
-    yield "1f1b", base, False
-    yield "1f1b, gradients summed beside the backward", replace(base, overlap=True), True
+    overlapped = replace(base, overlap=Overlap())
+    yield "1f1b", base
+    yield "1f1b, gradients summed beside the backward", overlapped
     for chunks in (2, 4):
         layers = stage_layers(PP * chunks)
-        inter = replace(base, schedule="interleaved-1f1b", num_chunks=chunks, layers=layers)
-        yield f"interleaved, {chunks} chunks", replace(inter, overlap=True), True
-    yield "1f1b, ZeRO 2, overlapped", replace(base, zero=2, overlap=True), True
-    yield "1f1b, all recomputed, overlapped", replace(base, recompute="full", overlap=True), True
+        inter = replace(overlapped, schedule="interleaved-1f1b", num_chunks=chunks, layers=layers)
+        yield f"interleaved, {chunks} chunks", inter
+    yield "1f1b, ZeRO 2, overlapped", replace(overlapped, zero=2)
+    yield "1f1b, all recomputed, overlapped", replace(overlapped, recompute="full")
 
 
 def priced(program: Program, cluster: Cluster) -> Iterator[Row]:
     """The published configuration's rows."""
-    for name, configuration, overlaps in configurations():
-        beside = Overlap() if overlaps else None
-        step = simulated(program, cluster, configuration, beside, CASE.seq)
+    for name, configuration in configurations():
+        step = simulated(program, cluster, configuration, CASE.seq)
         slowest = max(step.priced.stages, key=lambda cost: cost.seconds.forward_compute)
         own = slowest.seconds
         communication = own.forward_communication + own.backward_communication

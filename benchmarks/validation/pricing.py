@@ -1,7 +1,7 @@
 """Prices runs: capture, blocks, strategies, integer program, stage costs, simulator.
 
 In: runs. Out: per run the predicted seconds and bytes, by the way that a user's model takes.
-A model is captured with few layers and stands for its depth (``planner.configured.stage_runs``).
+A model is captured with few layers, and one of them is repeated (``depth``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoparallel.cost_model.cluster import ClusterError
+from autoparallel.cost_model.memory import policy
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.configured.configuration import Cache, PricedStep, price
-from autoparallel.planner.configured.stage_runs import FEWEST_LAYERS
+from autoparallel.planner.configured.configuration import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError
+from autoparallel.planner.plan import Precision
+from autoparallel.planner.pricing.assumptions import CostAssumptions
+from autoparallel.planner.pricing.basis import Basis
 from autoparallel.register import registered_rules
 
+from .depth import FEWEST_LAYERS, deeper
 from .models import Decoder, Shape, example_batch
 from .tables import Run, Skipped
 
@@ -51,25 +55,44 @@ class Result:
 class Pricer:
     """Prices one run after the other and keeps what they share."""
 
-    programs: dict[Shape, Program] = field(default_factory=dict)
-    cache: Cache = field(default_factory=Cache)
+    programs: dict[tuple[Shape, Precision], Program] = field(default_factory=dict)
+    pricers: dict[tuple[Shape, Precision, CostAssumptions], ConfigurationPricer] = field(
+        default_factory=dict
+    )
 
-    def program(self, shape: Shape) -> Program:
-        """The shape captured, with no more layers than stand for any number."""
+    def program(self, shape: Shape, precision: Precision = "bf16") -> Program:
+        """The shape captured, with no more layers than can be repeated."""
         few = replace(shape, layers=min(shape.layers, FEWEST_LAYERS))
-        if few not in self.programs:
+        key = few, precision
+        if key not in self.programs:
             with torch.device("meta"):
                 model = Decoder(few)
-            self.programs[few] = capture(
-                model, example_batch(few, CAPTURE_ROWS), dtype="bfloat16", rules=registered_rules()
-            )
-        return self.programs[few]
+            self.programs[key] = capture(
+                model, example_batch(few, CAPTURE_ROWS), dtype=policy(precision).compute_dtype,
+                rules=registered_rules(),
+            )  # fmt: skip
+        return self.programs[key]
+
+    def pricer(self, run: Run) -> ConfigurationPricer:
+        """What prices the runs of a model that are trained by the same rules."""
+        precision = run.configuration.precision
+        key = run.shape, precision, run.assumptions
+        if key not in self.pricers:
+            program = self.program(run.shape, precision)
+            graph, blocks = deeper(program.graph, program.blocks, run.shape.layers)
+            basis = Basis(assumptions=run.assumptions)
+            self.pricers[key] = ConfigurationPricer(graph, blocks, basis)
+        return self.pricers[key]
 
     def step(self, run: Run) -> PricedStep:
-        program = self.program(run.shape)
-        return price(
-            program.graph, program.blocks, run.cluster, run.configuration, cache=self.cache
-        )
+        pricer = self.pricer(run)
+        staged = pricer.staged(run.cluster, run.configuration)
+        device, last = run.cluster.hosts[0].device, len(staged.costs) - 1
+        costs = [
+            run.program.around(cost, device, is_first=stage == 0, is_last=stage == last)
+            for stage, cost in enumerate(staged.costs)
+        ]
+        return pricer.step(run.configuration, staged, costs)
 
     def result(self, run: Run) -> Result | Skipped:
         """The priced run, or why it could not be priced."""

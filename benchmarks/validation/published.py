@@ -12,13 +12,15 @@ from dataclasses import replace
 from functools import cache
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.planner.configured.configuration import Configuration, Program
+from autoparallel.cost_model.stage_costs import Overlap
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Recompute
+from autoparallel.planner.pricing.assumptions import CostAssumptions
 from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster
 from .models import Family, Kernels, Shape
-from .sources import ACCUMULATING, BF16_OPTIMIZER, CUDNN_ATTENTION
+from .sources import ACCUMULATING, BF16_OPTIMIZER, CUDNN_ATTENTION, Program
 from .tables import (
     Row,
     Run,
@@ -51,11 +53,17 @@ def published(row: Row, line: int) -> Run:
     )  # fmt: skip
     assumed += missing
     configuration = _configuration(row, assumed)
+    assumptions = CostAssumptions(
+        half_policy(_gradient_bytes(row)),
+        attention_core=not _is_titan(row),
+        shards_over_context=True,
+    )
     shape = _shape(row, configuration.tp, assumed)
     schedule, chunks = _schedule(row, configuration, shape.layers, assumed)
     configuration = replace(
-        configuration, schedule=schedule, num_chunks=chunks, depth=shape.layers,
+        configuration, schedule=schedule, num_chunks=chunks,
         layers=_uneven(row, configuration.pp * chunks, shape.layers),
+        precision="bf16" if _has_bfloat16(cluster) else "fp16",
     )  # fmt: skip
     check_degrees(shape, configuration, cluster.num_devices)
     is_oom = "OOM" in row.get("measured_value", "")
@@ -71,6 +79,8 @@ def published(row: Row, line: int) -> Run:
         is_oom,
         row.get("quality") or "A",
         assumed=tuple(assumed),
+        program=_program(row, configuration.num_microbatches),
+        assumptions=assumptions,
     )
 
 
@@ -82,6 +92,11 @@ def _cluster(
     if "cuDNN" in attention and gpu.startswith("H"):
         cluster = CUDNN_ATTENTION.seen(cluster)
     return cluster, missing
+
+
+def _has_bfloat16(cluster: Cluster) -> bool:
+    """Whether devices compute in bfloat16, as fast as in float16; older ones compute in float16."""
+    return all("bfloat16" in host.device.peak_flops for host in cluster.hosts)
 
 
 def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
@@ -151,12 +166,11 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         recompute=_recompute(row, assumed),
         microbatch_size=rows * dp,
         num_microbatches=num_microbatches,
-        overlap=_overlaps(row, zero),
+        overlap=Overlap() if _overlaps(row, zero) else None,
         sequence_parallel=_sequence_parallel(row, tp),
         precision="bf16",
-        policy=half_policy(_gradient_bytes(row)),
-        program=_program(row, num_microbatches),
-        products_kept=TITAN_PRODUCTS_KEPT if "per-op SAC" in row["recompute"] else None,
+        recomputes_ends=False,
+        selective_share=TITAN_PRODUCTS_KEPT if "per-op SAC" in row["recompute"] else 1.0,
         compiled="torch.compile" in row["precision"],
     )
 

@@ -9,8 +9,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from autoparallel.cost_model.cluster import Cluster, Host, Link
-from autoparallel.planner.configured.configuration import Program
+from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
+from autoparallel.cost_model.compute import op_seconds
+from autoparallel.planner.pricing.stage_cost import StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a training program takes besides its kernels and bytes.
+
+    ``message_seconds``: to start a transfer between stages, besides the link's own.
+    ``loss_seconds``: of the host on the last stage per micro-batch, half in each direction,
+    for a loss in more kernels than one. ``second_gradients``: bytes of gradients held besides
+    those that are reduced, over the latter's (half-precision ones that are added to float32).
+    ``accumulation``: bytes that adding a micro-batch's gradients to those before moves, over
+    the gradients' own (two read, one written: 3), where no product does so as it ends.
+    """
+
+    message_seconds: float = 0.0
+    loss_seconds: float = 0.0
+    second_gradients: float = 0.0
+    accumulation: float = 0.0
+
+    def around(
+        self, cost: StageCost, device: Device, *, is_first: bool, is_last: bool
+    ) -> StageCost:
+        """A stage's cost with them."""
+        seconds, (forward, backward) = cost.seconds, cost.receive_seconds
+        if self.accumulation:
+            moved = self.accumulation * cost.memory_bytes["gradients"]
+            added = op_seconds(device, "elementwise", 0.0, moved, "bfloat16")
+            seconds = seconds._replace(backward_compute=seconds.backward_compute + added)
+        if is_last and self.loss_seconds:
+            half = self.loss_seconds / 2
+            seconds = seconds._replace(
+                forward_compute=seconds.forward_compute + half,
+                backward_compute=seconds.backward_compute + half,
+                forward_issue=seconds.forward_issue + half,
+                backward_issue=seconds.backward_issue + half,
+            )
+        if not is_first:
+            forward, backward = forward + self.message_seconds, backward + self.message_seconds
+        gradients = cost.memory_bytes["gradients"] * (1 + self.second_gradients)
+        memory = {**cost.memory_bytes, "gradients": gradients}
+        received = (forward, backward)
+        return replace(cost, seconds=seconds, receive_seconds=received, memory_bytes=memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.memory import PrecisionPolicy, policy
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.pricing.assumptions import RUNTIME, CostAssumptions
 
 from .models import Shape
+from .sources import Program
 
 Row = Mapping[str, str]
 
@@ -33,7 +35,7 @@ class Run:
 
     ``shape.layers`` are the model's. ``group``: runs that differ in nothing but the
     configuration, all of whose configurations were measured. ``assumed`` are the cells that
-    the row does not state.
+    the row does not state. ``program`` and ``assumptions``: how the source's program trains.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Run:
     quality: str = "A"
     group: str = ""
     assumed: tuple[str, ...] = ()
+    program: Program = field(default_factory=Program)
+    assumptions: CostAssumptions = RUNTIME
 
     @property
     def rows(self) -> int:

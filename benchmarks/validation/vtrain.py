@@ -17,6 +17,7 @@ from functools import cache
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Recompute
+from autoparallel.planner.pricing.assumptions import CostAssumptions
 
 from .clusters import make_cluster
 from .models import Kernels, Shape
@@ -80,12 +81,12 @@ def _run(row: Row, line: int, shape: Shape, source: Source, recompute: Recompute
         dp=n["dp"], tp=n["tp"], pp=n["pp"], recompute=recompute,
         microbatch_size=n["rows"] * n["dp"],
         num_microbatches=num_microbatches,
-        depth=n["layers"], sequence_parallel=False, precision="bf16", policy=half_policy(2),
-        program=program,
+        sequence_parallel=False, precision="bf16", recomputes_ends=False,
     )  # fmt: skip
     check_degrees(shape, configuration, n["gpus"])
     seconds = measured(row.get("iteration time (ms)", ""), "iteration time") / 1e3
     return Run(
         f"line {line}", source.name, shape, cluster_of(source, n["gpus"]), configuration, seconds,
         group="/".join(str(n[key]) for key in GROUP), assumed=("vocab",),
+        program=program, assumptions=CostAssumptions(half_policy(2)),
     )  # fmt: skip

@@ -17,7 +17,6 @@ from ..errors import InfeasibleError, UsageError
 from ..graph import Blocks, Graph
 from ..layout import Layout
 from ..plan import Plan, StagePlan
-from ..pricing.stage_cost import StageCost
 from ..requests.request import ASYNCHRONOUS, Forced, Request
 from ..rules.saved import saved_inputs
 from ..schedules.schedules import build_schedule
@@ -135,21 +134,6 @@ def _version_share(rules: PrecisionPolicy) -> float:
     """
     copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
     return rules.gathered_bytes / copies
-
-
-def with_versions(
-    costs: tuple[StageCost, ...], name: str, num_microbatches: int, rules: PrecisionPolicy
-) -> tuple[StageCost, ...]:
-    """The stages with the bytes of the older versions of their weights under schedule ``name``."""
-    if not is_asynchronous(name):
-        return costs
-    held, share = num_versions(name, len(costs), num_microbatches), _version_share(rules)
-    return tuple(
-        replace(cost, memory_bytes={
-            **cost.memory_bytes, "versions": (count - 1) * cost.memory_bytes["parameters"] * share,
-        })
-        for cost, count in zip(costs, held, strict=True)
-    )  # fmt: skip
 
 
 def check_memory(plan: Plan, request: Request) -> None:

@@ -1,103 +1,64 @@
 """The price of one hand-written configuration: degrees, layers per stage, schedule and all.
 
-In: a graph, its blocks, a cluster, a configuration. Out: seconds of a step with its
-timeline, seconds and bytes of every stage. Nothing is searched but what the configuration
-leaves open, the layouts inside a stage; they come from the same integer program, tables and
-simulator as in the search.
+In: a graph, its blocks, a cluster, a configuration. Out: the ``Plan`` that the configuration
+describes, what its stages cost, and its step. The cut is given: so many layers per stage, the first
+stage with what precedes the layers and the last with what follows them. The layouts inside a stage
+are found by the search's integer program on the mesh of the degrees. ``evaluate``, which prices
+every plan again before it is returned, prices this one too.
 
-Stage ``s`` has the ranks from ``(s mod pp)·dp·ep·cp·tp`` on, "tp" innermost and pipeline stages
-outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473, section 3).
+Stage ``s`` of a chain has the ranks from ``(s mod pp)·dp·ep·cp·tp`` on, "tp" innermost and pipeline
+stages outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473, section 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
-from ...cost_model.cluster import Cluster, Device, Link
-from ...cost_model.compute import op_seconds
-from ...cost_model.memory import PrecisionPolicy, policy, state_bytes
+from ...cost_model.cluster import Cluster
 from ...cost_model.stage_costs import Overlap
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
-from ..arranged.asynchronous import with_versions
 from ..arranged.sequence_places import find_places
 from ..errors import UsageError
+from ..evaluate import Evaluator, Staged
 from ..fusion import with_fusion
-from ..graph import Blocks, Graph, Node, TensorSpec
+from ..graph import Block, Blocks, Graph
 from ..inter_op.submesh import mesh_of, restriction
 from ..intra_op.intra_op import Effort, IntraOp, Limits
-from ..layout import INVARIANT, Layout, Mesh
-from ..plan import Precision, Recompute
-from ..positions import Dims, position_dims
+from ..layout import Mesh
+from ..plan import (
+    BlockPlan,
+    ModelInfo,
+    Plan,
+    Precision,
+    Prediction,
+    Recompute,
+    SolverInfo,
+    StagePlan,
+    StagePrediction,
+)  # fmt: skip
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
-from ..pricing.choices import input_specs
-from ..pricing.ladder import Rung
-from ..pricing.prices import Prices, Seconds, StateBytes
-from ..pricing.seconds import Priced
-from ..pricing.slice_costs import SliceShares, carried_by_layers, even_lengths, shares_by_work
+from ..pricing.prices import Prices
+from ..pricing.slice_costs import even_lengths
 from ..pricing.stage_cost import StageCost, together
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, latency_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
-from ..replicas import with_replica_sums
-from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
+from ..requests.pins import Pin, by_template, check_priced, pinned_blocks, plain_kind
 from ..requests.request import Forced
-from ..rules.case import argument
 from ..schedules.schedules import parts_of_ranks
+from ..search.report_plan import stage_layouts
+from ..strategy import NodeLayout
 from .beside_stages import beside_stages, sent_bytes
-from .configured_stage import beside_compute, selective
-from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs
+from .hidden_states import beside_compute
 
-OVERLAP = Overlap()
-"""How much collectives beside compute slow it down."""
-
-SMALLEST_AXIS = 2
-"""Ranks of the axis that dimensions of positions are found with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What a training program takes besides its kernels and bytes.
-
-    ``message_seconds``: to start a transfer between stages, besides the link's own.
-    ``loss_seconds``: of the host on the last stage per micro-batch, half in each direction,
-    for a loss in more kernels than one. ``second_gradients``: bytes of gradients held besides
-    those that are reduced, over the latter's (half-precision ones that are added to float32).
-    ``accumulation``: bytes that adding a micro-batch's gradients to those before moves, over
-    the gradients' own (two read, one written: 3), where no product does so as it ends.
-    """
-
-    message_seconds: float = 0.0
-    loss_seconds: float = 0.0
-    second_gradients: float = 0.0
-    accumulation: float = 0.0
-
-    def around(
-        self, cost: StageCost, device: Device, *, is_first: bool, is_last: bool
-    ) -> StageCost:
-        """A stage's cost with them."""
-        seconds, (forward, backward) = cost.seconds, cost.receive_seconds
-        if self.accumulation:
-            moved = self.accumulation * cost.memory_bytes["gradients"]
-            added = op_seconds(device, "elementwise", 0.0, moved, "bfloat16")
-            seconds = seconds._replace(backward_compute=seconds.backward_compute + added)
-        if is_last and self.loss_seconds:
-            half = self.loss_seconds / 2
-            seconds = seconds._replace(
-                forward_compute=seconds.forward_compute + half,
-                backward_compute=seconds.backward_compute + half,
-                forward_issue=seconds.forward_issue + half,
-                backward_issue=seconds.backward_issue + half,
-            )
-        if not is_first:
-            forward, backward = forward + self.message_seconds, backward + self.message_seconds
-        gradients = cost.memory_bytes["gradients"] * (1 + self.second_gradients)
-        memory = {**cost.memory_bytes, "gradients": gradients}
-        received = (forward, backward)
-        return replace(cost, seconds=seconds, receive_seconds=received, memory_bytes=memory)
+ONCE = ("transient", "buffers", "reserve")
+"""Memory that the stages of a rank take in turn, or once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +67,11 @@ class Configuration:
 
     ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks``
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
-    stage (default: even); ``depth`` layers in all where the graph stands for a deeper model.
-    ``overlap``: gradients are reduced while the last micro-batch runs backward, and ZeRO 2 and 3
-    gather and scatter beside compute. ``policy`` overrides the bytes per parameter that
-    ``precision`` and ``optimizer`` give. ``program``: what else the training program takes.
-    ``recompute="selective"`` runs the core of attention again; with ``products_kept`` everything
-    but attention and that share of matrix products instead, here of so many layers all products
-    and of the others none. ``compiled``: blocks run compiled.
+    stage (default: even). ``recompute`` is of every block, as in a plan; where not
+    ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
+    stage's layers, and the others are recomputed fully. ``overlap``: gradients are reduced while
+    the last micro-batch runs backward, and ZeRO 2 and 3 gather and scatter beside compute.
+    ``compiled``: blocks run compiled.
     """
 
     dp: int = 1
@@ -128,14 +87,12 @@ class Configuration:
     num_chunks: int = 1
     num_slices: int = 1
     layers: tuple[int, ...] | None = None
-    depth: int | None = None
-    overlap: bool = False
+    overlap: Overlap | None = None
     sequence_parallel: bool | None = None
     precision: Precision = "fp32"
     optimizer: str = "adamw"
-    policy: PrecisionPolicy | None = None
-    program: Program = field(default_factory=Program)
-    products_kept: float | None = None
+    recomputes_ends: bool = True
+    selective_share: float = 1.0
     compiled: bool = False
 
     @property
@@ -146,6 +103,11 @@ class Configuration:
     def num_stages(self) -> int:
         return self.pp * self.num_chunks
 
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of a stage."""
+        return mesh_of(self.dp, self.tp, self.cp, self.ep)
+
 
 @dataclass(frozen=True, slots=True)
 class PricedStep:
@@ -155,12 +117,15 @@ class PricedStep:
     """
 
     configuration: Configuration
-    step_seconds: float
+    plan: Plan
     timeline: Timeline
     stages: tuple[StageCost, ...]
     memory_bytes: tuple[Mapping[str, float], ...]
     usable_bytes: int
-    slices: SliceShares | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.timeline.step_seconds
 
     @property
     def peak_bytes(self) -> float:
@@ -171,130 +136,230 @@ class PricedStep:
         return self.peak_bytes <= self.usable_bytes
 
 
-@dataclass(frozen=True)
-class _Given(Prices):
-    """Prices with a policy of their own, and two things as Megatron-LM does them.
-
-    Gradients are summed together over other axes than dp: those of norms and biases are
-    flattened into one all-reduce per step; a gradient that is the same on all ranks (``I``)
-    is not summed. Of causal attention whose queries are split each rank has two pieces, one
-    from the front and one from the back, so that all have half of the pairs.
-    """
-
-    given: PrecisionPolicy | None = None
-
-    def __post_init__(self) -> None:
-        Prices.__post_init__(self)
-        if self.given is not None:
-            object.__setattr__(self, "policy", self.given)
-
-    def _compute(
-        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
-    ) -> Priced:
-        found = Prices._compute(self, node, inputs, outputs)
-        is_attention = node.op.startswith("aten.scaled_dot_product_attention")
-        if not is_attention or not argument(node, 5, "is_causal", False):
-            return found
-        share = min(1.0, inputs[0].shape[-2] / inputs[1].shape[-2])  # of the positions
-        last = 2 - share  # the work of the rank with the last positions, in equal parts
-        return found._replace(forward=found.forward / last, backward=found.backward / last)
-
-    def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
-        """As ``Prices`` has it, but for what is said above and sharding over "cp" too."""
-        seconds, states = Prices.parameter(self, spec, held, zero)
-        if not spec.requires_grad:
-            return seconds, states
-        numel = spec.numel // self.num_parts(held)
-        shards = 1 if held[0].is_shard else self.shards
-        sharded = shards if zero else 1
-        num_bytes = numel * self.policy.gradient_bytes // sharded
-        less = 0.0
-        for axis, placement in enumerate(held):
-            if self.mesh.axes[axis] == "dp" or placement.is_shard or self.mesh.shape[axis] == 1:
-                continue
-            whole = self.collective("all_reduce", num_bytes, axis)
-            latency = self.collective("all_reduce", 1, axis)
-            less += whole if placement == INVARIANT else min(whole, latency)
-        seconds = seconds._replace(gradient_sync=max(0.0, seconds.gradient_sync - less))
-        if zero and self._context > 1:
-            found = state_bytes(numel, self.policy, zero, shards * self._context, wrapped=True)
-            states = states._replace(
-                parameters=found.parameters, gradients=found.gradients, optimizer=found.optimizer
-            )
-        return seconds, states
-
-    @property
-    def _context(self) -> int:
-        return self.mesh.shape[self.mesh.axes.index("cp")] if "cp" in self.mesh.axes else 1
-
-
-@dataclass(frozen=True)
-class Cache:
-    """What prices of several configurations share. Keep one for as many as you like."""
-
-    structures: dict[object, tuple[Graph, Structure]] = field(default_factory=dict)
-    prices: dict[object, tuple[Cluster, dict[Any, Any]]] = field(default_factory=dict)
-    solvers: dict[object, IntraOp] = field(default_factory=dict)
-    dims: dict[object, Dims] = field(default_factory=dict)
-
-
-def price(
-    graph: Graph,
-    blocks: Blocks,
-    cluster: Cluster,
-    configuration: Configuration,
-    *,
-    cache: Cache | None = None,
-    basis: Basis = DEFAULT,
-    pins: tuple[Pin, ...] = (),
-) -> PricedStep:
-    """The step of a configuration. Raises ``UsageError`` where it does not fit model or cluster.
+@dataclass
+class ConfigurationPricer:
+    """Prices configurations of one model, and keeps what they share.
 
     ``basis`` has what was measured; ``pins`` are layouts that are given.
     """
-    _check(configuration, cluster, graph)
-    told_apart = pinned_blocks(graph, blocks, pins)
-    work = _Work(
-        graph, told_apart, cluster, configuration, cache or Cache(), basis=basis, pins=pins
-    )
-    layers = _layers(configuration, work.structure)
-    runs = stage_runs(work.structure, layers)
-    costs = tuple(
-        configuration.program.around(
-            work.stage(stage, run),
-            cluster.hosts[0].device,
-            is_first=stage == 0,
-            is_last=stage == len(runs) - 1,
+
+    graph: Graph
+    blocks: Blocks
+    basis: Basis = DEFAULT
+    pins: tuple[Pin, ...] = ()
+    _structures: dict[object, Structure] = field(default_factory=dict, repr=False)
+    solvers: dict[object, IntraOp] = field(default_factory=dict, repr=False)
+    _evaluators: dict[object, Evaluator] = field(default_factory=dict, repr=False)
+    _prices: dict[object, tuple[Cluster, dict[Any, Any]]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = pinned_blocks(self.graph, self.blocks, self.pins)
+
+    def price(self, cluster: Cluster, configuration: Configuration) -> PricedStep:
+        """The step of a configuration. Raises ``UsageError`` where it does not fit the model or
+        the cluster."""
+        staged = self.staged(cluster, configuration)
+        return self.step(configuration, staged, staged.costs)
+
+    def staged(self, cluster: Cluster, configuration: Configuration) -> Staged:
+        """The configuration's plan, and what its stages cost."""
+        plan = self.plan(cluster, configuration)
+        own = configuration.precision, configuration.compiled
+        if own not in self._evaluators:
+            graph = self._structure(configuration, self.graph.batch_size).graph
+            self._evaluators[own] = Evaluator(graph, self.blocks, basis=self.basis)
+        return self._evaluators[own].staged(plan, cluster)
+
+    def step(
+        self, configuration: Configuration, staged: Staged, costs: Sequence[StageCost]
+    ) -> PricedStep:
+        """The step of a plan whose stages cost this."""
+        own, plan, cluster = configuration, staged.plan, staged.plan.cluster
+        overlap = own.overlap
+        if overlap is not None:
+            counts = [len(stage.blocks) for stage in plan.stages]
+            costs = [
+                beside_compute(cost, count, overlap)
+                for cost, count in zip(costs, counts, strict=True)
+            ]
+            overlap = replace(overlap, gradient_buckets=counts)
+        pipeline = Pipeline(
+            own.schedule, own.num_microbatches, num_chunks=own.num_chunks, edges=staged.edges,
+            slices=staged.slices,
+        )  # fmt: skip
+        timeline = simulate_stages(
+            pipeline, costs, overlap=overlap, latency_seconds=latency_seconds(cluster)
         )
-        for stage, run in enumerate(runs)
-    )
-    check_priced([cost.seconds.forward_compute for cost in costs], pins)
-    costs = with_replica_sums(costs, configuration.schedule, cluster, configuration.pp)
-    costs = with_versions(
-        costs, configuration.schedule, configuration.num_microbatches, work.policy
-    )  # fmt: skip
-    slices = work.slices()
-    buckets = [max(1, run.num_blocks) for run in runs]
-    pipeline = Pipeline(
-        configuration.schedule, configuration.num_microbatches,
-        num_chunks=configuration.num_chunks, slices=slices,
-    )  # fmt: skip
-    timeline = simulate_stages(
-        pipeline,
-        costs,
-        overlap=replace(OVERLAP, gradient_buckets=buckets) if configuration.overlap else None,
-        latency_seconds=latency_seconds(cluster),
-    )  # fmt: skip
-    table = pipeline_table(pipeline, len(costs))
-    beside = beside_stages(table, work.sent(runs), work.mesh, cluster.hosts[0].device.kind)
-    ranks = _ranks_bytes(configuration, costs, timeline)
-    ranks = [{**own, **more} for own, more in zip(ranks, beside, strict=True)]
-    if slices is not None:
-        for rank, more in zip(ranks, work.carried(slices, layers), strict=True):
-            rank["activations"] += configuration.num_microbatches * more
-    usable = cluster.usable_memory_bytes
-    step = timeline.step_seconds
-    return PricedStep(configuration, step, timeline, costs, tuple(ranks), usable, slices)
+        structure = self._structure(own, own.microbatch_size)
+        parts = own.mesh.size // (1 if own.sequence_parallel else own.tp)
+        sent = [
+            sent_bytes(structure.graph, structure.run(*bounds), parts) for bounds in _bounds(plan)
+        ]
+        table = pipeline_table(pipeline, len(costs))
+        beside = beside_stages(table, sent, own.mesh, cluster.hosts[0].device.kind)
+        memory = tuple(
+            {**rank, **more}
+            for rank, more in zip(_ranks_bytes(own, costs, timeline), beside, strict=True)
+        )
+        return PricedStep(own, plan, timeline, tuple(costs), memory, cluster.usable_memory_bytes)
+
+    def plan(self, cluster: Cluster, configuration: Configuration) -> Plan:
+        """The plan that a configuration describes, without predictions."""
+        own = configuration
+        _check(own, cluster, self.graph)
+        structure = self._structure(own, own.microbatch_size)
+        bounds = stage_bounds(self.blocks, own.layers, own.num_stages)
+        stages = tuple(
+            self._stage(cluster, own, structure, index, run) for index, run in enumerate(bounds)
+        )
+        slices: tuple[int, ...] = ()
+        if own.schedule == "terapipe" and own.num_slices > 1:
+            slices = even_lengths(find_places(structure.graph).length, own.num_slices)
+        rows = own.microbatch_size * own.num_microbatches
+        num_parameters = sum(node.spec.numel for node in self.graph.parameters)
+        model = ModelInfo("", {}, "", num_parameters, rows, None, own.precision, own.optimizer)
+        nothing = Prediction(0.0, 0.0, 0.0, 0.0, 0, {})
+        return Plan(
+            model, cluster, own.num_microbatches, own.schedule, stages, nothing, (),
+            SolverInfo(1.0, 0, {}), slices=slices, compiled=own.compiled,
+        )  # fmt: skip
+
+    def _stage(
+        self, cluster: Cluster, own: Configuration, structure: Structure, index: int,
+        bounds: tuple[int, int],
+    ) -> StagePlan:  # fmt: skip
+        ranks, size = _rank_of_stage(own), own.mesh.size
+        here, before = ranks[index] * size, ranks[index - 1] * size
+        devices = tuple(range(here, here + size))
+        blocks = self.blocks.blocks[slice(*bounds)]
+        return StagePlan(
+            tuple(
+                BlockPlan(block.name, block.kind, mode)
+                for block, mode in zip(blocks, self._modes(own, blocks), strict=True)
+            ),
+            devices,
+            own.mesh,
+            own.zero,
+            self._layouts(cluster, own, structure, (before, here), bounds),
+            StagePrediction({}, {}),
+        )
+
+    def _modes(self, own: Configuration, blocks: Sequence[Block]) -> list[Recompute]:
+        """How each of a stage's blocks is recomputed."""
+        layers = {self.blocks.blocks[at].name for at in find_layers(self.blocks)}
+        again = [own.recomputes_ends or block.name in layers for block in blocks]
+        share = own.selective_share if own.recompute == "selective" else 1.0
+        num_full = round((1 - share) * sum(again))
+        return [
+            "none" if not is_again else "full" if place <= num_full else own.recompute
+            for is_again, place in zip(again, accumulate(again), strict=True)
+        ]
+
+    def _layouts(
+        self, cluster: Cluster, own: Configuration, structure: Structure,
+        firsts: tuple[int, int], bounds: tuple[int, int],
+    ) -> Mapping[str, NodeLayout]:  # fmt: skip
+        """The best layouts of a stage, which starts at the second of two ranks."""
+        solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
+        answer = solver.best(run, own.num_microbatches, 1)
+        assert answer is not None, "no limit of memory or time can be exceeded"
+        check_priced([answer.cost.seconds.forward_compute], self.pins)
+        return stage_layouts(structure, solver.model, answer, bounds)
+
+    def _solver(
+        self, cluster: Cluster, own: Configuration, structure: Structure, firsts: tuple[int, int]
+    ) -> IntraOp:
+        before, here = (range(first, first + own.mesh.size) for first in firsts)
+        link = cluster.send_link(before, here)
+        # the cluster lives as long as its id is used
+        known = self._prices.setdefault((id(cluster), own.precision, own.compiled), (cluster, {}))
+        prices = Prices(
+            own.mesh, cluster, tuple(here), own.precision, own.optimizer, default_rules, known[1],
+            profile=self.basis.used, assumptions=self.basis.assumptions,
+        )  # fmt: skip
+        key = (
+            prices.key, id(structure), link, cluster.joins_hosts(link), own.sequence_parallel,
+            own.zero,
+        )  # fmt: skip
+        if key not in self.solvers:
+            forced = Forced(
+                dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, sequence_parallel=own.sequence_parallel
+            )  # fmt: skip
+            given = replace(
+                restriction(own.mesh, forced), gathers=(),
+                pins=by_template(self.graph, self.blocks, self.pins),
+            )  # fmt: skip
+            model = StageModel(structure, prices, given, link)
+            limits = Limits(float("inf"), (own.zero,), "none")
+            self.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
+        return self.solvers[key]
+
+    def _structure(self, own: Configuration, rows: int) -> Structure:
+        """The graph in the configuration's precision, at a number of rows."""
+        key = own.precision, own.compiled
+        if key not in self._structures:
+            graph = with_precision(self.graph, own.precision)
+            graph = with_fusion(graph, self.blocks) if own.compiled else graph
+            self._structures[key] = Structure(graph, self.blocks)
+        whole = self._structures[key]
+        if rows == whole.graph.batch_size:
+            return whole
+        if (*key, rows) not in self._structures:
+            self._structures[*key, rows] = whole.at_batch(rows)
+        return self._structures[*key, rows]
+
+
+def find_layers(blocks: Blocks) -> range:
+    """Where the layers are: the longest run of blocks that are equal but for what is pinned."""
+    kinds = [plain_kind(block.kind) for block in blocks.blocks]
+    kind = Counter(kinds).most_common(1)[0][0]
+    ends = [-1, *(at for at, each in enumerate(kinds) if each != kind), len(kinds)]
+    return max((range(a + 1, b) for a, b in pairwise(ends)), key=len)
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage; what is left over goes to the inner stages, then to the first.
+
+    >>> even_layers(8, 4), even_layers(10, 4), even_layers(3, 4)
+    ((2, 2, 2, 2), (2, 3, 3, 2), (1, 1, 1, 0))
+    """
+    each, left = divmod(num_layers, num_stages)
+    inner = [*range(1, num_stages - 1), 0, num_stages - 1]
+    if each == 0:
+        inner = list(range(num_stages))
+    more = set(inner[:left])
+    return tuple(each + (stage in more) for stage in range(num_stages))
+
+
+def stage_bounds(
+    blocks: Blocks, layers: tuple[int, ...] | None, num_stages: int
+) -> tuple[tuple[int, int], ...]:
+    """The first block of each stage, and the one after its last. Raises ``UsageError`` AP128."""
+    found = find_layers(blocks)
+    if layers is None:
+        layers = even_layers(len(found), num_stages)
+    if len(layers) != num_stages or sum(layers) != len(found):
+        raise UsageError(
+            "AP128",
+            f"--layers-per-stage has {sum(layers)} layers in {len(layers)} stages, not "
+            f"{len(found)} in {num_stages}",
+            fix=f"for example: {','.join(map(str, even_layers(len(found), num_stages)))}",
+        )
+    inner = list(accumulate(layers, initial=found.start))[1:-1]
+    return tuple(pairwise((0, *inner, len(blocks.blocks))))
+
+
+def _bounds(plan: Plan) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate((len(stage.blocks) for stage in plan.stages), initial=0)))
+
+
+def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
+    """The pipeline rank of each stage; of a schedule with replicas that of the first one."""
+    found: dict[int, int] = {}
+    for chunk in zip(*parts_of_ranks(own.schedule, own.pp, own.num_chunks), strict=True):
+        for rank, part in enumerate(chunk):
+            found.setdefault(part, rank)
+    return tuple(found[stage] for stage in range(own.num_stages))
 
 
 def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None:
@@ -303,8 +368,7 @@ def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None
         raise UsageError(
             "AP127",
             f"dp={own.dp} × tp={own.tp} × pp={own.pp} × cp={own.cp} × ep={own.ep} is "
-            f"{own.num_devices} "
-            f"devices, the cluster has {total}",
+            f"{own.num_devices} devices, the cluster has {total}",
             fix=f"degrees whose product is {total}",
         )
     parts = own.dp * own.ep
@@ -323,178 +387,15 @@ def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None
         )
 
 
-def _layers(configuration: Configuration, structure: Structure) -> tuple[int, ...]:
-    if configuration.layers is not None:
-        if len(configuration.layers) != configuration.num_stages:
-            raise UsageError(
-                "AP128",
-                f"layers of {len(configuration.layers)} stages for {configuration.num_stages}",
-                fix="one number per stage, of all chunks",
-            )
-        return configuration.layers
-    depth = configuration.depth or find_layers(structure).count
-    return even_layers(depth, configuration.num_stages)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One call's arguments."""
-
-    graph: Graph
-    blocks: Blocks
-    cluster: Cluster
-    configuration: Configuration
-    cache: Cache
-    basis: Basis = DEFAULT
-    pins: tuple[Pin, ...] = ()
-
-    @property
-    def policy(self) -> PrecisionPolicy:
-        """The bytes per parameter."""
-        own = self.configuration
-        return own.policy or policy(own.precision, own.optimizer)
-
-    @property
-    def structure(self) -> Structure:
-        """The graph at the micro-batch's rows, shared by every use of it."""
-        own, found = self.configuration, self.cache.structures
-        base = (id(self.graph), own.precision, own.compiled, self.pins)
-        if base not in found:
-            graph = with_precision(self.graph, own.precision)
-            if own.compiled:
-                graph = with_fusion(graph, self.blocks)
-            found[base] = (self.graph, Structure(graph, self.blocks))
-        structure = found[base][1]
-        key = (*base, own.microbatch_size)
-        if key not in found:
-            graph = structure.graph
-            if graph.batch_dims:
-                graph = graph.with_batch_size(own.microbatch_size)
-            found[key] = (self.graph, replace(structure, graph=graph))
-        return found[key][1]
-
-    @property
-    def mesh(self) -> Mesh:
-        own = self.configuration
-        return mesh_of(own.dp, own.tp, own.cp, own.ep)
-
-    def stage(self, stage: int, run: LayersFirst) -> StageCost:
-        """The cost of a stage, recomputed and overlapped as configured."""
-        own = self.configuration
-        solver = self._solver(stage % own.pp * self.mesh.size, self._link(stage))
-        answer = solver.best(run, own.num_microbatches, 1)
-        assert answer is not None, "no limit of memory or time can be exceeded"
-        kept = own.products_kept if own.recompute == "selective" else None
-        level = run.num_layers if own.recompute == "full" or kept is not None else 0
-        rung = run.prefix(level)
-        if kept is not None:
-            full = run.prefix(level - round(kept * level)).full
-            rung = Rung(full, tuple(a - b for a, b in zip(rung.full, full, strict=True)))
-        cost = answer.figures.price(run, replace(answer.setting, rung=rung))
-        if own.recompute == "selective" and kept is None:
-            cost = selective(cost, run, answer, self.dims)
-        return beside_compute(cost, run.num_blocks, OVERLAP) if own.overlap else cost
-
-    def carried(self, slices: SliceShares, layers: Sequence[int]) -> Sequence[float]:
-        """The bytes of keys and values that the slices of a micro-batch hand on, by rank."""
-        return carried_by_layers(
-            self.structure.graph, slices, layers,
-            parts=self.mesh.size, again=self.configuration.recompute == "full",
-        )  # fmt: skip
-
-    def sent(self, runs: Sequence[LayersFirst]) -> list[float]:
-        """The bytes that a device of each stage sends on of a micro-batch."""
-        own = self.configuration
-        parts = self.mesh.size // (1 if own.sequence_parallel else own.tp)
-        return [sent_bytes(self.structure.graph, run, parts) for run in runs]
-
-    def slices(self) -> SliceShares | None:
-        """The slices of sequences, as equal as can be; None where sequences are whole.
-
-        Raises PlanError AP548 for a model that slices would change.
-        """
-        count, graph = self.configuration.num_slices, self.structure.graph
-        if self.configuration.schedule != "terapipe" or count == 1:
-            return None
-
-        def flops(node: Node) -> float:
-            found = default_rules.work(node, input_specs(node, graph), node.outputs)
-            return float(found.flops_forward + found.flops_backward)
-
-        lengths = even_lengths(find_places(graph).length, count)
-        return shares_by_work(graph, lengths, flops)
-
-    @property
-    def dims(self) -> Dims:
-        """The dimensions of rows and positions of every value."""
-        key, graph = ("dims", id(self.graph)), self.structure.graph
-        found: Dims | None = self.cache.dims.get(key)
-        if found is None:
-            found = position_dims(
-                graph, lambda node: default_rules.axis_strategies(node, graph, SMALLEST_AXIS)
-            )
-            self.cache.dims[key] = found
-        return found
-
-    def _link(self, stage: int) -> Link:
-        """What joins a stage to the one before it, of chunks the last rank to the first."""
-        size, pp = self.mesh.size, self.configuration.pp
-        here, before = stage % pp * size, (stage - 1) % pp * size
-        return self.cluster.send_link(range(before, before + size), range(here, here + size))
-
-    def _solver(self, first: int, link: Link) -> IntraOp:
-        own = self.configuration
-        prices = self._prices(first)
-        forced = Forced(
-            dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, sequence_parallel=own.sequence_parallel
-        )  # fmt: skip
-        key = (
-            id(self.graph), id(self.cluster), own.precision, own.compiled, own.microbatch_size,
-            prices.mesh,
-            prices.groups, prices.speed, link, own.sequence_parallel, own.policy,
-            own.optimizer, own.zero, self.pins, prices.profile,
-        )  # fmt: skip
-        if key not in self.cache.solvers:
-            given = replace(
-                restriction(prices.mesh, forced), gathers=(),
-                pins=by_template(self.graph, self.blocks, self.pins),
-            )  # fmt: skip
-            model = StageModel(self.structure, prices, given, link)
-            limits = Limits(float("inf"), (own.zero,), "none")
-            self.cache.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
-        return self.cache.solvers[key]
-
-    def _prices(self, first: int) -> Prices:
-        own = self.configuration
-        key = (id(self.graph), id(self.cluster), own.precision, own.compiled)
-        shared = self.cache.prices.setdefault(key, (self.cluster, {}))[1]
-        return _Given(
-            self.mesh,
-            self.cluster,
-            tuple(range(first, first + self.mesh.size)),
-            own.precision,
-            own.optimizer,
-            default_rules,
-            shared,
-            self.basis.used,
-            given=own.policy,
-        )
-
-
 def _ranks_bytes(
-    configuration: Configuration, costs: Sequence[StageCost], timeline: Timeline
+    own: Configuration, costs: Sequence[StageCost], timeline: Timeline
 ) -> list[dict[str, float]]:
-    """The bytes of every pipeline rank."""
-    own = configuration
-    held = parts_of_ranks(own.schedule, own.pp, own.num_chunks)
-    return [
-        _rank_bytes((costs[part] for part in parts), timeline.peak_activation_bytes[rank])
-        for rank, parts in enumerate(held)
-    ]
-
-
-def _rank_bytes(chunks: Iterable[StageCost], activation_bytes: int) -> dict[str, float]:
-    """A pipeline rank's bytes: states of all its chunks, what is transient or reserved once."""
-    once = ("transient", "buffers", "reserve")
-    found = together((cost.memory_bytes for cost in chunks), once)
-    return {**found, "activations": float(activation_bytes)}
+    """The bytes of every pipeline rank. Of several stages the timeline says what they hold of
+    micro-batches at once."""
+    found = []
+    for rank, parts in enumerate(parts_of_ranks(own.schedule, own.pp, own.num_chunks)):
+        memory = together((costs[part].memory_bytes for part in parts), ONCE)
+        if len(parts) > 1:
+            memory["activations"] = float(timeline.peak_activation_bytes[rank])
+        found.append(dict(memory))
+    return found

@@ -9,6 +9,7 @@ from ...cost_model.cluster import Source
 from ...cost_model.profile.lookup import Profile
 from ..cache.cache import NO_CACHE, Cache
 from .asked import Asked
+from .assumptions import RUNTIME, CostAssumptions
 
 Mode = Literal["auto", "measured", "analytic"]
 """``auto``: measured, else interpolated, else from specifications; ``measured``: every op that
@@ -20,7 +21,7 @@ class Basis:
     """Measurements and how they are used. ``asked`` records every question.
 
     With ``only``, seconds that come from elsewhere count as none. ``cache`` has what earlier
-    searches found.
+    searches found. ``assumptions``: what is trained by another program's rules.
     """
 
     profile: Profile | None = None
@@ -28,6 +29,7 @@ class Basis:
     asked: Asked | None = None
     only: Source | None = None
     cache: Cache = NO_CACHE
+    assumptions: CostAssumptions = RUNTIME
 
     @property
     def used(self) -> Profile | None:

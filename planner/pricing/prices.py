@@ -34,6 +34,7 @@ from ..rules.balanced_attention import as_run
 from ..rules_protocol import Rules as Rules
 from ..strategy import InnerCollective, NodeLayout, balanced_axes
 from .asked import Asked, AskedOp
+from .assumptions import RUNTIME, CostAssumptions
 from .op_case import op_case
 from .seconds import Priced
 from .seconds import Seconds as Seconds
@@ -67,6 +68,7 @@ class Prices:
     asked: Asked | None = field(default=None, repr=False)
     only: Source | None = None
     own: tuple[int, ...] = ()
+    assumptions: CostAssumptions = RUNTIME
     device: Device = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
@@ -78,7 +80,8 @@ class Prices:
         set_field(self, "device", self.cluster.slowest_device(self.own or self.ranks))
         set_field(self, "speed", self.device.speed)
         set_field(self, "groups", self._slowest_groups())
-        set_field(self, "policy", policy(self.precision, self.optimizer))
+        given = self.assumptions.policy
+        set_field(self, "policy", given or policy(self.precision, self.optimizer))
         key = ("conversions", self.mesh, self.groups, self.profile, self.only)
         set_field(self, "_converted", self.cache.setdefault(key, {}))
 
@@ -92,7 +95,7 @@ class Prices:
         """Equal where all prices are, of one ``cache``: but for transfers between stages."""
         return (
             type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
-            self.policy, self.profile, self.only,
+            self.policy, self.profile, self.only, self.assumptions,
         )  # fmt: skip
 
     def _slowest_groups(self) -> tuple[Group, ...]:
@@ -282,6 +285,13 @@ class Prices:
         """How many ranks ZeRO may shard a replicated parameter over: axis "dp"'s size."""
         return self.mesh.shape[0] if self.mesh.axes[0] == "dp" else 1
 
+    @property
+    def _context_shards(self) -> int:
+        """How many ranks of axis "cp" share the states of a parameter."""
+        mesh = self.mesh
+        shares = self.assumptions.shards_over_context and "cp" in mesh.axes
+        return mesh.shape[mesh.axes.index("cp")] if shares else 1
+
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
         """Seconds and bytes of holding a parameter: its gradient's sums and its step.
 
@@ -313,7 +323,8 @@ class Prices:
             is_sharding_axis = axis == 0 and self.mesh.axes[0] == "dp"
             if not placement.is_shard and not is_sharding_axis and self.mesh.shape[axis] > 1:
                 sync += self.collective("all_reduce", gradient_bytes // sharded, axis)
-        states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
+        holders = shards * self._context_shards
+        states = state_bytes(numel, self.policy, zero if holders > 1 else 0, holders)
         step = self._update(numel / sharded)
         seconds = Seconds(
             forward_states=forward, backward_states=backward, gradient_sync=sync, optimizer=step

@@ -134,13 +134,6 @@ class Run:
         return Counter(self.kinds)
 
     @cached_property
-    def recompute_order(self) -> tuple[int, ...]:
-        """The order in which blocks (offsets) are recomputed: the commonest kind's first."""
-        commonest = max(self.counts, key=lambda kind: self.counts[kind])
-        rest = [offset for offset, kind in enumerate(self.kinds) if kind != commonest]
-        return (*(o for o, kind in enumerate(self.kinds) if kind == commonest), *rest)
-
-    @cached_property
     def _alike(self) -> tuple[Alike, ...]:
         """By block what equal blocks share: one object for all that are equal.
 
@@ -178,12 +171,6 @@ class Run:
         """How many blocks each class has, and of which kind."""
         classes = self.block_classes
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
-
-    def prefix(self, num_full: int) -> Rung:
-        """The first blocks of ``recompute_order`` recomputed fully."""
-        classes, of_block = self.classes
-        counts = Counter(of_block[offset] for offset in self.recompute_order[:num_full])
-        return Rung(tuple(counts[n] for n in range(len(classes))), (0,) * len(classes))
 
     def modes(self, rung: Rung) -> tuple[Recompute, ...]:
         """How each block is recomputed: of a class the first fully, then selectively."""

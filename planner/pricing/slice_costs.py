@@ -131,20 +131,6 @@ def carried_bytes(
     return pair_bytes * more + masks * node.spec.itemsize
 
 
-def carried_by_layers(
-    graph: Graph, slices: SliceShares, layers: Sequence[int], *, parts: int, again: bool
-) -> tuple[float, ...]:
-    """``carried_bytes`` of a micro-batch of ``graph`` on a rank of each stage of so many layers.
-
-    Keys and values are split into ``parts`` (rows and heads), masks are not.
-    """
-    total = 0.0
-    for node in filter(is_attention, graph):
-        pair = sum(graph.spec(ref).num_bytes for ref in node.inputs[1:3])
-        total += carried_bytes(node, pair / parts, slices.lengths, again=again)
-    return tuple(total * count / sum(layers) for count in layers)
-
-
 def even_lengths(length: int, count: int) -> tuple[int, ...]:
     """``count`` slices, as equal as can be, longer ones first.
 

@@ -154,7 +154,7 @@ def _key_of(model: StageModel) -> tuple[object, ...]:
     prices: Prices = model.prices
     return (
         model.structure.graph.batch_size, prices.mesh, prices.groups, prices.device.kind,
-        prices.speed, prices.policy, model.restriction, model.merge,
+        prices.speed, prices.policy, prices.assumptions, model.restriction, model.merge,
     )  # fmt: skip
 
 

@@ -265,3 +265,24 @@ def test_slices_of_sequences_keep_more_than_whole_ones(
         for schedule in ("gpipe", "terapipe,slices=2", "terapipe,slices=4")
     ]
     assert held[0] < held[1] < held[2]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_plan_of_the_same_degrees_has_the_same_price(
+    deep_file: str, capsys: pytest.CaptureFixture[str], recompute: str
+) -> None:
+    parallel = f"dp=8,tp=1,pp=1,zero=1,microbatches=4,recompute={recompute}"
+    step = figures(capsys, deep_file, parallel)["step_seconds"]
+    command = ["plan", deep_file, "--cluster", "8xA100-80GB", "--global-batch", "64",
+               "--parallel", parallel, "--json"]  # fmt: skip
+    assert run_command(command) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {block["recompute"] for block in plan["stages"][0]["blocks"]} == {recompute}
+    assert step == pytest.approx(plan["prediction"]["step_seconds"], rel=1e-9)
+
+
+def test_the_page_says_how_blocks_are_recomputed(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(deep_file, "dp=8,microbatches=4,recompute=selective") == 0
+    assert "selective recompute" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.planner.configured.configuration import Configuration, price
+from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.layout import conversion_steps
 from benchmarks.validation.models import Shape
 from benchmarks.validation.pricing import Pricer
@@ -42,8 +42,9 @@ def layer_collectives(
     asked = Configuration(
         tp=TP, microbatch_size=ROWS, precision="bf16", sequence_parallel=sequence_parallel
     )
-    price(own.graph, own.blocks, parse_cluster(f"{TP}xA100-80GB"), asked, cache=pricer.cache)
-    (solver,) = pricer.cache.solvers.values()
+    priced = ConfigurationPricer(own.graph, own.blocks)
+    priced.price(parse_cluster(f"{TP}xA100-80GB"), asked)
+    (solver,) = priced.solvers.values()
     ((entry,),) = (pool.entries.values() for pool in solver.pools.values())
     model, figures = solver.model, entry.figures
     edges = [*model.kind("layers").edges, *figures.assembly.run.edges_of[2]]

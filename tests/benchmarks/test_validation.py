@@ -144,12 +144,20 @@ def test_chunks_of_one_layer_leave_the_ends_to_embedding_and_head() -> None:
 
 def test_gradients_are_accumulated_as_the_row_says() -> None:
     runs = copied_runs()
-    bf16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-28"].configuration.program
-    fp16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-27"].configuration.program
-    one = runs["dlperf_ds_gpt2s_8_z0"].configuration
+    bf16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-28"].program
+    fp16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-27"].program
+    one = runs["dlperf_ds_gpt2s_8_z0"]
     assert (bf16.second_gradients, bf16.accumulation) == (0.5, 4.5)
     assert (fp16.second_gradients, fp16.accumulation) == (0.0, 3.0)
-    assert (one.num_microbatches, one.program.accumulation) == (1, 0.0)
+    assert (one.configuration.num_microbatches, one.program.accumulation) == (1, 0.0)
+
+
+def test_gpus_without_bfloat16_compute_in_float16() -> None:
+    runs = copied_runs()
+    found = {name: runs[name].configuration.precision for name in (
+        "alpa_megatron_350M_1", "bloom_12288x106_a96_d8t4p12m2_g2048_02-28"
+    )}  # fmt: skip
+    assert list(found.values()) == ["fp16", "bf16"]
 
 
 def test_the_gain_of_compiling_is_within_five_points_of_the_published_one(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_the_keys_know_every_field_that_a_solver_has() -> None:
     )}  # fmt: skip
     assert {name for name in names[Prices] if not name.startswith("_")} == {
         "mesh", "groups", "speed", "device", "policy", "precision", "optimizer", "rules",
-        "profile", "cluster",
+        "profile", "cluster", "assumptions",
         # what tells only who asks, or keeps what was asked:
         "ranks", "cache", "asked", "only",
         # what only says which device is the slowest:

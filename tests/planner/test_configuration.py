@@ -1,4 +1,4 @@
-"""One hand-written configuration costs what the search says, and few layers stand for many."""
+"""A hand-written configuration is a plan, and costs what the search says of such a plan."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ import pytest
 import torch
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.compute import op_seconds
+from autoparallel.cost_model.compute import work_seconds
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.configured.configuration import Cache, Configuration, price
-from autoparallel.planner.configured.configuration import Program as Setup
-from autoparallel.planner.configured.stage_runs import even_layers, find_layers, stage_runs
+from autoparallel.planner import rules as default_rules
+from autoparallel.planner.configured.configuration import (
+    Configuration,
+    ConfigurationPricer,
+    PricedStep,
+    even_layers,
+    find_layers,
+    stage_bounds,
+)
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Ref
 from autoparallel.planner.inter_op.submesh import mesh_of, restriction
 from autoparallel.planner.positions import position_dims
-from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.structure import Structure
+from autoparallel.planner.pricing.assumptions import CostAssumptions
+from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.pricing.choices import Restriction, input_specs
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies
 from autoparallel.planner.search.search import plan
@@ -42,40 +50,30 @@ def cluster(num_devices: int) -> Cluster:
     return parse_cluster(f"{num_devices}xA100-80GB")
 
 
-def priced(num_layers: int, num_devices: int, found: Cache | None = None, **options: Any) -> Any:
+def priced(num_layers: int, num_devices: int, basis: Basis = DEFAULT, **options: Any) -> PricedStep:
     own = program(num_layers)
     asked = Configuration(precision="bf16", **{"microbatch_size": ROWS, **options})
-    return price(own.graph, own.blocks, cluster(num_devices), asked, cache=found)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dp": 2},
-        {"pp": 2, "num_microbatches": 4},
-        {"pp": 2, "num_microbatches": 4, "schedule": "interleaved-1f1b", "num_chunks": 3},
-        {"tp": 2, "sequence_parallel": False, "recompute": "full"},
-        {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
-    ],
-    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
-)
-def test_four_layers_stand_for_a_deeper_model(options: dict[str, Any]) -> None:
-    few, many = priced(4, 2, depth=7, **options), priced(7, 2, **options)
-    assert few.step_seconds == pytest.approx(many.step_seconds, rel=1e-12)
-    assert few.peak_bytes == pytest.approx(many.peak_bytes, rel=1e-12)
-    assert [dict(each) for each in few.memory_bytes] == [dict(each) for each in many.memory_bytes]
+    return ConfigurationPricer(own.graph, own.blocks, basis).price(cluster(num_devices), asked)
 
 
 @pytest.mark.parametrize(
     "forced",
-    [{"dp": 2, "pp": 2, "tp": 1}, {"dp": 4, "pp": 1, "tp": 1}, {"dp": 1, "pp": 4, "tp": 1}],
+    [
+        {"dp": 2, "pp": 2, "tp": 1},
+        {"dp": 4, "pp": 1, "tp": 1},
+        {"dp": 1, "pp": 4, "tp": 1},
+        {"dp": 4, "pp": 1, "tp": 1, "recompute": "selective"},
+        {"dp": 4, "pp": 1, "tp": 1, "recompute": "full", "zero": 2},
+        {"dp": 2, "pp": 2, "tp": 1, "recompute": "selective", "zero": 1},
+        {"dp": 2, "pp": 2, "tp": 1, "recompute": "full"},
+    ],
     ids=str,
 )
-def test_a_configuration_costs_what_the_search_says(forced: dict[str, int]) -> None:
+def test_a_configuration_costs_what_the_search_says(forced: dict[str, Any]) -> None:
     own = program(4)
+    forced = {"zero": 0, "recompute": "none", **forced}
     request = Request(
-        16, precision="bf16", microbatch_size=ROWS,
-        forced=Forced(**forced, zero=0, recompute="none", schedule="1f1b"),
+        16, precision="bf16", microbatch_size=ROWS, forced=Forced(**forced, schedule="1f1b")
     )  # fmt: skip
     found = plan(own.graph, own.blocks, cluster(4), request)
     layers = tuple(sum(b.kind == "layers" for b in stage.blocks) for stage in found.stages)
@@ -83,6 +81,32 @@ def test_a_configuration_costs_what_the_search_says(forced: dict[str, int]) -> N
     ends = [found.stages[0].blocks[0].kind, found.stages[-1].blocks[-1].kind]
     assert ends == ["embedding", "head"]
     assert step.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
+    for rank, stage in zip(step.memory_bytes, found.stages, strict=True):
+        predicted = stage.prediction.memory_bytes
+        for name in ("parameters", "gradients", "optimizer", "activations", "transient"):
+            assert rank[name] == pytest.approx(predicted[name], abs=1), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dp": 2, "pp": 2, "schedule": "interleaved-1f1b", "num_chunks": 2},
+        {"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "selective"},
+        {"dp": 2, "pp": 2, "schedule": "zbv", "num_chunks": 2},
+        {"dp": 2, "pp": 2, "schedule": "chimera"},
+        {"dp": 2, "pp": 2, "schedule": "terapipe", "num_slices": 2},
+        {"cp": 2, "tp": 2, "zero": 1},
+    ],
+    ids=str,
+)
+def test_a_configuration_is_a_plan_and_costs_what_that_costs(options: dict[str, Any]) -> None:
+    own = program(4)
+    step = priced(4, 4, **options, num_microbatches=4)
+    found = evaluate(own.graph, own.blocks, step.plan, cluster(4))
+    assert found.step_seconds == pytest.approx(step.step_seconds, rel=1e-12)
+    ranks = {frozenset(stage.devices) for stage in step.plan.stages}
+    assert len(ranks) == options.get("pp", 1)
+    assert sorted(rank for stage in ranks for rank in stage) == [0, 1, 2, 3]
 
 
 def test_recomputing_trades_time_for_memory_and_selective_is_between() -> None:
@@ -94,13 +118,45 @@ def test_recomputing_trades_time_for_memory_and_selective_is_between() -> None:
     assert len(set(seconds)) == len(set(kept)) == 3
 
 
-def test_full_recomputation_runs_the_layers_again_and_not_the_head() -> None:
-    none, full = (priced(4, 1, recompute=how).stages[0].seconds for how in ("none", "full"))
-    own = program(4)
-    alone = Structure(own.graph.with_batch_size(ROWS), own.blocks)
-    assert find_layers(alone).count == 4
+def test_full_recomputation_can_spare_the_ends() -> None:
+    assert len(find_layers(program(4).blocks)) == 4
+    none, full = (
+        priced(4, 1, recompute=how, recomputes_ends=False).stages[0].seconds
+        for how in ("none", "full")
+    )
     again = full.backward_compute - none.backward_compute
     assert 0 < again < none.forward_compute
+    step = priced(4, 1, recompute="full", recomputes_ends=False)
+    modes = {block.name: block.recompute for block in step.plan.stages[0].blocks}
+    assert modes["embedding"] == modes["head"] == "none"
+    assert set(list(modes.values())[1:-1]) == {"full"}
+
+
+def test_a_share_of_the_layers_is_selectively_recomputed_and_the_others_fully() -> None:
+    step = priced(4, 1, recompute="selective", recomputes_ends=False, selective_share=0.5)
+    modes = [block.recompute for block in step.plan.stages[0].blocks]
+    assert modes == ["none", "full", "full", "selective", "selective", "none"]
+
+
+def test_recomputing_the_core_of_attention_keeps_all_but_what_the_core_makes() -> None:
+    """Attention as one op: its forward runs again, and its result and statistics are not kept."""
+    core = Basis(assumptions=CostAssumptions(attention_core=True))
+    none, again = (
+        priced(4, 1, core, recompute=how, recomputes_ends=False) for how in ("none", "selective")
+    )
+    own = program(4)
+    graph = own.graph.with_batch_size(ROWS)
+    layer = own.blocks.kinds["layers"]
+    (attention,) = (n for n in layer.nodes if "scaled_dot_product_attention" in graph[n].op)
+    more = again.stages[0].seconds.backward_compute - none.stages[0].seconds.backward_compute
+    device = cluster(1).hosts[0].device
+    work = default_rules.work(graph[attention], input_specs(graph[attention], graph),
+                              graph[attention].outputs)  # fmt: skip
+    forward, _ = work_seconds(device, work, "bfloat16")
+    assert more == pytest.approx(4 * forward)
+    less = none.stages[0].activation_bytes - again.stages[0].activation_bytes
+    assert less >= 4 * graph[attention].spec.num_bytes
+    assert again.stages[0].activation_bytes > none.stages[0].activation_bytes / 2
 
 
 def slow_host(issue_seconds: float) -> Cluster:
@@ -114,7 +170,8 @@ def test_a_pass_lasts_until_the_host_has_issued_it() -> None:
     own = program(4)
     asked = Configuration(pp=2, precision="bf16", microbatch_size=ROWS, num_microbatches=2)
     one, two, none = (
-        price(own.graph, own.blocks, slow_host(each), asked).stages for each in (1.0, 2.0, 0.0)
+        ConfigurationPricer(own.graph, own.blocks).price(slow_host(each), asked).stages
+        for each in (1.0, 2.0, 0.0)
     )
     for first, second, free in zip(one, two, none, strict=True):
         kernels = first.compute_seconds
@@ -126,55 +183,41 @@ def test_a_pass_lasts_until_the_host_has_issued_it() -> None:
 def test_full_recomputation_issues_the_layers_again() -> None:
     own = program(4)
     asked = [
-        Configuration(dp=2, precision="bf16", microbatch_size=ROWS, recompute=how)
+        Configuration(
+            dp=2, precision="bf16", microbatch_size=ROWS, recompute=how, recomputes_ends=False
+        )
         for how in ("none", "full")
     ]
-    none, full = (price(own.graph, own.blocks, slow_host(1.0), each).stages[0] for each in asked)
+    none, full = (
+        ConfigurationPricer(own.graph, own.blocks).price(slow_host(1.0), each).stages[0]
+        for each in asked
+    )
     again = full.compute_seconds[1] - none.compute_seconds[1]
     assert 0 < again < none.compute_seconds[0], "the embedding and the head are not run again"
 
 
-def test_a_program_adds_to_every_microbatch_and_message() -> None:
-    base = priced(4, 1, num_microbatches=3)
-    slower = priced(4, 1, num_microbatches=3, program=Setup(loss_seconds=0.5))
-    assert slower.step_seconds == pytest.approx(base.step_seconds + 3 * 0.5)
-    two = priced(4, 2, pp=2, num_microbatches=1)
-    late = priced(4, 2, pp=2, num_microbatches=1, program=Setup(message_seconds=0.5))
-    assert late.step_seconds == pytest.approx(two.step_seconds + 2 * 0.5)
-
-
-def test_gradients_that_are_kept_twice_and_added_by_kernels_cost_bytes_and_passes() -> None:
-    base = priced(4, 1, num_microbatches=3)
-    own = priced(4, 1, num_microbatches=3, program=Setup(second_gradients=0.5, accumulation=3.0))
-    gradients = base.memory_bytes[0]["gradients"]
-    assert own.peak_bytes - base.peak_bytes == pytest.approx(gradients / 2)
-    device = cluster(1).hosts[0].device
-    added = op_seconds(device, "elementwise", 0.0, 3 * gradients, "bfloat16")
-    assert added > 3 * gradients / device.memory_bytes_per_second
-    before, after = (step.stages[0].seconds for step in (base, own))
-    assert after.backward_compute - before.backward_compute == pytest.approx(added)
-    assert after.forward_compute == before.forward_compute
-
-
 def test_context_parallel_ranks_share_the_pairs_of_causal_attention() -> None:
-    """Long sequences, where attention is nearly all: half as much on each of two ranks."""
+    """Long sequences, where attention is nearly all: half as much on each of two ranks, as these
+    swap queries."""
     with torch.device("meta"):
-        model = GPT(n_layer=4, d_model=HIDDEN, n_head=4, seq=8192, vocab=128, tied=False)
+        model = GPT(n_layer=4, d_model=1024, n_head=16, seq=8192, vocab=128, tied=False)
     own = capture(model, example_batch(2, 8192), dtype="bfloat16")
     one, two = (
-        price(
-            own.graph, own.blocks, cluster(cp),
-            Configuration(cp=cp, precision="bf16", microbatch_size=ROWS),
+        ConfigurationPricer(own.graph, own.blocks).price(
+            cluster(cp), Configuration(cp=cp, precision="bf16", microbatch_size=ROWS)
         ).stages[0].seconds.forward_compute
         for cp in (1, 2)
     )  # fmt: skip
     assert one / 2 <= two < 0.6 * one
 
 
-def test_zero_shards_over_context_ranks_too() -> None:
+def test_zero_shards_over_context_ranks_too_where_a_program_does() -> None:
+    megatron = Basis(assumptions=CostAssumptions(shards_over_context=True))
     one = priced(4, 4, dp=4, zero=1).memory_bytes[0]["optimizer"]
-    both = priced(4, 4, dp=2, cp=2, zero=1).memory_bytes[0]["optimizer"]
+    both = priced(4, 4, megatron, dp=2, cp=2, zero=1).memory_bytes[0]["optimizer"]
+    alone = priced(4, 4, dp=2, cp=2, zero=1).memory_bytes[0]["optimizer"]
     assert both == pytest.approx(one, rel=1e-6)
+    assert alone == pytest.approx(2 * both, rel=0.01)
 
 
 def test_degrees_and_layers_that_do_not_fit_are_refused() -> None:
@@ -200,14 +243,15 @@ def test_rows_and_positions_are_told_from_features() -> None:
     assert dims[Ref(attention)] == {0, 2}  # (batch, heads, seq, head_dim)
 
 
-def test_every_layer_is_in_one_stage() -> None:
-    own = program(7)
-    structure = Structure(own.graph, own.blocks)
+def test_every_block_is_in_one_stage() -> None:
+    blocks = program(7).blocks
     for count in (1, 2, 3, 7):
-        runs = stage_runs(structure, even_layers(7, count))
-        assert sum(run.num_layers for run in runs) == 7
-        assert [run.start for run in runs[1:]] == [run.stop for run in runs[:-1]]
-        assert (runs[0].start, runs[-1].stop) == (0, len(own.blocks.blocks))
+        bounds = stage_bounds(blocks, None, count)
+        assert [start for start, _ in bounds[1:]] == [stop for _, stop in bounds[:-1]]
+        assert (bounds[0][0], bounds[-1][1]) == (0, len(blocks.blocks))
+        layers = set(find_layers(blocks))
+        counts = tuple(len(layers.intersection(range(*each))) for each in bounds)
+        assert counts == even_layers(7, count)
 
 
 def test_the_axes_of_a_context_parallel_mesh_are_restricted_each_its_own_way() -> None:
