@@ -10,8 +10,8 @@ import torch
 
 from autoparallel.cost_model.compute import op_seconds
 from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.passes.capture import capture
-from autoparallel.passes.program import Program
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
