@@ -12,7 +12,7 @@ from autoparallel.passes.capture.repeats import find_repeats
 from autoparallel.planning import record_target
 from autoparallel.targets import load_target
 
-ZOO = Path(__file__).parents[1] / "zoo"
+ZOO = Path(__file__).parents[2] / "zoo"
 DEPTH_KEYS = (
     "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "decoder_layers",
     "encoder_layers",
