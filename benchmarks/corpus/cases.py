@@ -75,7 +75,7 @@ LLAMA_8B = Case("llama-3-8b", LLAMA, "8xH100", 64, 4096, {}, BF16)
 PLANNING = (
     LLAMA_8B,
     Case("llama-3-70b", LLAMA, "8x8xH100", 256, 4096, LLAMA_70B, BF16),
-    Case("gpt-39b", "hf:benchmarks/planning/gpt_39b", "8x8xV100-16GB", 1024, 1024, {}, BF16),
+    Case("gpt-39b", "hf:benchmarks/planning/gpt_39b", "8x8xV100-16GB", 1024, 1024, {}, FP16),
     Case("llama-3-405b", LLAMA, "2048x8xH100", 2048, 8192, LLAMA_405B, BF16),
     Case("mixtral-8x22b", "hf:benchmarks/planning/mixtral_8x22b", "16x8xH100", 512, 4096, {}, BF16),
     Case("wide-resnet-13b", "benchmarks/planning/wide_resnet.py", "8x8xV100-16GB", 1520,

@@ -45,7 +45,8 @@ CASES = (
     Case("llama-3-8b", LLAMA, "8xH100", 64, 10.0),
     Case("llama-3-70b", LLAMA, "8x8xH100", 256, 20.0, settings=LLAMA_70B),
     # Zheng et al. 2022 (Alpa), table 5: sequences of 1,024, a batch of 1,024, half precision
-    Case("gpt-39b", f"hf:{HERE / 'gpt_39b'}", "8x8xV100-16GB", 1024, 20.0, seq=1024),
+    Case("gpt-39b", f"hf:{HERE / 'gpt_39b'}", "8x8xV100-16GB", 1024, 20.0, seq=1024,
+         precision="fp16"),
     Case("llama-3-405b", LLAMA, "2048x8xH100", 2048, 60.0, seq=8192, settings=LLAMA_405B),
     Case("mixtral-8x22b", f"hf:{HERE / 'mixtral_8x22b'}", "16x8xH100", 512, 40.0),
     Case("wide-resnet-13b", str(HERE / "wide_resnet.py"), "8x8xV100-16GB", 1520, 60.0,
