@@ -15,10 +15,10 @@ from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from .errors import PlanError
 from .graph import Blocks, Graph
-from .inter_op.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
 from .pricing.basis import DEFAULT, Basis
+from .pricing.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
 from .pricing.stage_cost import StageCost

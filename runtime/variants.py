@@ -27,13 +27,13 @@ from ..passes.random_ops import Draws
 from ..passes.stage_cut import Boundary, boundaries, with_replicas
 from ..passes.stage_program import OfSlice, StageProgram, build_stage
 from ..planner.arranged.asynchronous import check_asynchronous
-from ..planner.arranged.sequence_places import find_places
-from ..planner.arranged.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ..planner.errors import UsageError
 from ..planner.padding import find_padding
 from ..planner.plan import Plan
 from ..planner.plan_schedule import schedule_of, updating_plan
+from ..planner.pricing.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ..planner.replicas import check_replicas
+from ..planner.sequence_places import find_places
 
 
 class BatchShape(NamedTuple):

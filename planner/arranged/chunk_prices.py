@@ -34,13 +34,13 @@ from functools import cached_property
 
 import numpy as np
 
-from ..intra_op.assembly import reserve
 from ..intra_op.block_prices import HELD, BlockPrices, Neighbours, block_prices
+from ..pricing.assembly import reserve
+from ..pricing.run_classes import Floats, Ints
 from ..schedules.rank_held import rank_held
 from ..schedules.schedules import parts_of_ranks
 from ..search.costs import MeshCosts
 from ..search.memory_bounds import UNLIMITED
-from ..search.runs import Floats, Ints
 from ..search.stage_bounds import FORWARD_COMPUTE, least_compute
 
 NUM_PRICES = 24

@@ -21,9 +21,9 @@ from ..pricing.prices import Rules
 from ..pricing.slice_costs import best_lengths, even_lengths
 from ..pricing.sources import with_sources
 from ..requests.request import Request
+from ..sequence_places import find_places
 from .forced_chunks import check_memory
 from .priced import priced
-from .sequence_places import find_places
 
 
 def plan(

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..intra_op.program import Ints
+from ..integer_programs.program import Ints
 from ..layout import Layout, format_layout, parse_layout
 from ..pricing.decisions import Choice, Decision, Floats
 from ..pricing.stage_model import Held, KindModel

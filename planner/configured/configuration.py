@@ -22,7 +22,6 @@ from ...cost_model.stage_costs import Overlap
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
 from ..arranged.asynchronous import with_versions
-from ..arranged.sequence_places import find_places
 from ..errors import UsageError
 from ..fusion import with_fusion
 from ..graph import Blocks, Graph, Node, TensorSpec
@@ -47,6 +46,7 @@ from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
 from ..rules.case import argument
 from ..schedules.schedules import parts_of_ranks
+from ..sequence_places import find_places
 from .beside_stages import beside_stages, sent_bytes
 from .configured_stage import beside_compute, selective
 from .stage_runs import LayersFirst, even_layers, find_layers, stage_runs

@@ -20,9 +20,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..intra_op.assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
 from ..intra_op.closing import allowed_rungs
 from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..pricing.assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
 from ..pricing.decisions import Floats
 from ..pricing.ladder import Ints, Rungs
 from ..pricing.stage_cost import Figures

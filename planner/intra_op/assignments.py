@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from .program import Ints
+from ..integer_programs.program import Ints
 
 
 def assignments(sizes: Sequence[int]) -> Ints:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..arranged.sequence_places import ATTENTION, Places, find_places
-from ..arranged.sequence_slices import sequence_slice, slice_bounds
 from ..graph import Blocks, Graph, Node
 from ..plan import Plan
 from ..schedules.sliced import slice_lengths
+from ..sequence_places import ATTENTION, Places, find_places
+from .sequence_slices import sequence_slice, slice_bounds
 from .stage_cost import StageCost
 
 Price = Callable[[Graph, Blocks, Plan], Sequence[StageCost]]

@@ -17,8 +17,8 @@ from ...cost_model.ports import Ports
 from ...cost_model.simulator import simulate, step_and_bubble, step_seconds
 from ...cost_model.stage_costs import Overlap, StageCosts
 from ...cost_model.timeline import Timeline
-from ..inter_op.branches import WeightedEdges
 from ..schedules.schedules import build_schedule
+from .branches import WeightedEdges
 from .slice_costs import SliceShares
 from .stage_cost import StageCost
 

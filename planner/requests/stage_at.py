@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..errors import UsageError
 from ..graph import Block, Blocks, Graph
-from ..search.runs import NO_RUN, RunClasses
+from ..pricing.run_classes import NO_RUN, RunClasses
 from .pins import nearest
 
 

@@ -48,15 +48,15 @@ from itertools import count as counting
 
 import numpy as np
 
-from ..inter_op.branches import block_edges
 from ..inter_op.cuts import Bands
 from ..inter_op.sweep import Sweep, Tiling, larger, turning
+from ..pricing.branches import block_edges
+from ..pricing.run_classes import Floats
 from ..schedules.held import splits
 from .costs import Costs, MeshCosts
 from .counted import counted_bounds
 from .job import Job
 from .memory_bounds import Priced, rounded
-from .runs import Floats
 from .space import tilings
 from .stage_bounds import FORMS, Form, HeldBounds, StageBounds
 from .work_bound import work_bound

@@ -26,11 +26,11 @@ from functools import cached_property
 import numpy as np
 
 from ..inter_op.inter_op import StageChoice
-from ..intra_op.assembly import reserve
 from ..intra_op.intra_op import Effort, IntraOp, StageAnswer
+from ..pricing.assembly import reserve
+from ..pricing.run_classes import NO_RUN, Floats, Series, at_least, chords, samples
 from ..pricing.structure import Run
 from .cuts import Runs as Runs
-from .runs import NO_RUN, Floats, Series, at_least, chords, samples
 
 SAME = 1 + 1e-9
 

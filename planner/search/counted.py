@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..inter_op.sweep import Tiling
-from .runs import Floats, Ints
+from ..pricing.run_classes import Floats, Ints
 
 LEVELS = 160
 """Seconds that are tried: of a bound that is twice the least, steps of less than 0.5 %."""

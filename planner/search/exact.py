@@ -31,21 +31,21 @@ from math import comb
 
 import numpy as np
 
-from ..inter_op.branches import WeightedEdges, stage_depths
 from ..inter_op.inter_op import StageChoice
 from ..inter_op.pipeline_bound import least_seconds
 from ..inter_op.sweep import Tiling
 from ..inter_op.ways import MeshWays, Points
 from ..inter_op.ways_kind import TooManyError, distinct, front
 from ..intra_op.intra_op import IntraOp
+from ..pricing.branches import WeightedEdges, stage_depths
 from ..pricing.decisions import Floats
+from ..pricing.run_classes import NO_RUN
 from ..pricing.step import latency_seconds, simulate_figures
 from ..schedules import held as schedules_held
 from ..schedules.held import Halves
 from .candidates import edges, schedules, simulated
 from .job import Job
 from .report_plan import Candidate
-from .runs import NO_RUN
 from .space import tilings
 
 MOST_PIPELINES = 5_000

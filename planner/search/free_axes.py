@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..inter_op.branches import stage_depths
 from ..inter_op.inter_op import StageChoice
 from ..inter_op.submesh import restriction
 from ..intra_op.intra_op import IntraOp
+from ..pricing.branches import stage_depths
+from ..pricing.run_classes import NO_RUN
 from ..schedules.held import Halves, is_split, most_held
 from .candidates import Chosen, edges, schedules, simulated, splitting
 from .costs import answer_seconds
 from .job import Job
 from .nearby import Stages, answers_seconds
 from .report_plan import Candidate
-from .runs import NO_RUN
 
 WORTH_IT = 1e-9
 """The least gain for which a plan may use the axis "dp" for more than the batch: no rounding."""

@@ -20,13 +20,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ..intra_op.assembly import reserve
 from ..intra_op.block_prices import BlockPrices, Neighbours, block_prices
 from ..intra_op.kind_tables import TooWideError
 from ..plan import Recompute
+from ..pricing.assembly import reserve
+from ..pricing.run_classes import Floats, Ints
 from .costs import MeshCosts
 from .cuts import Runs
-from .runs import Floats, Ints
 
 FEW_BLOCKS = 12
 """Of longer runs, mixes of the ways to recompute are not tried one by one."""

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ..inter_op.branches import WeightedEdges, stage_depths
 from ..inter_op.inter_op import Pipeline, StageChoice
 from ..inter_op.pipeline_bound import least_seconds
 from ..intra_op.intra_op import StageAnswer
+from ..pricing.branches import WeightedEdges, stage_depths
 from ..schedules.held import splits
 from .candidates import edges, stage
 from .exact import is_few, stagings

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from ...cost_model.cluster import Cluster
 from ...cost_model.compute import least_seconds
 from ..graph import Node
-from ..inter_op.branches import Places, stage_edges
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import StageAnswer
 from ..layout import INVARIANT, Layout, conversion_steps
@@ -29,6 +28,7 @@ from ..plan import (
     StagePlan,
     StagePrediction,
 )
+from ..pricing.branches import Places, stage_edges
 from ..pricing.choices import input_specs
 from ..pricing.prices import Prices, boundary_layout
 from ..pricing.stage_cost import StageCost

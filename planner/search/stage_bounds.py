@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
+from ..pricing.run_classes import Floats, Ints, Series
 from ..pricing.seconds import Seconds
 from ..pricing.stage_model import StageModel
 from .costs import MANY, MeshCosts
-from .runs import Floats, Ints, Series
 
 FORWARD_COMPUTE = Seconds._fields.index("forward_compute")
 BACKWARD_COMPUTE = Seconds._fields.index("backward_compute")

@@ -10,7 +10,7 @@ from random_cases import random_case
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.inter_op.ways import MeshWays
-from autoparallel.planner.intra_op.assembly import reserve
+from autoparallel.planner.pricing.assembly import reserve
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.least_bytes import LeastBytes
