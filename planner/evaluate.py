@@ -22,10 +22,9 @@ from .pricing.branches import Places, WeightedEdges, stage_depths, stage_edges, 
 from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
 from .pricing.stage_cost import StageCost
-from .pricing.step import Pipeline, latency_seconds, send_seconds, simulate_stages
+from .pricing.step import Pipeline, latency_seconds, prediction_of, send_seconds, simulate_stages
 from .replicas import with_replica_sums
 from .schedules.held import Halves, halves, stage_halves
-from .search.report_plan import prediction_of
 from .shares import coordinate_ranks, slowest
 from .stage_walk import StageWalk, Walked, walked_none
 

@@ -21,7 +21,6 @@ from ...cost_model.memory import PrecisionPolicy, policy, state_bytes
 from ...cost_model.stage_costs import Overlap
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
-from ..arranged.asynchronous import with_versions
 from ..errors import UsageError
 from ..fusion import with_fusion
 from ..graph import Blocks, Graph, Node, TensorSpec
@@ -41,6 +40,7 @@ from ..pricing.stage_cost import StageCost, together
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, latency_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
+from ..pricing.weight_versions import with_versions
 from ..replicas import with_replica_sums
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
