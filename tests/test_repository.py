@@ -23,6 +23,48 @@ ROOMS = ("cost_model", "planner", "passes", "runtime", "api")
 TORCH_FREE = {"cost_model", "planner"}
 MAX_LINES = 500
 
+PLANNER = (
+    "classes",
+    "errors",
+    "graph",
+    "cache",
+    "integer_programs",
+    "layout",
+    "schedules",
+    "strategy",
+    "plan",
+    "plan_file",
+    "positions",
+    "expert_dims",
+    "precision",
+    "requests",
+    "rules",
+    "batch",
+    "fusion",
+    "rules_protocol",
+    "replay",
+    "summary",
+    "written_attention",
+    "sequence_places",
+    "padding",
+    "pricing",
+    "block_forms",
+    "block_walk",
+    "intra_op",
+    "inter_op",
+    "placement",
+    "plan_schedule",
+    "replicas",
+    "configured",
+    "shares",
+    "stage_walk",
+    "evaluate",
+    "price_sources",
+    "search",
+    "arranged",
+)
+"""The folders and top modules of planner/: each imports at run time only those before it."""
+
 PUBLIC = {
     "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
     "InfeasibleError", "JsonLines", "MachineError", "ParallelModule", "Plan", "PlanError",
@@ -91,6 +133,38 @@ def test_rooms_import_only_what_stands_before_them() -> None:
         if (room := room_of(module)) is not None
         and ROOMS.index(room) > ROOMS.index(path.relative_to(ROOT).parts[0])
     ]
+    assert wrong == []
+
+
+def planner_imports() -> set[tuple[str, str]]:
+    """Which unit of the planner (a folder or a module at its top) imports which at run time."""
+    found = set()
+    for path in sorted((ROOT / "planner").rglob("*.py")):
+        unit = path.relative_to(ROOT / "planner").with_suffix("").parts[0]
+        typed = {
+            module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if _is_type_checking(node)
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.ImportFrom) and (module := inner.module)
+        }
+        for module, at_import in imports(path):
+            names = module.split(".")
+            is_typed = not at_import and any(
+                module.endswith(name) or f"{name}." in module for name in typed
+            )
+            if names[:2] == ["autoparallel", "planner"] and names[2:] and not is_typed:
+                found.add((unit, names[2]))
+    units = set(PLANNER)
+    return {(unit, other) for unit, other in found if other in units and other != unit}
+
+
+def test_units_of_the_planner_import_only_what_stands_before_them() -> None:
+    place = {unit: index for index, unit in enumerate(PLANNER)}
+    entries = {path.stem for path in (ROOT / "planner").iterdir() if path.suffix == ".py"}
+    entries |= {path.parent.name for path in (ROOT / "planner").glob("*/__init__.py")}
+    assert entries - {"__init__"} == set(PLANNER)
+    wrong = [f"{a} imports {b}" for a, b in sorted(planner_imports()) if place[b] > place[a]]
     assert wrong == []
 
 

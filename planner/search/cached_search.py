@@ -26,7 +26,6 @@ from ..cache.cache import (
     graph_digest,
 )
 from ..cache.codec import Codec
-from ..cache.tables import CODEC, pack, unpack
 from ..graph import Blocks, Graph
 from ..integer_programs.ilp import Answer
 from ..intra_op.elimination import Floats
@@ -38,6 +37,7 @@ from ..pricing.basis import Basis
 from ..pricing.prices import Prices
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Run
+from ..pricing.tables import CODEC, pack, unpack
 from ..requests.request import Request
 
 

@@ -29,12 +29,12 @@ from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules
 from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
-from ..requests.refusals import check_measured
 from ..requests.request import Request
 from .job import INTERRUPTED, Job, OthersBound
 from .narrowing import narrowed
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
+from .refusals import check_measured
 from .report_plan import Candidate, make_plan
 
 
