@@ -228,7 +228,7 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-    from autoparallel.planner.requests.objective import plan_for
+    from autoparallel.goals import plan_for
 
     graph, basis = priced(program, target, cluster, options)
     basis = replace(basis, cache=cache)

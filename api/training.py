@@ -12,9 +12,9 @@ from typing import Any
 from autoparallel.asked import checked_init
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.plan_io import load_plan
-from autoparallel.planner.arranged.asynchronous import is_asynchronous
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.report.page import configuration_text
 from autoparallel.run_options import RunOptions
 from autoparallel.runtime.launch import launch

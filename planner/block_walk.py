@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from ..cost_model.cluster import Link
 from .block_forms import Reads
 from .graph import Graph, Node, Ref
-from .intra_op.assembly import GATHERED_BLOCKS
 from .layout import INVARIANT, Layout, conversion_steps
 from .plan import Recompute
+from .pricing.assembly import GATHERED_BLOCKS
 from .pricing.choices import inner_collectives, input_specs
 from .pricing.outline import is_own_parameter
 from .pricing.prices import Prices, Seconds, StateBytes, boundary_layout

@@ -15,17 +15,16 @@ from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from .errors import PlanError
 from .graph import Blocks, Graph
-from .inter_op.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
 from .pricing.basis import DEFAULT, Basis
+from .pricing.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
 from .pricing.stage_cost import StageCost
-from .pricing.step import Pipeline, latency_seconds, send_seconds, simulate_stages
+from .pricing.step import Pipeline, latency_seconds, prediction_of, send_seconds, simulate_stages
 from .replicas import with_replica_sums
 from .schedules.held import Halves, halves, stage_halves
-from .search.report_plan import prediction_of
 from .shares import coordinate_ranks, slowest
 from .stage_walk import StageWalk, Walked, walked_none
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .arranged.sequence_places import CLASS_LOSSES, MEAN, Places, find_places
 from .errors import PlanError
 from .graph import Graph, Node, Ref
 from .positions import position_dims
 from .rules import axis_strategies
 from .rules.case import argument
+from .sequence_places import CLASS_LOSSES, MEAN, Places, find_places
 
 _IGNORED = -100
 """What class losses ignore unless they are told otherwise."""

@@ -17,8 +17,8 @@ from ..cost_model.actions import (
     Schedule,
     compute_only,
 )
-from .inter_op.branches import reduced
 from .plan import Plan
+from .pricing.branches import reduced
 from .schedules.messages import complete
 from .schedules.schedules import build_schedule
 

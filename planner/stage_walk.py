@@ -13,7 +13,6 @@ from typing import Any
 
 from ..cost_model.cluster import Cluster, Link
 from ..cost_model.memory import reserve_bytes
-from .arranged.asynchronous import version_bytes
 from .block_forms import BlockForms, Reads
 from .block_walk import BlockCost, Layouts, Setting, block_cost
 from .errors import PlanError
@@ -23,6 +22,7 @@ from .plan import Plan, Recompute
 from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure
+from .pricing.weight_versions import version_bytes
 from .schedules.held import Halves, held_bytes, splits
 from .strategy import NodeLayout
 

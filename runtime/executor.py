@@ -36,7 +36,7 @@ from .zero import begin_backward, begin_input_backward, begin_step, finish_weigh
 
 if TYPE_CHECKING:
     from ..passes.local.stage_program import StageProgram
-    from ..planner.arranged.sequence_slices import Carried
+    from ..planner.pricing.sequence_slices import Carried
 
 
 Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]

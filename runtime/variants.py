@@ -27,13 +27,13 @@ from ..passes.ops.collectives import Communicator
 from ..passes.ops.random_ops import Draws
 from ..passes.programs.program import Program
 from ..planner.arranged.asynchronous import check_asynchronous
-from ..planner.arranged.sequence_places import find_places
-from ..planner.arranged.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ..planner.errors import UsageError
 from ..planner.padding import find_padding
 from ..planner.plan import Plan
 from ..planner.plan_schedule import schedule_of, updating_plan
+from ..planner.pricing.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ..planner.replicas import check_replicas
+from ..planner.sequence_places import find_places
 
 
 class BatchShape(NamedTuple):

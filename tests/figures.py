@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autoparallel.cost_model.actions import chain
 from autoparallel.cost_model.simulator import step_seconds
 from autoparallel.cost_model.stage_costs import StageCosts
-from autoparallel.planner.inter_op.branches import WeightedEdges
+from autoparallel.planner.pricing.branches import WeightedEdges
 from autoparallel.planner.schedules.schedules import build_schedule
 
 

@@ -38,7 +38,7 @@ PRELOADED = [
     "autoparallel.joining",
     "autoparallel.module",
     "autoparallel.passes.capture.capture_model",
-    "autoparallel.planner.requests.objective",
+    "autoparallel.goals",
     "autoparallel.planning",
     "autoparallel.python",
     "autoparallel.step",

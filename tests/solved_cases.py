@@ -11,10 +11,10 @@ from brute_force import Best, BruteForce
 from brute_force_shares import Shared, best_shared
 from random_cases import Case
 
+from autoparallel.goals import plan_for
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
-from autoparallel.planner.requests.objective import plan_for
 from autoparallel.planner.requests.request import (
     ARRANGED_SCHEDULES,
     CHUNKED_SCHEDULES,

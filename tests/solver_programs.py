@@ -19,8 +19,7 @@ from small_graphs import cluster, mlp, random_graph
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.intra_op.assembly import Assembly, Setting
-from autoparallel.planner.intra_op.ilp import (
+from autoparallel.planner.integer_programs.ilp import (
     Alternative,
     Coupling,
     Memory,
@@ -31,6 +30,7 @@ from autoparallel.planner.intra_op.ilp import (
     optimize,
 )
 from autoparallel.planner.layout import Mesh
+from autoparallel.planner.pricing.assembly import Assembly, Setting
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.ladder import NOTHING, forced
 from autoparallel.planner.pricing.prices import Prices

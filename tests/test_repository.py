@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import doctest
 import importlib
+import keyword
 import re
 import subprocess
 import sys
@@ -22,6 +24,22 @@ ROOMS = ("cost_model", "planner", "passes", "runtime", "api")
 
 TORCH_FREE = {"cost_model", "planner"}
 MAX_LINES = 500
+
+PLANNER = (
+    "classes", "errors", "graph", "cache", "integer_programs", "layout", "schedules", "strategy",
+    "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
+    "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
+    "padding", "pricing", "block_forms", "block_walk", "plan_schedule", "replicas", "shares",
+    "stage_walk", "evaluate", "price_sources", "intra_op", "inter_op", "placement", "search",
+    "arranged", "configured",
+)  # fmt: skip
+"""The folders and top modules of planner/: each imports at run time only those before it.
+
+``evaluate`` stands before the solvers and the search, so it prices a plan without them.
+"""
+
+PASSES = ("ops", "initialization", "programs", "graph_passes", "capture", "local", "memory")
+"""The folders of passes/, in the same way."""
 
 PUBLIC = {
     "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
@@ -46,28 +64,32 @@ def module_name(path: Path) -> str:
 
 
 @cache
-def imports(path: Path) -> tuple[tuple[str, bool], ...]:
-    """What a file imports, absolutely: (module, whether when it is itself imported)."""
+def imports(path: Path) -> tuple[tuple[str, str], ...]:
+    """What a file imports, absolutely: (module, when).
+
+    ``when`` is "import" (of the file itself), "call" (of a function) or "types" (never).
+    """
     tree = ast.parse(path.read_text())
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    found: list[tuple[str, bool]] = []
-    deferred = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node)
-        for inner in ast.walk(node)
-    }
+    found: list[tuple[str, str]] = []
+    when = {}
     for node in ast.walk(tree):
-        at_import = id(node) not in deferred
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            when |= {id(inner): "call" for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if _is_type_checking(node):
+            when |= {id(inner): "types" for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        own = when.get(id(node), "import")
         if isinstance(node, ast.Import):
-            found += [(alias.name, at_import) for alias in node.names]
+            found += [(alias.name, own) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            found.append((module, at_import))
-            found += [(f"{module}.{alias.name}", at_import) for alias in node.names]
+            found.append((module, own))
+            found += [(f"{module}.{alias.name}", own) for alias in node.names]
     return tuple(found)
 
 
@@ -91,6 +113,25 @@ def test_rooms_import_only_what_stands_before_them() -> None:
         if (room := room_of(module)) is not None
         and ROOMS.index(room) > ROOMS.index(path.relative_to(ROOT).parts[0])
     ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("room", "order"), [("planner", PLANNER), ("passes", PASSES)])
+def test_units_of_a_room_import_only_what_stands_before_them(
+    room: str, order: tuple[str, ...]
+) -> None:
+    """A unit is a folder of the room or a module at its top."""
+    paths = sorted((ROOT / room).rglob("*.py"))
+    units = {path.relative_to(ROOT / room).with_suffix("").parts[0] for path in paths}
+    assert units - {"__init__"} == set(order)
+    wrong = []
+    for path in paths:
+        unit = path.relative_to(ROOT / room).with_suffix("").parts[0]
+        for module, when in imports(path):
+            package, own, *names = (*module.split("."), "", "")[:3]
+            is_own = (package, own) == ("autoparallel", room) and names[0] in units
+            if is_own and when != "types" and order.index(names[0]) > order.index(unit):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []
 
 
@@ -119,8 +160,8 @@ def test_the_cost_model_and_the_planner_are_imported_without_torch() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sources()
-        for module, at_import in imports(path)
-        if at_import
+        for module, when in imports(path)
+        if when == "import"
         and module.split(".")[0] == "torch"
         and path.relative_to(ROOT).parts[0] in TORCH_FREE
     ]
@@ -245,3 +286,60 @@ def test_constraints_pin_what_is_required() -> None:
 def test_the_examples_in_docstrings_run(path: Path) -> None:
     module = importlib.import_module(module_name(path))
     assert doctest.testmod(module).failed == 0
+
+
+FOREIGN = frozenset({
+    "ramp", "layer_idx", "output_padding", "_scaled_dot_product_attention_math", "_unexpected",
+    "OP__NUMBER__INPUTS_to_OUTPUTS",
+})  # fmt: skip
+"""Names in docstrings that are of torch, of models, or of formulas."""
+
+
+def test_names_in_docstrings_exist() -> None:
+    """What stands between double backticks and could be a name is one, somewhere."""
+    known, docstrings = _names_and_docstrings()
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in docstrings
+        for name in re.findall(r"``([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?``", text)
+        if not known.issuperset(word for word in name.split(".") if len(word) > 2)
+    ]
+    assert wrong == []
+
+
+def _names_and_docstrings() -> tuple[set[str], list[tuple[Path, str]]]:
+    """Every name in the code of the repository, and the docstrings of the rooms."""
+    known = set(FOREIGN) | set(dir(builtins)) | set(keyword.kwlist)
+    docstrings: list[tuple[Path, str]] = []
+    for folder in (*ROOMS, "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            own = {
+                id(node.value): node.value.value
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            }  # fmt: skip
+            if folder in ROOMS:
+                docstrings += [(path, text) for text in own.values()]
+            known.update(path.relative_to(ROOT).with_suffix("").parts)
+            for node in ast.walk(tree):
+                if id(node) not in own:
+                    known.update(_names(node))
+    return known, docstrings
+
+
+def _names(node: ast.AST) -> list[str]:
+    """The names that a node has itself; of a string its words."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.keyword(arg=str(name)):
+            return [name]
+        case ast.alias(name=name, asname=other):
+            return [*name.split("."), *([other] if other else [])]
+        case ast.Constant(value=str(text)):
+            return re.findall(r"[A-Za-z_]\w*", text)
+    return []

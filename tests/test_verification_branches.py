@@ -20,10 +20,10 @@ from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.batch import rows_apart
-from autoparallel.planner.inter_op.branches import stage_edges, stage_starts
 from autoparallel.planner.inter_op.heterogeneous import HostOrder, in_given_ranks
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.pricing.branches import stage_edges, stage_starts
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, plan_program

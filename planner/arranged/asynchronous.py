@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from ...cost_model.actions import versions_held
-from ...cost_model.memory import PrecisionPolicy, policy
 from ..errors import InfeasibleError, UsageError
 from ..graph import Blocks, Graph
 from ..layout import Layout
 from ..plan import Plan, StagePlan
-from ..requests.request import ASYNCHRONOUS, Forced, Request
+from ..pricing.weight_versions import is_asynchronous
+from ..requests.request import Forced, Request
 from ..rules.saved import saved_inputs
 from ..schedules.schedules import build_schedule
 
@@ -28,15 +27,6 @@ RULES = {
     "ampnet": "backwards with newer weights than their forwards",
 }
 """Where the gradient of an update is taken."""
-
-
-def is_asynchronous(schedule: str | None) -> bool:
-    """Whether a schedule of this name updates weights while micro-batches are under way.
-
-    >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
-    (True, False)
-    """
-    return schedule in ASYNCHRONOUS
 
 
 def plan_asynchronous(
@@ -106,34 +96,6 @@ def num_updates(plan: Plan) -> int:
         return 1
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
     return plan.num_microbatches // schedule.per_update
-
-
-def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """How many versions of its weights each stage holds at most; 1 in synchronous schedules.
-
-    >>> num_versions("pipedream", 3, 6), num_versions("1f1b", 3, 6)
-    ((3, 2, 1), (1, 1, 1))
-    """
-    if not is_asynchronous(name):
-        return (1,) * num_stages
-    schedule = build_schedule(name, num_stages, num_microbatches)
-    return tuple(versions_held(schedule, stage) for stage in range(num_stages))
-
-
-def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
-    """Bytes of the older versions of a stage's weights, of ``parameters`` bytes in all copies."""
-    rules = policy(plan.model.precision, plan.model.optimizer)
-    held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
-    return (held[stage] - 1) * parameters * _version_share(rules)
-
-
-def _version_share(rules: PrecisionPolicy) -> float:
-    """Of the bytes of parameters, in all copies, those that a version of them takes.
-
-    Versions are kept as the blocks compute with them: in mixed precision without a master copy.
-    """
-    copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
-    return rules.gathered_bytes / copies
 
 
 def check_memory(plan: Plan, request: Request) -> None:

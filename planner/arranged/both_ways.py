@@ -17,9 +17,9 @@ from ..errors import InfeasibleError, UsageError
 from ..evaluate import Evaluator
 from ..graph import Blocks, Graph
 from ..plan import Plan
+from ..price_sources import with_sources
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules
-from ..pricing.sources import with_sources
 from ..replicas import check_replicas
 from ..requests.request import Request, divisors
 from ..schedules.schedules import build_schedule

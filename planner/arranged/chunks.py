@@ -28,10 +28,10 @@ from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..graph import Blocks, Graph
 from ..layout import Layout
 from ..plan import Alternative, BlockPlan, Plan, Simplest, StagePlan, StagePrediction
+from ..price_sources import with_sources
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules, boundary_layout
 from ..pricing.slice_costs import best_lengths
-from ..pricing.sources import with_sources
 from ..pricing.stage_cost import StageCost
 from ..pricing.step import known_schedule
 from ..requests.request import Request

@@ -13,9 +13,9 @@ from itertools import accumulate
 from ..errors import InfeasibleError, UsageError
 from ..graph import Blocks, Graph
 from ..plan import Alternative, Plan
+from ..pricing.stage_at import stage_begins
 from ..requests.features import Features
 from ..requests.request import CHUNKED_NAMES, Forced, Request, divisors
-from ..requests.stage_at import stage_begins
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
 
 

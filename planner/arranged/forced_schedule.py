@@ -12,16 +12,16 @@ from .. import rules as default_rules
 from ..evaluate import Evaluator
 from ..graph import Blocks, Graph
 from ..plan import Plan
+from ..price_sources import with_sources
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules
-from ..pricing.sources import with_sources
+from ..pricing.weight_versions import is_asynchronous
 from ..requests.request import ARRANGED_SCHEDULES, Request
 from ..search import search
 from . import both_ways, chunks, sliced
 from .asynchronous import (
     check_asynchronous,
     check_memory,
-    is_asynchronous,
     plan_asynchronous,
 )
 from .priced import priced

@@ -29,10 +29,10 @@ from ..pricing.step import Pipeline, latency_seconds, simulated_step
 from ..replicas import check_replicas, with_replica_sums
 from ..search.report_plan import Candidate
 from ..search.search import Searched
+from ..sequence_places import find_places
 from ..summary import schedule_text
 from .chunk_guesses import MOST_ACTIONS, ROUNDING
 from .chunk_search import bases
-from .sequence_places import find_places
 
 MOST_PRICED = 2
 """Arranged pipelines that are priced node by node."""

@@ -16,14 +16,14 @@ from ..errors import UsageError
 from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..graph import Blocks, Graph
 from ..plan import Plan
+from ..price_sources import with_sources
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules
 from ..pricing.slice_costs import best_lengths, even_lengths
-from ..pricing.sources import with_sources
 from ..requests.request import Request
+from ..sequence_places import find_places
 from .forced_chunks import check_memory
 from .priced import priced
-from .sequence_places import find_places
 
 
 def plan(

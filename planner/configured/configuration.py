@@ -22,7 +22,6 @@ from ...cost_model.cluster import Cluster
 from ...cost_model.stage_costs import Overlap
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
-from ..arranged.sequence_places import find_places
 from ..errors import UsageError
 from ..evaluate import Evaluator, Staged
 from ..fusion import with_fusion
@@ -53,6 +52,7 @@ from ..requests.pins import Pin, by_template, check_priced, pinned_blocks, plain
 from ..requests.request import Forced
 from ..schedules.schedules import parts_of_ranks
 from ..search.report_plan import stage_layouts
+from ..sequence_places import find_places
 from ..strategy import NodeLayout
 from .beside_stages import beside_stages, sent_bytes
 from .hidden_states import beside_compute

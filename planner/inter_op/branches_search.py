@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .branches import Section
+from ..pricing.branches import Section
 from .inter_op import Floats, Pipeline, StageChoice, Table
 
 BOUND_STEP = 1.2

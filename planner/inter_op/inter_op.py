@@ -11,7 +11,7 @@ of a stage of t seconds per micro-batch that is the step of a pipeline of B micr
 once, B − 1 times or at the end of the step.
 
 For a bound on m, the least Σ q within it comes from one pass over the stages
-(``inter_op_sweep``), and so does the least bound there is a pipeline for. A pipeline whose
+(``sweep``), and so does the least bound there is a pipeline for. A pipeline whose
 largest m lies between two bounds has at least the Σ q of the upper and the m of the lower one:
 intervals of bounds are halved until none of them can hold a better pipeline (Alpa goes through
 all bounds instead). The number of stages still to come gives the micro-batches in flight, hence
@@ -173,7 +173,7 @@ class PipelineSearch:
         return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
-        """The least over all pipelines of ``inter_op_sweep.turning``."""
+        """The least over all pipelines of ``sweep.turning``."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..pricing.assembly import Solution
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run
-from .assembly import Solution
 from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
 from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge_tables
 

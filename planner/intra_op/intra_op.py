@@ -26,13 +26,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import TimeLimitError
+from ..integer_programs import ilp
 from ..plan import Recompute
+from ..pricing.assembly import Assembly, Setting, Solution, fixed_bytes
 from ..pricing.ladder import forced, num_rungs
 from ..pricing.ladder_front import MOST_RUNGS
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
-from . import closing, ilp
-from .assembly import Assembly, Setting, Solution, fixed_bytes
+from . import closing
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
 from .pool import SAME, Found, Pool

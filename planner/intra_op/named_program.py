@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from ..integer_programs.ilp import Problem, build, scaled
+from ..integer_programs.program import Floats, Group, Program
 from ..layout import Layout
 from ..pricing.decisions import Decision
 from ..strategy import NodeLayout
-from .ilp import Problem, build, scaled
-from .program import Floats, Group, Program
 from .pulp_solver import pulp_problem
 
 MICROSECONDS = 1e6

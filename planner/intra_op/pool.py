@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import Recompute
+from ..pricing.assembly import Assembly, Setting, Solution, constant_bytes, reserve
 from ..pricing.ladder import MODES, Ints, Ladder, forced
 from ..pricing.stage_cost import Figures
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
-from .assembly import Assembly, Setting, Solution, constant_bytes, reserve
 from .elimination import Floats
 from .side_by_side import SideBySide
 

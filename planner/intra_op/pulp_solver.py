@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import MachineError, UsageError
-from .highs import HIGHS
-from .program import (
+from ..integer_programs.highs import HIGHS
+from ..integer_programs.program import (
     INTEGRALITY,
     Floats,
     Program,

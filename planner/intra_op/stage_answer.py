@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..pricing.assembly import Setting, Solution
 from ..pricing.stage_cost import Figures, StageCost
 from ..pricing.structure import Run
-from .assembly import Setting, Solution
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from ..integer_programs.highs import HIGHS
+from ..integer_programs.program import Solver
 from ..plan import Recompute
 from ..pricing.ladder import MODES
-from .highs import HIGHS
-from .program import Solver
 
 
 @dataclass(frozen=True, slots=True)

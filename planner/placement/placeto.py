@@ -5,7 +5,7 @@ Distributed Machine Learning" (https://arxiv.org/abs/1906.08879): an episode sta
 placement and visits the nodes of the graph in order; at each the policy may place that node
 anew, and is rewarded by how much faster the step became. It sees every node through message
 passing over the graph, without knowing nodes by name. Here a node is a block, and a placement
-is a pipeline (``placement_moves``), and episodes start from random ones.
+is a pipeline (``moves``), and episodes start from random ones.
 
 In: a record of a space. Out: the record, filled.
 """

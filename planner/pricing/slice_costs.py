@@ -2,8 +2,8 @@
 
 In: a plan of whole sequences, and a function that prices the stages of a graph. Out: the part of
 a micro-batch's time that each slice takes; lengths by the dynamic program of
-``schedules_sliced``. The price of a slice is that of the graph which it runs: attention costs
-what its keys so far are worth, and small ops what they cost however short the slice is.
+``planner.schedules.sliced``. The price of a slice is that of the graph which it runs: attention
+costs what its keys so far are worth, and small ops what they cost however short the slice is.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..arranged.sequence_places import ATTENTION, Places, find_places
-from ..arranged.sequence_slices import sequence_slice, slice_bounds
 from ..graph import Blocks, Graph, Node
 from ..plan import Plan
 from ..schedules.sliced import slice_lengths
+from ..sequence_places import ATTENTION, Places, find_places
+from .sequence_slices import sequence_slice, slice_bounds
 from .stage_cost import StageCost
 
 Price = Callable[[Graph, Blocks, Plan], Sequence[StageCost]]

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..intra_op.assembly import (
+from ..plan import Recompute
+from ..schedules.held import held_bytes
+from .assembly import (
     GATHERED_BLOCKS,
     Assembly,
     Setting,
     constant_bytes,
     reserve,
 )
-from ..plan import Recompute
-from ..schedules.held import held_bytes
 from .decisions import ZEROS, Floats
 from .ladder import Ladder, Rungs, num_rungs, only, rungs
 from .ladder_front import MOST_RUNGS, Blocks, front

@@ -17,8 +17,8 @@ import numpy as np
 from ...cost_model.cluster import Link
 from ..classes import classes_of
 from ..graph import Node, Ref, TensorSpec
-from ..intra_op.ilp import merge_classes
-from ..intra_op.program import Ints
+from ..integer_programs.ilp import merge_classes
+from ..integer_programs.program import Ints
 from ..layout import INVARIANT, Layout
 from ..strategy import NodeLayout, splits
 from .choices import Restriction

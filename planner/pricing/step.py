@@ -15,8 +15,9 @@ from ...cost_model.cluster import Cluster
 from ...cost_model.simulator import simulate, step_and_bubble
 from ...cost_model.stage_costs import Overlap, StageCosts
 from ...cost_model.timeline import Timeline
-from ..inter_op.branches import WeightedEdges
+from ..plan import StagePrediction
 from ..schedules.schedules import build_schedule
+from .branches import WeightedEdges
 from .slice_costs import SliceShares
 from .stage_cost import StageCost
 
@@ -182,4 +183,23 @@ def stage_costs(
         weight_backward_seconds=late if len(late) == len(costs) else (),
         edges=None if edges is None else _pairs(edges),
         send_latency_seconds=(latency_seconds,) * len(received),
+    )
+
+
+def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
+    """A stage's cost as the plan holds it. ``send_seconds``: forward, to the next stage."""
+    own = cost.seconds
+    communication = own.forward_communication + own.backward_communication
+    return StagePrediction(
+        seconds={
+            "forward": cost.forward_seconds,
+            "backward": cost.backward_seconds,
+            "compute": sum(cost.compute_seconds),
+            "communication": communication + own.forward_states + own.backward_states,
+            "gradient_sync": own.gradient_sync,
+            "optimizer": own.optimizer,
+            "send": send_seconds,
+            "receive": sum(cost.receive_seconds),
+        },
+        memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
     )

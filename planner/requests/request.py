@@ -25,7 +25,7 @@ CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b"
 """What these can be called."""
 
 ARRANGED_SCHEDULES = ("chimera", "terapipe")
-"""What the best pipelines are tried under as they are (``arranged_search``)."""
+"""What the best pipelines are tried under as they are (``arranged.search``)."""
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
 """What is not equal to one device: see ``asynchronous``."""

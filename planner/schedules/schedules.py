@@ -2,10 +2,10 @@
 
 In: a schedule's name, how many stages and micro-batches. Out: the action table that the
 checks, the simulator and the interpreter share. A schedule is defined by the order of its
-compute actions alone (``schedules_orders``, ``schedules_zero_bubble``,
-``schedules_bidirectional``, ``schedules_sliced``, ``schedules_asynchronous``); what each is and
-holds is in ``schedules_list``; sends and receives are added by one rule for all schedules
-(``schedules_messages``).
+compute actions alone (``orders``, ``zero_bubble``,
+``bidirectional``, ``sliced``, ``asynchronous``); what each is and
+holds is in ``catalogue``; sends and receives are added by one rule for all schedules
+(``messages``).
 """
 
 from __future__ import annotations

@@ -31,15 +31,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..inter_op.branches import sections
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.sweep import Tiling
-from ..intra_op.assembly import reserve
 from ..intra_op.elimination import BATCH_AXES, Factor, Floats
 from ..intra_op.families import Family
 from ..intra_op.intra_op import IntraOp
 from ..intra_op.kind_tables import KindTables, Rates, TooWideError
 from ..plan import Recompute
+from ..pricing.assembly import reserve
+from ..pricing.branches import sections
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run, Structure
 from ..requests.options import microbatch_rows

@@ -26,18 +26,18 @@ from ..cache.cache import (
     graph_digest,
 )
 from ..cache.codec import Codec
-from ..cache.tables import CODEC, pack, unpack
 from ..graph import Blocks, Graph
-from ..intra_op.assembly import Assembly, Setting, Solution
+from ..integer_programs.ilp import Answer
 from ..intra_op.elimination import Floats
 from ..intra_op.families import Solved
-from ..intra_op.ilp import Answer
 from ..intra_op.intra_op import IntraOp
 from ..intra_op.kind_tables import Rates
+from ..pricing.assembly import Assembly, Setting, Solution
 from ..pricing.basis import Basis
 from ..pricing.prices import Prices
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Run
+from ..pricing.tables import CODEC, pack, unpack
 from ..requests.request import Request
 
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from ..inter_op.branches import Places, WeightedEdges, stage_depths, stage_edges
 from ..inter_op.inter_op import StageChoice
 from ..inter_op.pipeline_bound import least_seconds
-from ..intra_op.assembly import Setting
 from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..pricing.assembly import Setting
+from ..pricing.branches import Places, WeightedEdges, stage_depths, stage_edges
 from ..pricing.stage_cost import StageCost
 from ..pricing.step import Pipeline, Step, latency_seconds, simulated_step
 from ..schedules.held import Halves, is_split, most_held, splits

@@ -10,7 +10,7 @@ takes
 messages go beside the compute of other micro-batches, and only one stage's end of step counts.
 
 Two bounds are cheap. Without the memory limit a run costs at least what the solver proves,
-which for long series is needed for some lengths only (``search_runs.chords``). And with it,
+which for long series is needed for some lengths only (``run_classes.chords``). And with it,
 never less than a shorter run of its series, nor than with fewer micro-batches in flight. So the
 pipeline that is best under these bounds can be found first, its stages priced, and so on until
 the best has no stage left to price: then no other one can be better. Only the lengths, places
@@ -26,11 +26,11 @@ from functools import cached_property
 import numpy as np
 
 from ..inter_op.inter_op import StageChoice
-from ..intra_op.assembly import reserve
 from ..intra_op.intra_op import Effort, IntraOp, StageAnswer
+from ..pricing.assembly import reserve
+from ..pricing.run_classes import NO_RUN, Floats, Series, at_least, chords, samples
 from ..pricing.structure import Run
 from .cuts import Runs as Runs
-from .runs import NO_RUN, Floats, Series, at_least, chords, samples
 
 SAME = 1 + 1e-9
 

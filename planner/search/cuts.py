@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from ..inter_op.cuts import Cuts
+from ..pricing.run_classes import NO_RUN, Ints, RunClasses, Series
 from ..pricing.structure import Run, Structure
 from .least_bytes import LeastBytes
-from .runs import NO_RUN, Ints, RunClasses, Series
 
 NEIGHBOURS = 2
 """With a run, so many shorter and longer ones of its series are priced."""

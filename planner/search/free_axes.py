@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..inter_op.branches import WeightedEdges, stage_depths
 from ..inter_op.inter_op import StageChoice
 from ..inter_op.pipeline_bound import least_seconds
 from ..inter_op.submesh import restriction
 from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..pricing.branches import WeightedEdges, stage_depths
+from ..pricing.run_classes import NO_RUN
 from ..schedules.held import Halves, is_split, most_held, splits
 from .candidates import Chosen, edges, schedules, simulated, splitting
 from .costs import answer_seconds
 from .job import Job
 from .report_plan import Candidate
-from .runs import NO_RUN
 
 Stages = tuple[StageChoice, ...]
 

@@ -31,18 +31,18 @@ from ..layout import Mesh
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Prices, Rules
+from ..pricing.run_classes import RunClasses, run_classes
+from ..pricing.stage_at import stage_begins, without_inner
 from ..pricing.stage_model import StageModel
 from ..pricing.step import KnownSteps
 from ..pricing.structure import Structure
 from ..requests.options import stage_numbers
 from ..requests.pins import Pins, by_template
-from ..requests.refusals import does_not_fit
 from ..requests.request import Request
-from ..requests.stage_at import stage_begins, without_inner
 from ..schedules.held import Halves, halves
 from .cached_search import cache_for, cached_solver
 from .costs import Costs, Runs
-from .runs import RunClasses, run_classes
+from .refusals import does_not_fit
 from .space import place_key
 
 if TYPE_CHECKING:

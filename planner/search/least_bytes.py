@@ -18,9 +18,9 @@ import numpy as np
 from ...cost_model.memory import PrecisionPolicy
 from ..graph import Block, Ref, TensorSpec
 from ..pricing.prices import Prices
+from ..pricing.run_classes import Floats, RunClasses
 from ..pricing.saved import memory_of
 from ..pricing.structure import Structure
-from .runs import Floats, RunClasses
 
 
 @dataclass(frozen=True, slots=True)

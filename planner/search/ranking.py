@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from ..inter_op.branches import sections
 from ..inter_op.branches_search import branch_pipelines
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.closing import MOST_PROGRAMS
 from ..placement.placement import learned_pipelines
+from ..pricing.branches import sections
 from ..requests.options import microbatch_rows
 from ..requests.request import MOST_CHUNKS
 from .beside import Company

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from ...cost_model.cluster import Cluster
 from ...cost_model.compute import least_seconds
 from ..graph import Node
-from ..inter_op.branches import Places, stage_edges
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import StageAnswer
 from ..layout import INVARIANT, Layout, conversion_steps
@@ -27,13 +26,12 @@ from ..plan import (
     Prediction,
     SolverInfo,
     StagePlan,
-    StagePrediction,
 )
+from ..pricing.branches import Places, stage_edges
 from ..pricing.choices import input_specs
 from ..pricing.prices import Prices, boundary_layout
-from ..pricing.stage_cost import StageCost
 from ..pricing.stage_model import StageModel
-from ..pricing.step import send_seconds
+from ..pricing.step import prediction_of, send_seconds
 from ..pricing.structure import Structure
 from ..pricing.undivided import undivided
 from ..requests.request import Request
@@ -245,25 +243,6 @@ def stage_layouts(
     layouts = _layouts(model, answer)
     _add_leaves(layouts, model, structure, blocks)
     return layouts
-
-
-def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
-    """A stage's cost as the plan holds it. ``send_seconds``: forward, to the next stage."""
-    own = cost.seconds
-    communication = own.forward_communication + own.backward_communication
-    return StagePrediction(
-        seconds={
-            "forward": cost.forward_seconds,
-            "backward": cost.backward_seconds,
-            "compute": sum(cost.compute_seconds),
-            "communication": communication + own.forward_states + own.backward_states,
-            "gradient_sync": own.gradient_sync,
-            "optimizer": own.optimizer,
-            "send": send_seconds,
-            "receive": sum(cost.receive_seconds),
-        },
-        memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
-    )
 
 
 def _layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:

@@ -22,19 +22,19 @@ from ..errors import TimeLimitError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
 from ..plan import Plan, SolverInfo
+from ..price_sources import with_sources
 from ..pricing.asked import Asked, uses_of
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.prices import Rules
-from ..pricing.sources import with_sources
 from ..requests.options import check_degrees
 from ..requests.pins import check_kept, in_given_kinds, pinned_blocks
-from ..requests.refusals import check_measured
 from ..requests.request import Request
 from .bound import lower_bound
 from .job import INTERRUPTED, Job
 from .narrowing import narrowed
 from .ranking import Observe as Observe
 from .ranking import Ranking, ignore
+from .refusals import check_measured
 from .report_plan import Candidate, make_plan
 
 

@@ -19,9 +19,9 @@ from functools import cached_property
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import StageChoice
 from ..inter_op.submesh import meshes, restriction
-from ..intra_op.assembly import Assembly, Setting, Solution
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..layout import Mesh
+from ..pricing.assembly import Assembly, Setting, Solution
 from ..pricing.decisions import Decision
 from ..pricing.ladder import NOTHING, Rung, rungs
 from ..pricing.prices import Prices

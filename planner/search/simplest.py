@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from ..plan import Alternative, Plan, Simplest
+from ..price_sources import with_sources
 from ..pricing.basis import Basis
-from ..pricing.sources import with_sources
 from ..requests.pins import pinned_blocks
 from .candidates import completed, is_whole
 from .report_plan import Candidate

@@ -19,13 +19,13 @@ from .. import rules as default_rules
 from ..errors import UsageError
 from ..evaluate import BRIEF, at_microbatch, held_micro_batches
 from ..graph import Blocks, Graph
-from ..inter_op.branches import stage_starts
+from ..integer_programs.ilp import UNIT_BYTES, Problem, cost, memory_bytes
 from ..inter_op.submesh import restriction
-from ..intra_op.assembly import Assembly, Setting
-from ..intra_op.ilp import UNIT_BYTES, Problem, cost, memory_bytes
 from ..intra_op.named_program import MICROSECONDS, NamedProgram, named_program
 from ..plan import Plan, StagePlan
+from ..pricing.assembly import Assembly, Setting
 from ..pricing.basis import DEFAULT, Basis
+from ..pricing.branches import stage_starts
 from ..pricing.ladder import NOTHING, Rung
 from ..pricing.prices import Prices, Rules
 from ..pricing.stage_model import StageModel

@@ -11,7 +11,9 @@ import pytest
 from small_graphs import cluster, op, weight, with_batch
 
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
-from autoparallel.planner.inter_op.branches import (
+from autoparallel.planner.inter_op.branches_search import BOUND_STEP, branch_pipelines
+from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table
+from autoparallel.planner.pricing.branches import (
     Places,
     Section,
     parallel_sections,
@@ -20,8 +22,6 @@ from autoparallel.planner.inter_op.branches import (
     stage_depths,
     stage_edges,
 )
-from autoparallel.planner.inter_op.branches_search import BOUND_STEP, branch_pipelines
-from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table
 from autoparallel.planner.pricing.structure import Structure
 
 ROWS, WIDTH = 4, 8

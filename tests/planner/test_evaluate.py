@@ -12,13 +12,13 @@ from autoparallel.planner import rules
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.evaluate import Evaluation, Evaluator, evaluate
 from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.integer_programs.ilp import cost, memory_bytes
 from autoparallel.planner.inter_op.inter_op import StageChoice
-from autoparallel.planner.intra_op.assembly import Assembly, Setting
-from autoparallel.planner.intra_op.ilp import cost, memory_bytes
 from autoparallel.planner.intra_op.intra_op import StageAnswer
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.asked import Asked
+from autoparallel.planner.pricing.assembly import Assembly, Setting
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.ladder import Rung, rungs

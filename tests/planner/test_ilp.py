@@ -11,8 +11,7 @@ import pytest
 from small_graphs import cluster, mlp, random_graph
 from solver_programs import assembly, random_problem
 
-from autoparallel.planner.intra_op.assembly import Assembly, Setting
-from autoparallel.planner.intra_op.ilp import (
+from autoparallel.planner.integer_programs.ilp import (
     Memory,
     Problem,
     cost,
@@ -21,6 +20,7 @@ from autoparallel.planner.intra_op.ilp import (
     optimize,
 )
 from autoparallel.planner.layout import Mesh, format_layout
+from autoparallel.planner.pricing.assembly import Assembly, Setting
 from autoparallel.planner.strategy import NodeLayout
 
 

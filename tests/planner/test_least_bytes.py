@@ -9,8 +9,8 @@ from random_cases import random_case
 
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
-from autoparallel.planner.intra_op.assembly import reserve
 from autoparallel.planner.intra_op.intra_op import IntraOp
+from autoparallel.planner.pricing.assembly import reserve
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.least_bytes import LeastBytes

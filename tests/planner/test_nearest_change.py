@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from handmade import pipeline_plan
 
+from autoparallel import nearest_change
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.requests import nearest_change
 from autoparallel.planner.requests.request import Request
 
 

@@ -10,14 +10,14 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.cluster_file import dump_cluster, load_cluster
+from autoparallel.goals import plan_for
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.inter_op.sub_clusters import sub_clusters
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.goal import Deadline, Goal
-from autoparallel.planner.requests.objective import plan_for
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.search import plan
+from autoparallel.sub_clusters import sub_clusters
 
 GRAPH, BLOCKS = mlp(2, rows=8, width=128, inner=512)
 

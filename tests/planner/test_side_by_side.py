@@ -9,9 +9,9 @@ import pytest
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
-from autoparallel.planner.intra_op.assembly import Assembly, Setting
 from autoparallel.planner.intra_op.side_by_side import SideBySide
 from autoparallel.planner.layout import Mesh
+from autoparallel.planner.pricing.assembly import Assembly, Setting
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.stage_cost import Figures

@@ -19,8 +19,8 @@ from autoparallel.planner.errors import (
     TimeLimitError,
     UsageError,
 )
-from autoparallel.planner.intra_op.highs import HIGHS
-from autoparallel.planner.intra_op.ilp import (
+from autoparallel.planner.integer_programs.highs import HIGHS
+from autoparallel.planner.integer_programs.ilp import (
     Problem,
     build,
     check_solved,
@@ -28,7 +28,7 @@ from autoparallel.planner.intra_op.ilp import (
     memory_bytes,
     optimize,
 )
-from autoparallel.planner.intra_op.program import Program, Raw, SolveOptions, Solver, Status
+from autoparallel.planner.integer_programs.program import Program, Raw, SolveOptions, Solver, Status
 from autoparallel.planner.intra_op.pulp_solver import PulpSolver, find_solver
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.search import plan

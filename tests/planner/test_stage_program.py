@@ -13,12 +13,12 @@ import pulp
 import pytest
 from small_graphs import cluster, mlp
 
+from autoparallel.goals import plan_for
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.intra_op.highs import HIGHS
-from autoparallel.planner.intra_op.program import SolveOptions
+from autoparallel.planner.integer_programs.highs import HIGHS
+from autoparallel.planner.integer_programs.program import SolveOptions
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.requests.objective import plan_for
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.stage_program import StageProgram, stage_program
 

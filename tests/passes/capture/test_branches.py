@@ -6,7 +6,7 @@ import pytest
 
 from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.inter_op.branches import Section, sections
+from autoparallel.planner.pricing.branches import Section, sections
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planning import capture_model
 from autoparallel.targets import load_target

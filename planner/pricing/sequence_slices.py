@@ -17,10 +17,10 @@ from typing import Any
 from ..graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
 from ..layout import INVARIANT, Layout, shard
 from ..plan import Plan, StagePlan
-from ..pricing.prices import boundary_layout
+from ..sequence_places import COUNTED, Place, Places
 from ..strategy import NodeLayout
-from .sequence_places import COUNTED, Place, Places
-from .written_attention import WrittenAttention
+from ..written_attention import WrittenAttention
+from .prices import boundary_layout
 
 Layouts = dict[str, NodeLayout]
 

@@ -14,13 +14,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..intra_op.program import Ints
+from ..cache.codec import Codec
+from ..integer_programs.program import Ints
 from ..layout import Layout, format_layout, parse_layout
-from ..pricing.decisions import Choice, Decision, Floats
-from ..pricing.stage_model import Held, KindModel
-from ..pricing.structure import Edge, Use
 from ..strategy import NodeLayout
-from .codec import Codec
+from .decisions import Choice, Decision, Floats
+from .stage_model import Held, KindModel
+from .structure import Edge, Use
 
 Text = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """A ``NodeLayout``: the layouts of inputs and outputs as text, and the labels."""

@@ -14,19 +14,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...cost_model.cluster import Cluster
-from ..arranged.forced_schedule import plan
-from ..batch import BATCH_NORMS
-from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
-from ..graph import Blocks, Graph
-from ..inter_op.sub_clusters import sub_clusters
-from ..plan import GoalReport, Plan, Tried
-from ..precision import check_precision
-from ..rules.table import packet
-from .nearest_change import with_nearest_change
-from .pins import check_kept
-from .request import Request
-from .stage_at import stage_begins
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.nearest_change import with_nearest_change
+from autoparallel.planner.arranged.forced_schedule import plan
+from autoparallel.planner.batch import BATCH_NORMS
+from autoparallel.planner.errors import (
+    AutoparallelError,
+    InfeasibleError,
+    TimeLimitError,
+    UsageError,
+)
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.plan import GoalReport, Plan, Tried
+from autoparallel.planner.precision import check_precision
+from autoparallel.planner.pricing.stage_at import stage_begins
+from autoparallel.planner.requests.pins import check_kept
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.rules.table import packet
+from autoparallel.sub_clusters import sub_clusters
 
 Search = Callable[[Cluster, Request], Plan]
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from ..errors import UsageError
 from ..graph import Block, Blocks, Graph
-from ..search.runs import NO_RUN, RunClasses
-from .pins import nearest
+from ..requests.pins import nearest
+from .run_classes import NO_RUN, RunClasses
 
 
 def stage_begins(graph: Graph, blocks: Blocks, asked: Sequence[str]) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..graph import Graph, Node, Ref
-from ..rules.case import argument
+from .graph import Graph, Node, Ref
+from .rules.case import argument
 
 DROPOUT = "autoparallel.counter_dropout.default"
 

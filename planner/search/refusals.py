@@ -6,7 +6,7 @@ from ...cost_model.cluster import Cluster
 from ..errors import InfeasibleError, UsageError
 from ..intra_op.intra_op import Limits
 from ..pricing.basis import Basis
-from .request import Request
+from ..requests.request import Request
 
 
 def check_measured(basis: Basis, request: Request) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, groupby, product
 
-from ...cost_model.cluster import Cluster, Host
+from autoparallel.cost_model.cluster import Cluster, Host
 
 MOST_COUNTED = 8
 """Of up to so many like hosts, or devices of a host, every number is tried; then doublings."""

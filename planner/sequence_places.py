@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ..errors import PlanError
-from ..graph import Graph, Node, Ref
-from ..layout import shard
-from ..positions import Dims, position_dims
-from ..rules import axis_strategies
-from ..rules.case import argument
-from ..strategy import AxisStrategy
+from .errors import PlanError
+from .graph import Graph, Node, Ref
+from .layout import shard
+from .positions import Dims, position_dims
+from .rules import axis_strategies
+from .rules.case import argument
+from .strategy import AxisStrategy
 from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"

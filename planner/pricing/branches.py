@@ -21,8 +21,8 @@ import networkx as nx
 from ...cost_model.actions import Edges, Wiring, chain
 from ...cost_model.cluster import Cluster
 from ..plan import Plan
-from ..pricing.structure import Structure
 from ..schedules.orders import depths
+from .structure import Structure
 
 SMALLEST_SHARE = 0.05
 """Of a section's ops: what has fewer beside the rest is no branch worth a device."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cost_model.memory import reserve_bytes
-from ..pricing.decisions import Decision, Floats
-from ..pricing.ladder import NOTHING, Rung
-from ..pricing.prices import Seconds
-from ..pricing.stage_model import Kept, StageModel
-from ..pricing.structure import Edge, Run, Weights
-from .ilp import Alternative, Coupling, Memory, Problem, SharedBytes, Side
+from ..integer_programs.ilp import Alternative, Coupling, Memory, Problem, SharedBytes, Side
+from .decisions import Decision, Floats
+from .ladder import NOTHING, Rung
+from .prices import Seconds
+from .stage_model import Kept, StageModel
+from .structure import Edge, Run, Weights
 
 Solution = Mapping[str, tuple[int, ...]]
 """For each kind the choice of each of its decisions; for each shared parameter its own."""
@@ -38,7 +38,7 @@ class Setting:
     ``rung`` says how many blocks of each of the run's classes are recomputed. ``limit_bytes``
     limits its memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
     schedule that splits backwards, how many micro-batches at once wait for their backward, and
-    how many for their weights' gradients only (``schedules_held``).
+    how many for their weights' gradients only (``schedules.held``).
     """
 
     num_microbatches: int = 1

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...cost_model.cluster import Source
-from ..evaluate import evaluate
-from ..graph import Blocks, Graph
-from ..plan import Plan, ProfileUse, StagePrediction
-from .asked import Asked
-from .basis import Basis
-from .prices import Rules
+from ..cost_model.cluster import Source
+from .evaluate import evaluate
+from .graph import Blocks, Graph
+from .plan import Plan, ProfileUse, StagePrediction
+from .pricing.asked import Asked
+from .pricing.basis import Basis
+from .pricing.prices import Rules
 
 PARTS = ("compute", "communication")
 

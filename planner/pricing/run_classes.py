@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Ref
-from ..pricing.structure import Structure
+from .structure import Structure
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ...cost_model.cluster import Cluster
-from ..errors import AutoparallelError, InfeasibleError
-from ..plan import Plan, StagePlan
-from .features import Features
-from .request import Forced, Request, divisors
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner.errors import AutoparallelError, InfeasibleError
+from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.requests.features import Features
+from autoparallel.planner.requests.request import Forced, Request, divisors
 
 Search = Callable[[Cluster, Request], Plan]
 Change = tuple[str, Cluster, Request]

@@ -1,0 +1,1 @@
+"""Integer programs: how they are built and solved."""

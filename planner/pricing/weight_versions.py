@@ -1,0 +1,50 @@
+"""The older versions of their weights that stages hold under asynchronous schedules.
+
+In: a schedule's name, the number of stages and of micro-batches. Out: how many versions each
+stage holds, and their bytes.
+"""
+
+from __future__ import annotations
+
+from ...cost_model.actions import versions_held
+from ...cost_model.memory import PrecisionPolicy, policy
+from ..plan import Plan
+from ..requests.request import ASYNCHRONOUS
+from ..schedules.schedules import build_schedule
+
+
+def is_asynchronous(schedule: str | None) -> bool:
+    """Whether a schedule of this name updates weights while micro-batches are under way.
+
+    >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
+    (True, False)
+    """
+    return schedule in ASYNCHRONOUS
+
+
+def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """How many versions of its weights each stage holds at most; 1 in synchronous schedules.
+
+    >>> num_versions("pipedream", 3, 6), num_versions("1f1b", 3, 6)
+    ((3, 2, 1), (1, 1, 1))
+    """
+    if not is_asynchronous(name):
+        return (1,) * num_stages
+    schedule = build_schedule(name, num_stages, num_microbatches)
+    return tuple(versions_held(schedule, stage) for stage in range(num_stages))
+
+
+def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
+    """Bytes of the older versions of a stage's weights, of ``parameters`` bytes in all copies."""
+    rules = policy(plan.model.precision, plan.model.optimizer)
+    held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
+    return (held[stage] - 1) * parameters * _version_share(rules)
+
+
+def _version_share(rules: PrecisionPolicy) -> float:
+    """Of the bytes of parameters, in all copies, those that a version of them takes.
+
+    Versions are kept as the blocks compute with them: in mixed precision without a master copy.
+    """
+    copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
+    return rules.gathered_bytes / copies
