@@ -8,22 +8,20 @@ take at least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..inter_op.inter_op import StageChoice
-from ..inter_op.pipeline_bound import least_seconds
 from ..inter_op.submesh import restriction
-from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..pricing.branches import WeightedEdges, stage_depths
+from ..intra_op.intra_op import IntraOp
+from ..pricing.branches import stage_depths
 from ..pricing.run_classes import NO_RUN
-from ..schedules.held import Halves, is_split, most_held, splits
+from ..schedules.held import Halves, is_split, most_held
 from .candidates import Chosen, edges, schedules, simulated, splitting
 from .costs import answer_seconds
 from .job import Job
+from .nearby import Stages, answers_seconds
 from .report_plan import Candidate
-
-Stages = tuple[StageChoice, ...]
 
 WORTH_IT = 1e-9
 """The least gain for which a plan may use the axis "dp" for more than the batch: no rounding."""
@@ -144,26 +142,3 @@ class _FreeStages:
                 solver = self.job.solver(rows, axes, choice.first_device, free=True)
                 self._free.add(id(solver))
                 yield solver
-
-
-def answers_seconds(
-    answers: Sequence[StageAnswer],
-    count: int,
-    needs: WeightedEdges | None,
-    schedules: Collection[str],
-) -> float:
-    """What stages take at least, run like this, under any of some schedules."""
-    halved = needs is None and len(answers) > 1 and any(map(splits, schedules))
-    figures = []
-    for answer in answers:
-        cost, late = answer.cost, 0.0
-        if halved:
-            known = cost.late_seconds
-            late = answer.figures.late(answer.run)[0] if known is None else known
-        figures.append(
-            (
-                cost.forward_seconds, cost.backward_seconds - late, *cost.receive_seconds,
-                cost.step_seconds, late,
-            )
-        )  # fmt: skip
-    return float(least_seconds(figures, count, needs))

@@ -20,6 +20,7 @@ from .beside import Company
 from .candidates import candidates
 from .free_axes import WORTH_IT, free_candidates, freed
 from .job import Job
+from .nearby import passed_over
 from .quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from .report_plan import Candidate
 from .shares import shared_candidates
@@ -74,6 +75,7 @@ class Ranking:
         for found in every[1:]:
             self._take_in(found)
         self._add_branches(rows, numbers)
+        self._look_around(rows, numbers)
         self.observe("refining the best", len(rows), len(rows))
         if self.found.best:
             self.found.settle()
@@ -241,6 +243,22 @@ class Ranking:
                 for pipeline in branch_pipelines(table, section, count):
                     if len(pipeline.stages) in numbers:
                         self.found.keep(Draft(each, pipeline))
+
+    def _look_around(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Takes in pipelines that were passed over: any of few, else those next to the winner."""
+        began = self.job.effort.work
+
+        def best() -> tuple[float, Draft]:
+            return self.found.step_seconds, self.found.drawn[id(self.found.best[0])]
+
+        def is_late() -> bool:
+            return self._is_late(0.75) or self._is_long(began)
+
+        if self.found.best:
+            for draft in passed_over(
+                self.job, rows, numbers, drafts=self.found.drafts, best=best, is_late=is_late
+            ):
+                self.found.keep(draft)
 
     def _refine(self) -> None:
         """Solves the stages of the fastest again, each gap narrowed."""

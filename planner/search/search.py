@@ -5,8 +5,9 @@ lost. A micro-batch size with a way to lay stages over the devices is a quest; f
 with stages of one size (so that there soon is a plan), then those that mix sizes. Quests are
 followed the most promising first, and the costs of their stages are priced no further than
 needed to know the best pipelines (``quests``, ``costs``, ``inter_op``). Those are simulated
-under every schedule that is allowed; the fastest are solved again with every ZeRO stage and
-recompute level for themselves, and the fastest simulated one wins.
+under every schedule that is allowed, and with them others that the recurrence holds for no
+better (``nearby``); the fastest are solved again with every ZeRO stage and recompute level for
+themselves, and the fastest simulated one wins.
 
 The time limit, or Ctrl-C, ends the search early with the best plan so far.
 """

@@ -1,0 +1,189 @@
+"""Pipelines that the dynamic program passed over.
+
+In: a job, what was found. Out: drafts that may take less than the best so far, the most promising
+first. T = Σ q + max m knows nothing of backwards in two halves, of which the second may fill a
+wait, nor of hosts that bind a stage: of pipelines that it holds for equal a schedule may like one
+far better. Where there are few pipelines all of them are looked at, elsewhere those next to the
+best, with one cut moved by a block.
+
+Each has the bound of ``pipeline_bound`` with its stages' figures, the backward in halves where a
+schedule may split it; what is not below the best needs no simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import comb
+
+from ..inter_op.inter_op import Pipeline, StageChoice
+from ..inter_op.pipeline_bound import least_seconds
+from ..inter_op.sweep import Tiling
+from ..intra_op.intra_op import StageAnswer
+from ..pricing.branches import WeightedEdges, stage_depths
+from ..schedules.held import splits
+from .candidates import edges, stage
+from .job import Job
+from .quests import Draft, turning_seconds
+from .space import tilings
+
+MOST_DEVICES = 16
+MOST_FEW = 2_000
+"""Pipelines of all micro-batch sizes that are all looked at."""
+
+MOST_CUTS = 5_000
+"""Cuts of the blocks into stages: with more, pipelines are not few."""
+
+MOST_CLIMBED = 8
+"""How often the winner's cuts are moved by a block."""
+
+MOST_STAGES = 8
+"""Of more, which take long to simulate, no cut is moved."""
+
+Stages = tuple[StageChoice, ...]
+
+
+def passed_over(
+    job: Job,
+    rows: Sequence[int],
+    numbers: tuple[int, ...],
+    *,
+    drafts: Sequence[Draft],
+    best: Callable[[], tuple[float, Draft]],
+    is_late: Callable[[], bool],
+) -> Iterator[Draft]:
+    """Those of few pipelines, or else of those next to the best and then to that of these, that
+    may be better. ``drafts`` are known, ``best()`` is the fastest with its step."""
+
+    def better(pipelines: Iterable[tuple[int, Stages]]) -> Iterator[Draft]:
+        known = {(draft.rows, draft.pipeline.stages) for draft in drafts}
+        new = [each for each in pipelines if each not in known]
+        for least, draft in promising(job, new, best()[0], is_late):
+            if least < best()[0]:
+                yield draft
+
+    few = few_pipelines(job, rows, numbers)
+    if few is not None:
+        yield from better(few)
+        return
+    for _ in range(MOST_CLIMBED):
+        winner = best()[1]
+        if len(winner.pipeline.stages) > MOST_STAGES:
+            return
+        moved = filter(job.begins_as_asked, shifted(winner.pipeline.stages))
+        yield from better((winner.rows, each) for each in moved)
+        if best()[1] is winner or is_late():
+            return
+
+
+def few_pipelines(
+    job: Job, rows: Sequence[int], numbers: tuple[int, ...]
+) -> list[tuple[int, Stages]] | None:
+    """All pipelines of all micro-batch sizes; None where they are not few."""
+    if job.cluster.num_devices > MOST_DEVICES or not is_few(job, numbers):
+        return None
+    every = ((each, stages) for each in rows for stages in stagings(job, each, numbers))
+    found = list(islice(every, MOST_FEW + 1))
+    return found if len(found) <= MOST_FEW else None
+
+
+def is_few(job: Job, numbers: tuple[int, ...]) -> bool:
+    """Whether there are few ways to cut the blocks into so many stages."""
+    num_blocks = len(job.structure.blocks.blocks)
+    return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_CUTS
+
+
+def stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
+    """Every cut of the blocks on every tiling of the devices, as far as cuts are free."""
+    num_blocks = len(job.structure.blocks.blocks)
+
+    def extend(
+        tiling: Tiling, left: int, block: int, position: int
+    ) -> Iterator[tuple[StageChoice, ...]]:
+        if left == 0:
+            yield ()
+            return
+        for move in tiling.moves_from(left, position):
+            stops = (num_blocks,) if left == 1 else range(block + 1, num_blocks - left + 2)
+            for stop in stops:
+                choice = StageChoice(block, stop, move.first_device, move.num_devices)
+                for rest in extend(tiling, left - 1, stop, move.stop):
+                    yield (choice, *rest)
+
+    seen: set[tuple[StageChoice, ...]] = set()
+    mixed = job.request.features.allows("mixed-stages")
+    for tiling, number in tilings(job.cluster, numbers, job.costs(rows).place, mixed=mixed):
+        if number <= min(tiling.most, num_blocks):
+            for stages in extend(tiling, number, 0, 0):
+                if stages not in seen and job.begins_as_asked(stages):
+                    seen.add(stages)
+                    yield stages
+
+
+def shifted(stages: Stages) -> Iterator[Stages]:
+    """The pipelines with one cut moved by a block."""
+    for at in range(len(stages) - 1):
+        before, after = stages[at], stages[at + 1]
+        for cut in (before.stop - 1, before.stop + 1):
+            if before.start < cut < after.stop:
+                moved = replace(before, stop=cut), replace(after, start=cut)
+                yield (*stages[:at], *moved, *stages[at + 2 :])
+
+
+def promising(
+    job: Job,
+    pipelines: Iterable[tuple[int, Stages]],
+    below: float,
+    is_late: Callable[[], bool] = lambda: False,
+) -> list[tuple[float, Draft]]:
+    """Those that may take less than so much, with what they take at least, the least first;
+    none more are priced once it is late."""
+    found = []
+    for rows, stages in pipelines:
+        if is_late():
+            break
+        found += [each for each in _draft(job, rows, stages) if each[0] < below]
+    return sorted(found, key=lambda each: (each[0], each[1].seconds))
+
+
+def _draft(job: Job, rows: int, stages: Stages) -> Iterator[tuple[float, Draft]]:
+    """A pipeline priced, with a bound of its step; nothing where it does not fit."""
+    needs = edges(job, rows, stages)
+    answers: list[StageAnswer] = []
+    depths = stage_depths(needs, len(stages))
+    for choice, depth in zip(stages, depths, strict=True):
+        held = job.held(job.in_flight_schedule, len(stages), rows, depth)
+        found = stage(job, rows, choice, held)
+        if found is None:
+            return
+        answers.append(found[1])
+    count = job.num_microbatches(rows)
+    seconds = turning_seconds([each.cost.once_and_slowest(count) for each in answers])
+    yield (
+        answers_seconds(answers, count, needs, job.request.schedules),
+        Draft(rows, Pipeline(stages, seconds)),
+    )
+
+
+def answers_seconds(
+    answers: Sequence[StageAnswer],
+    count: int,
+    needs: WeightedEdges | None,
+    schedules: Collection[str],
+) -> float:
+    """What stages take at least, run like this, under any of some schedules."""
+    halved = needs is None and len(answers) > 1 and any(map(splits, schedules))
+    figures = []
+    for answer in answers:
+        cost, late = answer.cost, 0.0
+        if halved:
+            known = cost.late_seconds
+            late = answer.figures.late(answer.run)[0] if known is None else known
+        figures.append(
+            (
+                cost.forward_seconds, cost.backward_seconds - late, *cost.receive_seconds,
+                cost.step_seconds, late,
+            )
+        )  # fmt: skip
+    return float(least_seconds(figures, count, needs))
