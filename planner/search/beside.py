@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from threading import Thread
 from typing import Any, TypeVar
 
 from ..errors import AutoparallelError
@@ -29,7 +28,7 @@ Rows = tuple[int, ...]
 Found = TypeVar("Found")
 
 PARTS = 2
-"""Into which the micro-batch sizes of a large space are shared out."""
+"""Into which the micro-batch sizes are divided."""
 
 LATE_SECONDS = 5.0
 """How long after the time limit an answer is waited for."""
@@ -101,13 +100,9 @@ class Beside:
 
 
 def _serve(job: Job, pipe: Connection, other: Connection) -> None:
-    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on.
-
-    What a cache keeps is more than a pipe holds: an answer is sent while the next call is done.
-    """
+    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
-    answer: Thread | None = None
     shelf = job.kept.shelf
     if shelf is not None:
         shelf.news()
@@ -115,20 +110,12 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
         while True:
             function, args = pipe.recv()
             before = _Spent.of(job)
-            own = None
+            answer = None
             with suppress(AutoparallelError):
                 found = function(job, *args)
                 kept = shelf.news() if shelf is not None else {}
-                own = found, _Spent.of(job).since(before), kept
-            if answer is not None:
-                answer.join()
-            answer = Thread(target=_send, args=(pipe, own), daemon=True)
-            answer.start()
-
-
-def _send(pipe: Connection, answer: object) -> None:
-    with suppress(OSError):  # the other end is closed
-        pipe.send(answer)
+                answer = found, _Spent.of(job).since(before), kept
+            pipe.send(answer)
 
 
 @dataclass(frozen=True)
@@ -170,17 +157,20 @@ class Company:
     beside: Beside | None = None
 
     @staticmethod
-    def of(job: Job, rows: Rows, *, is_large: bool) -> Company:
-        """Shares the sizes out in turns; of a small space all are one part."""
-        number = min(PARTS, len(rows)) if is_large else 1
+    def of(job: Job, rows: Rows) -> Company:
+        """Divides the sizes in turns. All are one part if asked prices are to be recorded here."""
+        number = min(PARTS, len(rows)) if job.basis.asked is None else 1
         parts = tuple(rows[at::number] for at in range(number))
         beside = Beside.start(job) if number > 1 and job.request.processes > 1 else None
         return Company(job, parts, beside)
 
     def over(
-        self, function: Callable[..., Found], *args: object, first: Callable[[Rows], Found]
+        self,
+        function: Callable[..., Found],
+        *args: object,
+        first: Callable[[Rows], Found] | None = None,
     ) -> list[Found]:
-        """``function(job, rows, *args)`` of each part; of the first ``first(rows)``."""
+        """``function(job, rows, *args)`` of each part; of the first ``first(rows)`` if given."""
         *own, last = self.parts
         try:
             if self.beside is not None:
@@ -188,7 +178,7 @@ class Company:
         except LostError:
             self.end()
         found = [
-            function(self.job, rows, *args) if at else first(rows)
+            function(self.job, rows, *args) if at or first is None else first(rows)
             for at, rows in enumerate(own if self.beside is not None else self.parts)
         ]
         try:

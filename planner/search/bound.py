@@ -56,10 +56,10 @@ UNLIMITED = 1e18
 
 
 def lower_bound(job: Job) -> float:
-    """No plan takes less than this, of one stage per rank or of several.
+    """No plan takes less than this, with one stage per rank or several. Computed once per job.
 
     After the time limit it is ``work_bound``, and also where the tables of a block would be too
-    wide. Found once for a job.
+    wide.
     """
     if job.bound_seconds is None:
         began = time.perf_counter()
@@ -70,15 +70,18 @@ def lower_bound(job: Job) -> float:
 
 def _lower_bound(job: Job) -> float:
     rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-    work = work_bound(job, rows)
-    least = max(work, _relaxed(job, rows))
+    work = least = work_bound(job, rows)
+    with job.stoppable():
+        # each process bounds the micro-batch sizes that it searched, whose tables it has
+        parts = [relaxed(job, rows)] if job.company is None else job.company.over(relaxed)
+        least = max(work, min(parts))
     if job.shared_bound is not None:
         return min(least, job.shared_bound)
     return work if is_mixed(job.cluster) else least
 
 
-def _relaxed(job: Job, rows: Sequence[int]) -> float:
-    """The least of all parts of the space; 0 where it is not known."""
+def relaxed(job: Job, rows: Sequence[int]) -> float:
+    """The bound of some micro-batch sizes, without ``work_bound``; 0 where it is not known."""
     least = float("inf")
     with job.stoppable(), suppress(TooWideError):
         for each in rows:

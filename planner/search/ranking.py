@@ -70,7 +70,7 @@ class Ranking:
             self._learn(rows, numbers)
             self._refine()
             return
-        job.company = Company.of(job, rows, is_large=job.basis.asked is None)
+        job.company = Company.of(job, rows)
         every = job.company.over(explored, numbers, first=lambda own: self.explored(own, numbers))
         for found in every[1:]:
             self._take_in(found)

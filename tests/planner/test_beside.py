@@ -114,7 +114,7 @@ def _double(job: Job, rows: tuple[int, ...], more: int) -> tuple[int, int]:
 
 def test_a_process_answers_for_its_part_and_ends() -> None:
     job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32, processes=2), rules=rules, basis=DEFAULT)
-    company = Company.of(job, (1, 2, 4, 8), is_large=True)
+    company = Company.of(job, (1, 2, 4, 8))
 
     def first(rows: tuple[int, ...]) -> tuple[int, int]:
         return _double(job, rows, 1)
@@ -163,7 +163,7 @@ def test_what_another_process_solved_is_kept_too() -> None:
 def test_a_process_that_does_not_answer_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(32, processes=2, time_limit_seconds=0.01)
     job = Job.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
-    company = Company.of(job, (1, 2, 4, 8), is_large=True)
+    company = Company.of(job, (1, 2, 4, 8))
     monkeypatch.setattr(beside, "LATE_SECONDS", 0.2)
     assert company.over(named_slowly, "own", first=lambda rows: "first") == ["first", "own"]
     assert not multiprocessing.active_children()
