@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.planning.cases import LLAMA_70B, LLAMA_405B, NARROW
+
 
 @dataclass(frozen=True)
 class Case:
@@ -25,18 +27,6 @@ class Case:
 
 
 LLAMA = "hf:examples/llama3_8b"
-LLAMA_70B = {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}  # fmt: skip
-LLAMA_405B = {
-    "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128,
-    "num_hidden_layers": 126,
-}  # fmt: skip
-NARROW = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,
-    "num_hidden_layers": 1000,
-}  # fmt: skip
 
 GPT = "examples/gpt.py"
 GPT2 = {"n_layer": 12, "d_model": 768, "n_head": 12, "seq": 1024, "vocab": 50257, "tied": True}
