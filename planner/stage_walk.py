@@ -241,9 +241,9 @@ class StageWalk:
 
 
 def _entry_link(cluster: Cluster, before: Sequence[int], devices: Sequence[int]) -> Link:
-    """What a stage gets values over from another one, as the search prices it.
+    """The link over which a stage receives values from another one, as the search prices it.
 
-    Where the hosts were put in another order, the ranks of a stage may not follow each other.
+    If the hosts were reordered, the ranks of a stage may not be consecutive.
     """
     is_one_run = devices[-1] - devices[0] == len(devices) - 1
     if is_one_run and before[-1] + 1 == devices[0]:

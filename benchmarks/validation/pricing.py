@@ -1,7 +1,7 @@
 """Prices runs: capture, blocks, strategies, integer program, stage costs, simulator.
 
 In: runs. Out: per run the predicted seconds and bytes, by the way that a user's model takes.
-A model is captured with few layers, and one of them is repeated (``depth``).
+Models are captured with a few layers; ``depth`` then repeats one of them.
 """
 
 from __future__ import annotations

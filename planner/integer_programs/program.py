@@ -63,7 +63,7 @@ class Program:
 
     @property
     def upper_bounds(self) -> Floats:
-        """The largest value of each column; the least is 0."""
+        """The upper bound of each column; every lower bound is 0."""
         found = np.full(self.num_columns, np.inf)
         found[: self.num_binaries] = 1.0
         return found

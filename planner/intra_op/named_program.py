@@ -93,7 +93,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 def legal(name: str) -> str:
-    """A name with what LP and MPS files allow.
+    """Replaces the characters of a name that LP and MPS files do not allow.
 
     >>> legal("layers/0 up-proj")
     'layers_0_up_proj'
@@ -102,7 +102,7 @@ def legal(name: str) -> str:
 
 
 def _short(name: str, number: int) -> str:
-    """A name within ``LONGEST``, told from others by its column's number."""
+    """Shortens a name to ``LONGEST`` characters; the number of its column keeps it unique."""
     if len(name) <= LONGEST:
         return name
     end = f"__column{number}"

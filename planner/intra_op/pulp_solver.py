@@ -112,7 +112,7 @@ def import_pulp(what: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without PuLP's advice on what its next version removes."""
+    """Silences PuLP's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

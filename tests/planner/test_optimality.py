@@ -1,6 +1,7 @@
 """Plans keep what they promise: their bound and their gap.
 
-Small cases, whose best plan brute force knows; they are searched as real models are.
+Brute force finds the best plan of each small random case. The planner searches these cases in
+the same way as real models.
 """
 
 from __future__ import annotations
