@@ -16,7 +16,7 @@ from typing import Any
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.nearest_change import with_nearest_change
-from autoparallel.planner.arranged.forced_schedule import plan
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.batch import BATCH_NORMS
 from autoparallel.planner.errors import (
     AutoparallelError,

@@ -24,7 +24,7 @@ from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.plan_io import PLAN, load_plan, save_plan
-from autoparallel.planner.arranged.asynchronous import described
+from autoparallel.planner.asynchronous import described
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, as_asked, told

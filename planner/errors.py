@@ -10,6 +10,7 @@
     ├── PlanError             exit 6   a stale or damaged plan                    AP5xx
     ├── VerificationError     exit 7   the parallel run differs                   AP6xx
     ├── TimeLimitError        exit 8   no plan within the time limit              AP7xx
+    ├── InternalError         exit 70  a defect of this package                   AP999
     └── RunError                       a training run failed                      AP8xx
         ├── WorkerError       exit 20
         ├── HangError         exit 21
@@ -98,6 +99,12 @@ class TimeLimitError(AutoparallelError):
     """The time limit passed before any plan was found."""
 
     exit_code = 8
+
+
+class InternalError(AutoparallelError):
+    """Two computations of one figure disagree: a defect of this package."""
+
+    exit_code = 70
 
 
 class RunError(AutoparallelError):

@@ -23,14 +23,11 @@ from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
 from .pricing.stage_cost import StageCost
 from .pricing.step import Pipeline, latency_seconds, prediction_of, send_seconds, simulate_stages
+from .pricing.whole_stage import BRIEF
 from .replicas import with_replica_sums
 from .schedules.held import Halves, halves, stage_halves
 from .shares import coordinate_ranks, slowest
 from .stage_walk import StageWalk, Walked, walked_none
-
-BRIEF = ("transient", "reserve", "communicators")
-"""Memory that the stages of a rank take in turn, or once. The prices of the search have the
-communicators of a stage's mesh in its reserve, and those of messages not at all."""
 
 
 @dataclass(frozen=True, slots=True)

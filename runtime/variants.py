@@ -26,7 +26,7 @@ from ..passes.local.stage_program import OfSlice, StageProgram, build_stage
 from ..passes.ops.collectives import Communicator
 from ..passes.ops.random_ops import Draws
 from ..passes.programs.program import Program
-from ..planner.arranged.asynchronous import check_asynchronous
+from ..planner.asynchronous import check_asynchronous
 from ..planner.errors import UsageError
 from ..planner.padding import find_padding
 from ..planner.plan import Plan

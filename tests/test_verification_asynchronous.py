@@ -21,7 +21,7 @@ from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.planner.arranged.asynchronous import check_asynchronous
+from autoparallel.planner.asynchronous import check_asynchronous
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads

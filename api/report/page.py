@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoparallel.planner.arranged.asynchronous import described
+from autoparallel.planner.asynchronous import described
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import (
     SEPARATOR,

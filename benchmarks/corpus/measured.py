@@ -20,7 +20,7 @@ from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
-from autoparallel.planner.search.wanted import Wanted, asked_cases
+from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planning import capture_target, find_cluster, request_of
 from autoparallel.targets import load_target
 from benchmarks.corpus.cases import BY_NAME

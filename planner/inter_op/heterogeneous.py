@@ -19,23 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, permutations, product, zip_longest
 from math import factorial, gcd, prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ...cost_model.cluster import Cluster, Host
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..plan import Plan, StagePlan
 from ..requests.request import Request
 
-if TYPE_CHECKING:
-    from ..search.report_plan import Candidate
-
 MOST_ORDERS = 6
 """Orders of hosts that a search goes through: all of two and two hosts, or of three kinds."""
 
 
 Found = TypeVar("Found")
-Attempt = Callable[["HostOrder", Request], "tuple[Found, list[Candidate]]"]
-"""Searches one order of hosts: whatever it needs for a plan, and the candidates, best first."""
 
 
 @dataclass(frozen=True)
@@ -74,30 +69,28 @@ def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, .
 
 
 def over_orders(
-    cluster: Cluster, request: Request, attempt: Attempt[Found]
-) -> tuple[HostOrder, Found, list[Candidate]]:
-    """The order of hosts whose best candidate is fastest, with all candidates, the best first.
+    cluster: Cluster, request: Request, attempt: Callable[[HostOrder, Request], Found]
+) -> list[tuple[HostOrder, Found]]:
+    """What was found for each order of the hosts.
 
     Each order has an equal share of what is left of the time limit. Raises what the first
-    order raised if none has a candidate.
+    order raised if nothing was found for any.
     """
     orders = host_orders(cluster)
     began = time.perf_counter()
-    done: list[tuple[HostOrder, Found, list[Candidate]]] = []
+    done: list[tuple[HostOrder, Found]] = []
     failure: AutoparallelError | None = None
     for index, order in enumerate(orders):
         left = request.time_limit_seconds - (time.perf_counter() - began)
         share = max(left, 0.0) / (len(orders) - index)
         try:
-            done.append((order, *attempt(order, replace(request, time_limit_seconds=share))))
+            done.append((order, attempt(order, replace(request, time_limit_seconds=share))))
         except (InfeasibleError, TimeLimitError, UsageError) as error:
             failure = failure or error
     if not done:
         assert failure is not None, "every order was tried"
         raise failure
-    best = min(done, key=lambda each: each[2][0].step_seconds)
-    losers = [candidate for each in done if each is not best for candidate in each[2]]
-    return best[0], best[1], [*best[2], *losers]
+    return done
 
 
 def is_mixed(cluster: Cluster) -> bool:

@@ -49,6 +49,11 @@ class StageChoice:
     first_device: int
     num_devices: int
 
+    @property
+    def devices(self) -> range:
+        """Its devices."""
+        return range(self.first_device, self.first_device + self.num_devices)
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:

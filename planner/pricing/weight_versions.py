@@ -6,11 +6,14 @@ stage holds, and their bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...cost_model.actions import versions_held
 from ...cost_model.memory import PrecisionPolicy, policy
 from ..plan import Plan
 from ..requests.request import ASYNCHRONOUS
 from ..schedules.schedules import build_schedule
+from .whole_stage import StageCost
 
 
 def is_asynchronous(schedule: str | None) -> bool:
@@ -39,6 +42,14 @@ def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
     rules = policy(plan.model.precision, plan.model.optimizer)
     held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
     return (held[stage] - 1) * parameters * _version_share(rules)
+
+
+def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> StageCost:
+    """The cost of a stage that keeps so many versions of its weights."""
+    if versions == 1:
+        return cost
+    older = (versions - 1) * cost.memory_bytes["parameters"] * _version_share(rules)
+    return replace(cost, memory_bytes={**cost.memory_bytes, "versions": older})
 
 
 def _version_share(rules: PrecisionPolicy) -> float:

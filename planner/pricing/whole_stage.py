@@ -14,6 +14,10 @@ from .prices import Seconds
 
 N = TypeVar("N", int, float)
 
+BRIEF = ("transient", "reserve", "communicators")
+"""Memory that the stages of a rank take in turn, or once. The prices of the search have the
+communicators of a stage's mesh in its reserve, and those of messages not at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageCost:

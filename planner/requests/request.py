@@ -16,7 +16,7 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
 """What the search chooses among: one stage per rank."""
 
 CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
-"""What the best pipelines are cut again for: several stages per rank (``chunk_search``)."""
+"""Several stages per rank (``proposers.interleaved``)."""
 
 MOST_CHUNKS = 8
 """Stages per rank that are searched."""
@@ -25,10 +25,13 @@ CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b"
 """What these can be called."""
 
 ARRANGED_SCHEDULES = ("chimera", "terapipe")
-"""What the best pipelines are tried under as they are (``arranged.search``)."""
+"""What the best pipelines are tried under as they are (``proposers``)."""
+
+HELD_AS = {"chimera": "1f1b", "terapipe": "gpipe"}
+"""For which schedule pipelines are searched that are then run under another one."""
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
-"""What is not equal to one device: see ``asynchronous``."""
+"""What is not equal to one device: see ``planner.asynchronous``."""
 
 FORCED_SCHEDULES = (
     *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES, *ASYNCHRONOUS,
@@ -127,6 +130,7 @@ class Request:
     target: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     search: str = "dp"
+    placer: Any = None
     processes: int = 1
     solver: str = "highs"
 
@@ -150,8 +154,9 @@ class Request:
     @property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that a plan may have, or a pipeline that is then cut again."""
-        if self.forced.schedule is not None and not self.forces_chunks:
-            return (self.forced.schedule,)
+        name = self.forced.schedule
+        if name is not None and not self.forces_chunks:
+            return (HELD_AS.get(name, name),)
         allowed = tuple(name for name in SCHEDULES if self.features.allows(name))
         return allowed or SCHEDULES
 
@@ -160,7 +165,7 @@ class Request:
         """Whether a rank of a pipeline may have one stage; if not, pipelines are only searched
         so to be cut again."""
         if self.forced.schedule is not None:
-            return not self.forces_chunks
+            return not self.forces_chunks and self.forced.schedule not in HELD_AS
         return any(map(self.features.allows, SCHEDULES))
 
     @property
@@ -178,9 +183,9 @@ class Request:
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:
-        """The schedules that pipelines found for others may have, where none is forced."""
+        """Chimera and TeraPipe, where a plan may have them."""
         if self.forced.schedule is not None:
-            return ()
+            return (self.forced.schedule,) if self.forced.schedule in ARRANGED_SCHEDULES else ()
         return tuple(name for name in ARRANGED_SCHEDULES if self.features.allows(name))
 
     @property

@@ -42,7 +42,6 @@ from ..pricing.assembly import reserve
 from ..pricing.branches import sections
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run, Structure
-from ..requests.options import microbatch_rows
 from ..requests.request import MOST_CHUNKS
 from .job import Job
 from .space import mixed_tiling, uniform_tiling
@@ -69,12 +68,10 @@ def lower_bound(job: Job) -> float:
 
 
 def _lower_bound(job: Job) -> float:
-    rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
-    work = least = work_bound(job, rows)
+    work = least = work_bound(job, job.microbatch_rows)
     with job.stoppable():
         # each process bounds the micro-batch sizes that it searched, whose tables it has
-        parts = [relaxed(job, rows)] if job.company is None else job.company.over(relaxed)
-        least = max(work, min(parts))
+        least = max(work, min(job.workers.map(relaxed)))
     if job.shared_bound is not None:
         return min(least, job.shared_bound)
     return work if is_mixed(job.cluster) else least

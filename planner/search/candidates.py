@@ -17,12 +17,14 @@ from ..inter_op.pipeline_bound import least_seconds
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..pricing.assembly import Setting
 from ..pricing.branches import Places, WeightedEdges, stage_depths, stage_edges
-from ..pricing.stage_cost import StageCost
+from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, Step, latency_seconds, simulated_step
+from ..pricing.weight_versions import num_versions, with_versions
 from ..schedules.held import Halves, is_split, most_held, splits
+from ..schedules.orders import round_size
+from .candidate import Candidate, gap_adjusted_seconds, pipeline_seconds, rank_bytes
 from .job import Job
-from .quests import Draft, open_seconds, turning_seconds
-from .report_plan import Candidate
+from .quests import Draft
 
 Chosen = tuple[IntraOp, StageAnswer]
 
@@ -35,23 +37,33 @@ more micro-batches whole: so many more at most."""
 
 
 def stage(
-    job: Job, rows: int, choice: StageChoice, held: Halves, *, programs: int = 0
+    job: Job, rows: int, choice: StageChoice, held: Halves, *, versions: int = 1, programs: int = 0
 ) -> Chosen | None:
     """The best mesh of a stage of a pipeline, and its answer; None where it does not fit.
 
-    ``programs``: with its gap narrowed by up to so many integer programs.
+    ``versions`` of its weights are kept. ``programs``: with its gap narrowed by up to so many
+    integer programs.
     """
-    for more in range(1 + (MORE_HELD if is_split(held) else 0)):
+    holds_more = is_split(held) or versions > 1
+    for more in range(1 + (MORE_HELD if holds_more else 0)):
         number = most_held(held) + more
-        found = _stage(job, rows, choice, number)
-        if found is not None and programs:
-            found[0].refine(found[1].run, job.num_microbatches(rows), number, programs)
-            found = _stage(job, rows, choice, number)
-        if found is None or not is_split(held):
-            return found
-        found = splitting(*found, held)
-        if found[1].cost.total_bytes <= found[0].limits.memory_bytes:
-            return found
+        chosen = _stage(job, rows, choice, number)
+        if chosen is not None and programs:
+            chosen[0].refine(chosen[1].run, job.num_microbatches(rows), number, programs)
+            chosen = _stage(job, rows, choice, number)
+        if chosen is None or not holds_more:
+            return chosen
+        solver, answer = chosen
+        setting: Setting = replace(answer.setting, in_flight=most_held(held))
+        chosen = solver, replace(answer, setting=setting)
+        if is_split(held):
+            chosen = splitting(*chosen, held)
+        answer = chosen[1]
+        cost = with_versions(answer.cost, versions, solver.model.prices.policy)
+        excess = cost.total_bytes - solver.limits.memory_bytes
+        if excess <= 0:
+            return chosen
+    solver.note_excess(excess)
     return None
 
 
@@ -94,15 +106,16 @@ def candidate(
     stages, rows = draft.pipeline.stages, draft.rows
     depths = stage_depths(edges(job, rows, stages), len(stages))
     held = [job.held(schedule, len(stages), rows, depth) for depth in depths]
+    versions = num_versions(schedule, len(stages), job.num_microbatches(rows))
     chosen: list[Chosen] = []
-    for choice, own in zip(stages, held, strict=True):
-        found = stage(job, rows, choice, own)
+    for choice, in_flight, kept in zip(stages, held, versions, strict=True):
+        found = stage(job, rows, choice, in_flight, versions=kept)
         if found is None:
             return None
         chosen.append(found)
     if programs:
         _refine(job, rows, stages, held, chosen, programs)
-    return simulated(job, rows, schedule, stages, chosen)
+    return simulated(job, rows, schedule, stages, models_of(chosen))
 
 
 def _refine(
@@ -118,7 +131,9 @@ def _refine(
     while left:
         figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
-        if open_seconds(figures, gaps) >= turning_seconds(figures) * (1 - job.request.gap / 2):
+        if gap_adjusted_seconds(figures, gaps) >= pipeline_seconds(figures) * (
+            1 - job.request.gap / 2
+        ):
             return
         at = max(left, key=lambda each: (figures[each][1], -each))
         left.remove(at)
@@ -158,69 +173,84 @@ def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
     return float(least_seconds(figures, found.num_microbatches, needs))
 
 
+def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer], ...]:
+    """The answers with the models of their solvers."""
+    return tuple((solver.model, answer) for solver, answer in chosen)
+
+
 def simulated(
     job: Job,
     rows: int,
     schedule: str,
     stages: tuple[StageChoice, ...],
-    chosen: Sequence[Chosen],
+    answers: Sequence[tuple[StageModel, StageAnswer]],
     *,
-    whole: bool = False,
+    num_chunks: int = 1,
+    base: Candidate | None = None,
 ) -> Candidate:
-    """A candidate with its step; ``whole``: every micro-batch of it simulated."""
-    began = time.perf_counter()
-    costs = [answer.cost for _, answer in chosen]
+    """A candidate of these stages, ``num_chunks`` per rank, with its step simulated."""
     count = job.num_microbatches(rows)
-    step, bubble = _step(job, schedule, count, costs, needs=edges(job, rows, stages), whole=whole)
-    job.took("simulator", time.perf_counter() - began)
-    return Candidate(
-        rows, count, schedule, stages,
-        tuple((solver.model, answer) for solver, answer in chosen),
-        step, bubble, max(cost.total_bytes for cost in costs),
+    policy = answers[0][0].prices.policy
+    versions = num_versions(schedule, len(stages), count)
+    costs = tuple(
+        with_versions(answer.cost, number, policy)
+        for (_, answer), number in zip(answers, versions, strict=True)
+    )
+    sizes = rank_bytes(stages, costs)
+    limits = {
+        stage.first_device: job.limits_on(stage.devices).memory_bytes for stage in stages
+    }  # fmt: skip
+    made = Candidate(
+        rows, count, schedule, stages, tuple(answers), costs, 0.0, 0.0, max(sizes.values()),
+        num_chunks, base=base,
+        fits=base is None or all(size <= limits[rank] for rank, size in sizes.items()),
     )  # fmt: skip
+    return _with_step(job, made, whole=False)
 
 
-def _step(
-    job: Job,
-    schedule: str,
-    count: int,
-    costs: Sequence[StageCost],
-    *,
-    needs: WeightedEdges | None,
-    whole: bool,
-) -> tuple[float, float]:
-    """Seconds of a step, and the share of them that devices wait."""
+def completed(job: Job, candidate: Candidate) -> Candidate:
+    """The candidate with every micro-batch of its step simulated."""
+    return replace(_with_step(job, candidate, whole=True), is_complete=True)
+
+
+def _with_step(job: Job, made: Candidate, *, whole: bool) -> Candidate:
+    """The candidate with its step; of many micro-batches two shorter steps are continued.
+
+    Once the pipeline is full each further micro-batch takes equally long.
+    """
+    began = time.perf_counter()
+    needs = edges(job, made.rows, made.stages)
+    latency = latency_seconds(job.cluster)
 
     def run(number: int) -> Step:
-        least = latency_seconds(job.cluster)
-        pipeline = Pipeline(schedule, number, edges=needs)
-        return simulated_step(pipeline, costs, latency_seconds=least, known=job.steps)
+        pipeline = Pipeline(made.schedule, number, made.num_chunks, edges=needs)
+        return simulated_step(pipeline, made.costs, latency_seconds=latency, known=job.steps)
 
-    few, more = _simulated_numbers(len(costs))
-    if whole or is_whole(len(costs), count):
-        return run(count)
-    first = run(few).seconds
-    second = run(more)
-    seconds = second.seconds + (count - more) * (second.seconds - first) / (more - few)
-    busy = (1 - second.bubble_fraction) * second.seconds * count / more
-    return seconds, max(0.0, 1 - busy / seconds)
-
-
-def _simulated_numbers(num_stages: int) -> tuple[int, int]:
-    """Two numbers of micro-batches that are simulated in place of very many."""
-    return 4 * num_stages, 5 * num_stages
+    count = made.num_microbatches
+    if whole or is_whole(made):
+        step = run(count)
+    else:
+        few, more = _simulated_numbers(made)
+        first, second = run(few).seconds, run(more)
+        seconds = second.seconds + (count - more) * (second.seconds - first) / (more - few)
+        busy = (1 - second.bubble_fraction) * second.seconds * count / more
+        step = Step(seconds, max(0.0, 1 - busy / seconds))
+    job.took("simulator", time.perf_counter() - began)
+    return replace(made, step_seconds=step.seconds, bubble_fraction=step.bubble_fraction)
 
 
-def is_whole(num_stages: int, num_microbatches: int) -> bool:
-    """Whether every micro-batch of a step is simulated."""
-    _, more = _simulated_numbers(num_stages)
-    return num_stages * num_microbatches <= MOST_STEPS or num_microbatches <= 2 * more
+def _simulated_numbers(made: Candidate) -> tuple[int, int]:
+    """Two numbers of micro-batches that are simulated in place of very many: whole rounds."""
+    num_ranks = len(made.stages) // made.num_chunks
+    if made.num_chunks == 1:
+        return 4 * num_ranks, 5 * num_ranks
+    size = made.num_chunks * (round_size(num_ranks, made.num_microbatches) or made.num_microbatches)
+    return 2 * size, 3 * size
 
 
-def completed(job: Job, best: Candidate) -> Candidate:
-    """The winner with its whole step simulated."""
-    count = best.num_microbatches
-    costs = [answer.cost for _, answer in best.answers]
-    needs = edges(job, best.rows, best.stages)
-    step, bubble = _step(job, best.schedule, count, costs, needs=needs, whole=True)
-    return replace(best, step_seconds=step, bubble_fraction=bubble)
+def is_whole(made: Candidate) -> bool:
+    """Whether every micro-batch of a candidate's step is simulated."""
+    few, more = _simulated_numbers(made)
+    most = few + more if made.num_chunks > 1 else 2 * more
+    count = made.num_microbatches
+    return len(made.stages) * count <= MOST_STEPS or count <= most or made.slices is not None

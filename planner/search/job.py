@@ -8,15 +8,15 @@ stages from them, and where planning time went.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ...cost_model.cluster import Cluster
+from ...cost_model.cluster import Cluster, Link
 from .. import rules as default_rules
 from ..cache.cache import NO_CACHE, Cache
 from ..errors import TimeLimitError, UsageError
@@ -36,7 +36,7 @@ from ..pricing.stage_at import stage_begins, without_inner
 from ..pricing.stage_model import StageModel
 from ..pricing.step import KnownSteps
 from ..pricing.structure import Structure
-from ..requests.options import stage_numbers
+from ..requests.options import microbatch_rows, stage_numbers
 from ..requests.pins import Pins, by_template
 from ..requests.request import Request
 from ..schedules.held import Halves, halves
@@ -44,12 +44,21 @@ from .cached_search import cache_for, cached_solver
 from .costs import Costs, Runs
 from .refusals import does_not_fit
 from .space import place_key
-
-if TYPE_CHECKING:
-    from .beside import Company
+from .workers import StartWorkers, Workers, serial
 
 INTERRUPTED = "Ctrl-C"
 """What ended a search that was interrupted."""
+
+LONG = 5_000
+"""Of a search of no more work (``Effort.work``), no part is cut short."""
+
+Observe = Callable[[str, float, float], None]
+"""(what is being done, how much is done, of how much)."""
+
+
+def ignore(what: str, done: float, total: float) -> None:
+    """Observes nothing."""
+
 
 GRACE_SECONDS = 2.0
 """After Ctrl-C: to find out how good the best so far is."""
@@ -79,10 +88,12 @@ class Job:
     solvers: dict[object, IntraOp] = field(default_factory=dict)
     steps: KnownSteps = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    began_work: float = 0.0
     stopped: str = ""
     shared_bound: float | None = None
     bound_seconds: float | None = None
-    company: Company | None = None
+    observe: Observe = ignore
+    start_workers: StartWorkers = serial
     beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)
 
@@ -168,6 +179,16 @@ class Job:
         return stage_numbers(self.request, self.cluster, len(blocks), least_stages=least)
 
     @cached_property
+    def microbatch_rows(self) -> tuple[int, ...]:
+        """The micro-batch sizes to try, the most promising first. Raises ``UsageError``."""
+        return microbatch_rows(self.structure.graph, self.request, self.cluster)
+
+    @cached_property
+    def workers(self) -> Workers:
+        """Those who search the parts of the micro-batch sizes; started at the first use."""
+        return self.start_workers(self, self.microbatch_rows)
+
+    @cached_property
     def place_key(self) -> Any:
         return place_key(self.cluster)
 
@@ -224,8 +245,11 @@ class Job:
             found.append(self.solver(rows, mesh, first, free=False))
         return found
 
-    def solver(self, rows: int, mesh: Mesh, first: int, *, free: bool) -> IntraOp:
-        """The solver of a mesh; ``free``: with its axes left to the solver."""
+    def solver(
+        self, rows: int, mesh: Mesh, first: int, *, free: bool, link: Link | None = None
+    ) -> IntraOp:
+        """The solver of a mesh; ``free``: with its axes left to the solver. ``link``: what its
+        stages receive values over, if not over that from the devices before."""
         ranks = tuple(range(first, first + mesh.size))
         request = self.request
         asked = self.basis.asked
@@ -234,7 +258,8 @@ class Job:
             profile=self.basis.used,
             asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
         )  # fmt: skip
-        link = self.cluster.entry_link(first, mesh.size)
+        if link is None:
+            link = self.cluster.entry_link(first, mesh.size)
         limits = self.limits_on(ranks)
         key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
         if key not in self.solvers:
@@ -266,6 +291,25 @@ class Job:
     def solver_seconds(self) -> float:
         return self.effort.seconds + self.effort.table_seconds
 
+    def is_late(self, share: float = 0.7) -> bool:
+        """Whether this share of the time has passed."""
+        return self.effort.left_seconds < (1 - share) * self.request.time_limit_seconds
+
+    def is_long(self, began: float) -> bool:
+        """Whether what was begun at some work has taken a third of all before it, and much."""
+        spent = self.effort.work - began
+        return spent > max(0.5 * LONG, (began - self.began_work) / 3)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the time of what is inside to a phase, but for that of the stage solvers."""
+        began, solved = time.perf_counter(), self.solver_seconds
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began - (self.solver_seconds - solved)
+            self.took(phase, spent)
+
     def took(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
@@ -292,8 +336,8 @@ class Job:
 
     def end(self) -> None:
         """Ends the processes beside this one."""
-        if self.company is not None:
-            self.company.end()
+        if "workers" in self.__dict__:
+            self.workers.end()
 
     def interrupt(self) -> None:
         """After Ctrl-C: ends them, and leaves little time for all that is still to be done."""

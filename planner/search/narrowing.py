@@ -1,8 +1,8 @@
-"""The plan's own layouts proven: how much faster others could make its stages.
+"""Proof of the winner's layouts: how much faster others could make its stages.
 
-In: the winner of a search. Out: the same with narrower gaps of its stages, or a faster way to run
-them, where the integer programs that this takes find one. Of all others only as much is proven
-as tells that they lose (``ranking``).
+In: the winner of a search. Out: the same with narrower gaps of its stages, or a faster candidate
+where the integer programs find better layouts. Other candidates are solved only until they are
+proven worse than the winner (``proposers.refined``).
 """
 
 from __future__ import annotations
@@ -14,53 +14,65 @@ from ..inter_op.inter_op import Pipeline
 from ..intra_op.closing import WINNERS_PROGRAMS
 from ..intra_op.stage_answer import StageAnswer, gap_between
 from ..pricing.stage_model import StageModel
+from .candidate import Candidate
 from .candidates import candidate, completed, is_whole
-from .free_axes import WORTH_IT
 from .job import Job
 from .quests import Draft
-from .report_plan import Candidate
 
 TIME_SHARE = 0.5
 """Of the time that is left, what this may take."""
 
+WORTH_IT = 1e-9
+"""A step that is shorter by less is so by rounding."""
+
 _Answer = tuple[StageModel, StageAnswer]
 
 
-def narrowed(job: Job, best: Candidate) -> Candidate:
+def tightened(job: Job, winner: Candidate) -> Candidate:
     """The winner with ``layouts_gap`` as it was asked for, as far as that can be reached in time.
 
-    Left as it is where its axes were left to the solver or its devices have unequal shares: then
-    more than the layouts of its meshes was searched; and after Ctrl-C.
+    Left as it is where its devices have unequal shares: then more than the layouts of its meshes
+    was searched; and after Ctrl-C. Of a candidate with a ``base`` the base's gap is tightened.
     """
     effort = job.effort
-    if best.layouts_gap <= job.request.gap or job.stopped or effort.left_seconds <= 0:
-        return best
-    found, deadline = best, effort.deadline
+    if winner.layouts_gap <= job.request.gap or job.stopped or effort.left_seconds <= 0:
+        return winner
+    found, deadline = winner, effort.deadline
     with job.stoppable():
         effort.deadline = time.perf_counter() + TIME_SHARE * effort.left_seconds
-        found = _narrowed(job, best)
+        if winner.base is not None:
+            found = replace(winner, base=_with_gaps(winner.base, _proven(job, winner.base)))
+        else:
+            found = _better_of(job, winner, _proven(job, winner))
     if not job.stopped:
         effort.deadline = deadline
     return found
 
 
-def _narrowed(job: Job, best: Candidate) -> Candidate:
+def _proven(job: Job, best: Candidate) -> Candidate | None:
+    """The candidate solved again with more integer programs; None where another solver made it."""
     draft = Draft(best.rows, Pipeline(best.stages, best.step_seconds))
     plain = candidate(job, draft, best.schedule)
     if plain is None or not _is_like(best, plain):
+        return None
+    return candidate(job, draft, best.schedule, programs=WINNERS_PROGRAMS)
+
+
+def _better_of(job: Job, best: Candidate, proven: Candidate | None) -> Candidate:
+    """The proven candidate where it is faster; else the best with the bounds of the proven."""
+    if proven is not None and proven.step_seconds < best.step_seconds * (1 - WORTH_IT):
+        whole = proven if is_whole(proven) else completed(job, proven)
+        if whole.step_seconds < best.step_seconds:
+            return whole
+    return _with_gaps(best, proven)
+
+
+def _with_gaps(best: Candidate, proven: Candidate | None) -> Candidate:
+    """The candidate with the bounds of its stages that were proven."""
+    if proven is None or not _is_like(best, proven):
         return best
-    found = candidate(job, draft, best.schedule, programs=WINNERS_PROGRAMS)
-    if found is None:
-        return best
-    if found.step_seconds < best.step_seconds * (1 - WORTH_IT):
-        if not is_whole(len(found.stages), found.num_microbatches):
-            found = completed(job, found)
-        if found.step_seconds < best.step_seconds:
-            return found
-    if not _is_like(best, found):
-        return best
-    every = zip(best.answers, found.answers, strict=True)
-    return replace(best, answers=tuple(_with_gap(own, other) for own, other in every))
+    pairs = zip(best.answers, proven.answers, strict=True)
+    return replace(best, answers=tuple(_with_gap(answer, other) for answer, other in pairs))
 
 
 def _is_like(best: Candidate, found: Candidate) -> bool:

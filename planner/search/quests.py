@@ -18,6 +18,7 @@ from itertools import count
 
 from ..inter_op.inter_op import Pipeline, PipelineSearch, StageChoice
 from ..inter_op.sweep import Tiling
+from .candidate import pipeline_seconds
 from .costs import Costs
 
 TOLERANCE = 1e-3
@@ -46,6 +47,11 @@ class Draft:
 
     rows: int
     pipeline: Pipeline
+
+    @property
+    def key(self) -> tuple[int, tuple[StageChoice, ...]]:
+        """What tells pipelines apart."""
+        return self.rows, self.pipeline.stages
 
     @property
     def seconds(self) -> float:
@@ -132,7 +138,7 @@ class Quest:
             )
 
     def _known_seconds(self, stages: tuple[StageChoice, ...]) -> float:
-        return turning_seconds(self._known(stages))
+        return pipeline_seconds(self._known(stages))
 
     def _known(self, stages: tuple[StageChoice, ...]) -> list[tuple[float, float]]:
         """What is known of the q and m of each stage."""
@@ -150,30 +156,14 @@ class Quest:
         own = [(0.0, 0.0)] * len(stages)
         for at in _halving(len(stages)):
             own[at] = self.costs.price(len(stages) - at, at == 0, stages[at])
-            if turning_seconds(own) > patience:
+            if pipeline_seconds(own) > patience:
                 return None
-        return Pipeline(stages, turning_seconds(own))
+        return Pipeline(stages, pipeline_seconds(own))
 
     def finish(self, num_stages: int) -> None:
         """Nothing better of so many stages is left."""
         self.numbers = tuple(number for number in self.numbers if number != num_stages)
         self._seen = 0 if self.numbers else self._seen
-
-
-def turning_seconds(stages: Sequence[tuple[float, float]]) -> float:
-    """T = Σ q + max m."""
-    return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
-
-
-def open_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -> float:
-    """T if each stage took as much less as its gap leaves open.
-
-    >>> open_seconds([(1.0, 4.0), (2.0, 8.0)], [0.0, 0.25])
-    8.5
-    """
-    return turning_seconds(
-        [(q * (1 - gap), m * (1 - gap)) for (q, m), gap in zip(stages, gaps, strict=True)]
-    )
 
 
 def _halving(number: int) -> list[int]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ...cost_model.cluster import Cluster
 from ...cost_model.compute import least_seconds
 from ..graph import Node
-from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import StageAnswer
 from ..layout import INVARIANT, Layout, conversion_steps
 from ..plan import (
@@ -36,68 +34,10 @@ from ..pricing.structure import Structure
 from ..pricing.undivided import undivided
 from ..requests.request import Request
 from ..strategy import NodeLayout
-from ..summary import RankSummary, schedule_text, summary_text
-from .quests import open_seconds, turning_seconds
+from .candidate import Candidate
 
 LESS_SIMPLE = "about as fast, but more complex"
 """Why a plan lost that takes less, by no more than the tolerance."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A whole way to train, simulated."""
-
-    rows: int
-    num_microbatches: int
-    schedule: str
-    stages: tuple[StageChoice, ...]
-    answers: tuple[tuple[StageModel, StageAnswer], ...]
-    step_seconds: float
-    bubble_fraction: float
-    peak_bytes: float
-
-    @property
-    def layouts_gap(self) -> float:
-        """By how much T would be less if each stage took as much less as its gap leaves open."""
-        figures = [
-            answer.cost.once_and_slowest(self.num_microbatches) for _, answer in self.answers
-        ]
-        gaps = [answer.gap for _, answer in self.answers]
-        return 1 - open_seconds(figures, gaps) / turning_seconds(figures)
-
-    @property
-    def spent_seconds(self) -> dict[str, float]:
-        """Seconds of a step by what they go to, on the busiest stage, and the bubble."""
-        costs = [answer.cost for _, answer in self.answers]
-        busiest = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
-        own, count = busiest.seconds, self.num_microbatches
-        communication = own.forward_communication + own.backward_communication
-        states = own.forward_states + own.backward_states
-        return {
-            "compute": count * sum(busiest.compute_seconds),
-            "communication": count * (communication + states),
-            "gradient synchronization": own.gradient_sync,
-            "optimizer": own.optimizer,
-            "bubble": self.bubble_fraction * self.step_seconds,
-        }
-
-    @property
-    def summary(self) -> str:
-        """The configuration in one line."""
-        return self.summary_under(schedule_text(self.schedule))
-
-    def summary_under(self, schedule: str) -> str:
-        """The configuration in one line, with another schedule, as ``schedule_text`` gives it."""
-        ranks = []
-        for (model, answer), choice in zip(self.answers, self.stages, strict=True):
-            num_full, num_selective = map(sum, answer.setting.rung)
-            ranks.append(
-                RankSummary(
-                    model.prices.mesh, answer.setting.zero, choice.stop - choice.start,
-                    num_full, num_selective, answer.shares,
-                )
-            )  # fmt: skip
-        return summary_text(ranks, schedule, self.num_microbatches, self.rows)
 
 
 def make_plan(
@@ -135,6 +75,7 @@ def make_plan(
         num_microbatches=best.num_microbatches,
         schedule=best.schedule,
         stages=stages,
+        slices=best.slices.lengths if best.slices is not None else (),
         prediction=_prediction(best, cluster, request),
         alternatives=alternatives(best, losers),
         solver=SolverInfo(
@@ -195,6 +136,8 @@ def reason(best: Candidate, loser: Candidate) -> str:
     The winner's part counts on its own busiest stage, the loser's on its. One that takes less
     lost to a simpler one.
     """
+    if not loser.fits:
+        return "does not fit"
     if loser.step_seconds < best.step_seconds:
         return LESS_SIMPLE
     ours, theirs = best.spent_seconds, loser.spent_seconds
@@ -210,10 +153,10 @@ def reason(best: Candidate, loser: Candidate) -> str:
 def _sends(best: Candidate) -> list[float]:
     """For each stage the seconds of a micro-batch's messages to later stages."""
     model = best.answers[0][0]
-    ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in best.stages)
+    ends = tuple((stage.devices[0], stage.devices[-1]) for stage in best.stages)
     places = Places(model.prices.cluster, ends)
     edges = stage_edges(model.structure, [stage.start for stage in best.stages], places)
-    return send_seconds([answer.cost for _, answer in best.answers], edges)
+    return send_seconds(best.costs, edges)
 
 
 def _stage(structure: Structure, best: Candidate, index: int, send: float) -> StagePlan:
@@ -227,11 +170,11 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
         blocks=tuple(
             BlockPlan(block.name, block.kind, mode) for block, mode in zip(own, modes, strict=True)
         ),
-        devices=tuple(range(choice.first_device, choice.first_device + choice.num_devices)),
+        devices=tuple(choice.devices),
         mesh=model.prices.mesh,
         zero=answer.setting.zero,
         layouts=dict(sorted(layouts.items())),
-        prediction=prediction_of(answer.cost, send),
+        prediction=prediction_of(best.costs[index], send),
         shares=answer.shares,
     )
 

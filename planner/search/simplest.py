@@ -1,25 +1,20 @@
 """Of plans that are equally fast, within what the model can tell, the simplest.
 
-In: candidates or plans with their steps, a tolerance. Out: which is chosen, and why each other
-one is less simple. ``Shape`` is the order: its fields are compared one after the other, fewer or
-lower is simpler; of two alike in all of them the faster is chosen.
+In: candidates with their steps, a tolerance. Out: which is chosen. ``Shape`` is the order: its
+fields are compared one after the other, fewer or lower is simpler; of two alike in all of them
+the faster is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
-from ..plan import Alternative, Plan, Simplest
-from ..price_sources import with_sources
-from ..pricing.basis import Basis
-from ..requests.pins import pinned_blocks
+from ..plan import Plan, Simplest
+from .candidate import Candidate
 from .candidates import completed, is_whole
-from .report_plan import Candidate
-from .search import Searched
-
-Item = TypeVar("Item")
+from .job import Job
+from .pool import CandidatePool
 
 SCHEDULES = (
     "1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2",
@@ -61,31 +56,17 @@ WORDS = (
 )  # fmt: skip
 
 
-def shape_of(found: Candidate) -> Shape:
-    """The shape of a candidate, whose ranks have one stage each."""
-    settings = [answer.setting for _, answer in found.answers]
+def shape_of(candidate: Candidate) -> Shape:
+    """The shape of a candidate."""
+    settings = [answer.setting for _, answer in candidate.answers]
     return Shape(
-        1,
-        len(found.stages),
-        _schedule_number(found.schedule) if len(found.stages) > 1 else 0,
-        max(sum(size > 1 for size in model.prices.mesh.shape) for model, _ in found.answers),
+        candidate.num_chunks,
+        len(candidate.stages) // candidate.num_chunks,
+        _schedule_number(candidate.schedule) if len(candidate.stages) > 1 else 0,
+        max(sum(size > 1 for size in model.prices.mesh.shape) for model, _ in candidate.answers),
         max(setting.zero for setting in settings),
         sum(sum(map(sum, setting.rung)) for setting in settings),
-        found.num_microbatches,
-    )
-
-
-def shape_of_plan(plan: Plan) -> Shape:
-    """The shape of a plan."""
-    blocks = [block for stage in plan.stages for block in stage.blocks]
-    return Shape(
-        plan.num_chunks,
-        len(plan.stages) // plan.num_chunks,
-        _schedule_number(plan.schedule) if plan.has_pipeline else 0,
-        max(sum(size > 1 for size in stage.mesh.shape) for stage in plan.stages),
-        max(stage.zero for stage in plan.stages),
-        sum(block.recompute != "none" for block in blocks),
-        plan.num_microbatches,
+        candidate.num_microbatches,
     )
 
 
@@ -93,64 +74,40 @@ def _schedule_number(name: str) -> int:
     return SCHEDULES.index(name) if name in SCHEDULES else len(SCHEDULES)
 
 
-def equals(items: Sequence[Item], seconds: Callable[[Item], float], tolerance: float) -> list[Item]:
-    """The items within the tolerance of the fastest."""
-    most = min(map(seconds, items)) * (1 + tolerance)
-    return [item for item in items if seconds(item) <= most]
-
-
-def simplest_first(
-    items: Sequence[Item], seconds: Callable[[Item], float], shape: Callable[[Item], Shape]
-) -> list[Item]:
-    """The items, the simplest first, of equally simple ones the fastest."""
-    return sorted(items, key=lambda item: (shape(item), seconds(item)))
-
-
 def simplest_of(
-    found: Searched, tolerance: float, other: Alternative | None
-) -> tuple[Searched, Simplest | None] | None:
-    """What was found with the simplest within the tolerance of the fastest as the winner, and
-    why it won if it is not the fastest.
+    job: Job, pool: CandidatePool, tolerance: float
+) -> tuple[Candidate, Simplest | None]:
+    """The simplest candidate within the tolerance of the fastest that may win, and why it won if
+    it is not the fastest.
 
-    ``other`` is the fastest plan of another schedule, where one is faster than all of these; None
-    is returned where none of these is near it. The whole step of one of very many micro-batches
-    is simulated before it wins.
+    The whole step of one of very many micro-batches is simulated before it wins.
     """
-    fastest, summary = found.ranking[0].step_seconds, found.ranking[0].summary
-    if other is not None:
-        fastest, summary = other.step_seconds, other.summary
-    elif not tolerance or found.job.stopped:
-        return found, None
-    can, most = found.request.allows_one_stage, fastest * (1 + tolerance)
-    allowed = [each for each in found.ranking if can or len(each.stages) == 1]
-    near = [each for each in allowed if tolerance and each.step_seconds <= most]
-    for each in simplest_first(near, _seconds, shape_of):
-        best = each
-        is_known = each is found.ranking[0] or is_whole(len(each.stages), each.num_microbatches)
-        if not is_known:
-            best = completed(found.job, each)
+    ranked = [each for each in pool.ranked() if pool.is_allowed(each)]
+    fastest = ranked[0]
+    if not tolerance or job.stopped:
+        return fastest, None
+    most = fastest.step_seconds * (1 + tolerance)
+    near = [each for each in ranked if each.step_seconds <= most]
+    for each in sorted(near, key=lambda own: (shape_of(own), own.step_seconds)):
+        best = each if each is fastest or is_whole(each) else completed(job, each)
+        if best is not each:
+            pool.replace(each, best)
         if best.step_seconds <= most:
-            rest = [one for one in found.ranking if one is not each]
-            number = len({one.summary for one in near}) + (other is not None)
-            why = Simplest(tolerance, number, summary, fastest)
-            is_slower = best.step_seconds > fastest
-            return replace(found, ranking=[best, *rest]), why if is_slower else None
-    return None
+            if best.step_seconds <= fastest.step_seconds:
+                return best, None
+            number = len({own.summary for own in near})
+            return best, Simplest(tolerance, number, fastest.summary, fastest.step_seconds)
+    return fastest, None
 
 
-def _seconds(found: Candidate) -> float:
-    return found.step_seconds
-
-
-def tolerance_of(found: Searched, basis: Basis) -> float:
+def tolerance_of(
+    asked: float, fastest: Callable[[], Plan], priced_by_source: Callable[[Plan], Plan]
+) -> float:
     """How much longer a step may be to count as equal: what was asked for, or as much as the
     interpolated part of the fastest plan's times may be wrong, if that is more; 0 where the
     fastest is asked for."""
-    asked = found.request.tolerance
-    if not asked or basis.used is None:
+    if not asked:
         return asked
-    plan = found.plan(found.ranking[0], with_others=False)
-    blocks = pinned_blocks(found.graph, found.blocks, found.request.pins)
-    own = with_sources(plan, found.graph, blocks, basis=basis, rules=found.job.rules).prediction
-    error = own.profile.interpolation_error if own.profile is not None else 0.0
-    return max(asked, min(MOST_TOLERANCE, error * own.sources.get("interpolated", 0.0)))
+    prediction = priced_by_source(fastest()).prediction
+    error = prediction.profile.interpolation_error if prediction.profile is not None else 0.0
+    return max(asked, min(MOST_TOLERANCE, error * prediction.sources.get("interpolated", 0.0)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import rules as default_rules
 from ..errors import UsageError
-from ..evaluate import BRIEF, at_microbatch, held_micro_batches
+from ..evaluate import at_microbatch, held_micro_batches
 from ..graph import Blocks, Graph
 from ..integer_programs.ilp import UNIT_BYTES, Problem, cost, memory_bytes
 from ..inter_op.submesh import restriction
@@ -30,6 +30,7 @@ from ..pricing.ladder import NOTHING, Rung
 from ..pricing.prices import Prices, Rules
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run, Structure
+from ..pricing.whole_stage import BRIEF
 from ..requests.request import Forced
 from ..schedules.held import most_held
 from ..strategy import NodeLayout

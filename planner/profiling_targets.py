@@ -1,6 +1,6 @@
 """What is worth measuring for a planning job, the most important first.
 
-In: what ``search.plan`` takes, and the profile there is so far. Out: the op cases and
+In: what ``find_plan.plan`` takes, and the profile there is so far. Out: the op cases and
 transfers that the search asked for and no measurement answers. The search runs once and
 records its questions. What the candidates that were simulated spend time on comes first, by
 the largest share of a candidate's step that hangs on it, less the slower the candidate; then
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...cost_model.cluster import Cluster
-from .. import rules as default_rules
-from ..evaluate import evaluate
-from ..graph import Blocks, Graph
-from ..pricing.asked import Asked, AskedOp, AskedTransfer, uses_of
-from ..pricing.basis import DEFAULT, Basis
-from ..requests.request import Request
-from .report_plan import Candidate, make_plan
-from .search import Observe, ranked
+from ..cost_model.cluster import Cluster
+from . import rules as default_rules
+from .evaluate import evaluate
+from .find_plan import search
+from .graph import Blocks, Graph
+from .pricing.asked import Asked, AskedOp, AskedTransfer, uses_of
+from .pricing.basis import DEFAULT, Basis
+from .requests.request import Request
+from .search.candidate import Candidate
+from .search.job import Observe, ignore
+from .search.report_plan import make_plan
 
 NUM_CANDIDATES = 12
 """Candidates whose every op is put before the rest."""
@@ -44,16 +46,17 @@ def asked_cases(
     request: Request,
     *,
     basis: Basis = DEFAULT,
-    observe: Observe | None = None,
+    observe: Observe = ignore,
 ) -> Wanted:
     """What the search for this request asks for and was not measured. Raises as ``plan``."""
     everything = Asked(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
-    search, candidates = ranked(graph, blocks, cluster, request, observe=observe, basis=basis)
+    found = search(graph, blocks, cluster, request, observe=observe, basis=basis)
+    candidates = found.pool.ranked()
     fastest = candidates[0].step_seconds
     weights: dict[object, float] = {}
     for candidate in candidates[:NUM_CANDIDATES]:
-        plan = make_plan(search.structure, cluster, request, candidate, (), search.spent())
+        plan = make_plan(found.job.structure, cluster, request, candidate, (), found.job.spent())
         own = Asked()
         evaluate(graph, blocks, plan, cluster, rules=default_rules, basis=replace(basis, asked=own))
         _weigh(weights, own, candidate, fastest)

@@ -1,10 +1,8 @@
-"""A process beside this one that searches a part of the micro-batch sizes.
+"""A second process that searches a part of the micro-batch sizes.
 
-In: a job, functions of it and of some sizes. Out: what they return, of a part of the sizes in a
-process that was forked from this one and keeps its tables from one call to the next. What comes
-back is small (pipelines and bounds). The parts are the same whether there is a process or not,
-and no part knows what was found in another, so the answers are too. Where no process can be had,
-or it is lost, its part is done here.
+In: a job, functions of it and of some sizes. Out: what they return. The process is forked from
+this one and keeps its tables from one call to the next; what comes back is small (pipelines and
+bounds). Where no process can be had, or it is lost, its part is done here.
 """
 
 from __future__ import annotations
@@ -19,16 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any
 
-from ..errors import AutoparallelError
-from .job import Job
-
-Rows = tuple[int, ...]
-Found = TypeVar("Found")
-
-PARTS = 2
-"""Into which the micro-batch sizes are divided."""
+from autoparallel.planner.errors import AutoparallelError
+from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.workers import Result, Sizes, Workers, parts_of
 
 LATE_SECONDS = 5.0
 """How long after the time limit an answer is waited for."""
@@ -149,28 +142,20 @@ class _Spent:
 
 
 @dataclass
-class Company:
+class SearchProcesses:
     """The parts of the micro-batch sizes, and the process that has the last of them, if any."""
 
     job: Job
-    parts: tuple[Rows, ...]
+    parts: tuple[Sizes, ...]
     beside: Beside | None = None
 
-    @staticmethod
-    def of(job: Job, rows: Rows) -> Company:
-        """Divides the sizes in turns. All are one part if asked prices are to be recorded here."""
-        number = min(PARTS, len(rows)) if job.basis.asked is None else 1
-        parts = tuple(rows[at::number] for at in range(number))
-        beside = Beside.start(job) if number > 1 and job.request.processes > 1 else None
-        return Company(job, parts, beside)
-
-    def over(
+    def map(
         self,
-        function: Callable[..., Found],
+        function: Callable[..., Result],
         *args: object,
-        first: Callable[[Rows], Found] | None = None,
-    ) -> list[Found]:
-        """``function(job, rows, *args)`` of each part; of the first ``first(rows)`` if given."""
+        first: Callable[[Sizes], Result] | None = None,
+    ) -> list[Result]:
+        """``function(job, sizes, *args)`` of each part; of the first ``first(sizes)`` if given."""
         *own, last = self.parts
         try:
             if self.beside is not None:
@@ -178,8 +163,8 @@ class Company:
         except LostError:
             self.end()
         found = [
-            function(self.job, rows, *args) if at or first is None else first(rows)
-            for at, rows in enumerate(own if self.beside is not None else self.parts)
+            function(self.job, sizes, *args) if at or first is None else first(sizes)
+            for at, sizes in enumerate(own if self.beside is not None else self.parts)
         ]
         try:
             if self.beside is not None:
@@ -194,3 +179,10 @@ class Company:
         if self.beside is not None:
             self.beside.end()
         self.beside = None
+
+
+def two_processes(job: Job, sizes: Sizes) -> Workers:
+    """This process and one that is forked from it; only this one where that cannot be, or where
+    there is one part."""
+    parts = parts_of(job, sizes)
+    return SearchProcesses(job, parts, Beside.start(job) if len(parts) > 1 else None)

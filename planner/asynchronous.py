@@ -1,24 +1,24 @@
-"""Plans for asynchronous schedules: forced only, and never equal to one device's steps.
+"""Asynchronous schedules: forced only, and never equal to one device's steps.
 
-In: a request that forces one. Out: the plan that the search finds for 1F1B, whose order of
-forwards and backwards theirs is, priced under the schedule, with the versions of the weights
-that its stages keep. What such a schedule cannot run is refused (``check_asynchronous``).
+In: a request that forces one, or a plan of one. Out: what it requires of a plan, what it computes,
+and errors for what it cannot run. The search treats them as it does other schedules: their order
+of forwards and backwards is that of 1F1B, and stages hold older versions of their weights
+(``pricing.weight_versions``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from ..errors import InfeasibleError, UsageError
-from ..graph import Blocks, Graph
-from ..layout import Layout
-from ..plan import Plan, StagePlan
-from ..pricing.weight_versions import is_asynchronous
-from ..requests.request import Forced, Request
-from ..rules.saved import saved_inputs
-from ..schedules.schedules import build_schedule
+from .errors import UsageError
+from .graph import Blocks, Graph
+from .layout import Layout
+from .plan import Plan, StagePlan
+from .pricing.weight_versions import is_asynchronous
+from .requests.request import Forced, Request
+from .rules.saved import saved_inputs
+from .schedules.schedules import build_schedule
 
 RULES = {
     "pipedream": "at the weights that a stage had in the forward, up to "
@@ -27,56 +27,6 @@ RULES = {
     "ampnet": "backwards with newer weights than their forwards",
 }
 """Where the gradient of an update is taken."""
-
-
-def plan_asynchronous(
-    request: Request, found: Callable[[Request], Plan], priced: Callable[[Plan], Plan]
-) -> Plan:
-    """The plan for the schedule that ``request`` forces.
-
-    ``found`` is the search, ``priced`` gives a plan its predictions under its schedule. What
-    the versions of the weights take is found when the plan is priced; where it is too much the
-    search is asked once more, with that much less memory.
-
-    Raises UsageError AP158 where the schedule is forced together with what it cannot run.
-    """
-    forced = request.forced
-    assert forced.schedule is not None
-    _check_forced(forced)
-    is_latest = forced.schedule == "ampnet"
-    recompute = "none" if is_latest else forced.recompute
-    plain = replace(
-        request,
-        forced=replace(forced, schedule="1f1b", zero=0, recompute=recompute),
-        max_tp=1 if is_latest and forced.tp is None else request.max_tp,
-        features=replace(request.features, denied=request.features.denied - {"1f1b"}),
-    )
-    base = found(plain)
-    best = _under(base, forced.schedule, priced)
-    excess = excess_bytes(best, request)
-    if excess > 0:
-        least = limit_bytes(best, request) - excess
-        best = _under(found(replace(plain, memory_limit_bytes=least)), forced.schedule, priced)
-    return best
-
-
-def _under(base: Plan, schedule: str, priced: Callable[[Plan], Plan]) -> Plan:
-    """``base`` under the schedule; what lost to it, and how good it is, was of another one."""
-    solver = replace(base.solver, bound_seconds=0.0, gap=1.0)
-    return priced(replace(base, schedule=schedule, alternatives=(), solver=solver))
-
-
-def limit_bytes(plan: Plan, request: Request) -> int:
-    """The memory that a stage may take."""
-    ranks = [rank for stage in plan.stages for rank in stage.devices]
-    return request.memory_limit_bytes or min(
-        plan.cluster.device(rank).usable_memory_bytes for rank in ranks
-    )
-
-
-def excess_bytes(plan: Plan, request: Request) -> int:
-    """How much memory the fullest stage lacks."""
-    return plan.prediction.peak_memory_bytes - limit_bytes(plan, request)
 
 
 def described(plan: Plan) -> str:
@@ -98,20 +48,11 @@ def num_updates(plan: Plan) -> int:
     return plan.num_microbatches // schedule.per_update
 
 
-def check_memory(plan: Plan, request: Request) -> None:
-    """Raises InfeasibleError AP301 where a stage and its versions of the weights do not fit."""
-    excess = excess_bytes(plan, request)
-    if excess > 0:
-        raise InfeasibleError(
-            "AP301",
-            f"schedule {plan.schedule} does not fit: it needs {excess / 1e9:.2f} GB more",
-            why="stages keep older versions of their weights in memory",
-            fix="a synchronous schedule, or more stages",
-        )
-
-
-def _check_forced(forced: Forced) -> None:
+def check_forced(forced: Forced) -> None:
+    """Raises UsageError AP158 where an asynchronous schedule is forced with what it cannot run."""
     name = forced.schedule
+    if not is_asynchronous(name):
+        return
     if forced.pp is None or forced.pp < 2:
         raise _refused(f"schedule={name} needs a pipeline of several ranks", fix="pp=2 or more")
     if forced.zero:
@@ -121,6 +62,20 @@ def _check_forced(forced: Forced) -> None:
         )  # fmt: skip
     if name == "ampnet" and forced.recompute not in (None, "none"):
         raise _refused_recomputation(str(forced.recompute))
+
+
+def with_limits_of_schedule(request: Request) -> Request:
+    """The request with what an asynchronous schedule that it forces requires of a plan."""
+    forced = request.forced
+    if not is_asynchronous(forced.schedule):
+        return request
+    is_latest = forced.schedule == "ampnet"
+    recompute = "none" if is_latest else forced.recompute
+    return replace(
+        request,
+        forced=replace(forced, zero=0, recompute=recompute),
+        max_tp=1 if is_latest and forced.tp is None else request.max_tp,
+    )
 
 
 def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:

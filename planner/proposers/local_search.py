@@ -1,6 +1,6 @@
-"""Pipelines that the dynamic program passed over.
+"""Local search over cuts: pipelines that the dynamic program passed over.
 
-In: a job, what was found. Out: drafts that may take less than the best so far, the most promising
+In: a job, the pool. Out: candidates that may take less than the best so far, the most promising
 first. T = Σ q + max m knows nothing of backwards in two halves, of which the second may fill a
 wait, nor of hosts that bind a stage: of pipelines that it holds for equal a schedule may like one
 far better. Where there are few pipelines all of them are looked at, elsewhere those next to the
@@ -23,10 +23,12 @@ from ..inter_op.sweep import Tiling
 from ..intra_op.intra_op import StageAnswer
 from ..pricing.branches import WeightedEdges, stage_depths
 from ..schedules.held import splits
-from .candidates import edges, stage
-from .job import Job
-from .quests import Draft, turning_seconds
-from .space import tilings
+from ..search.candidate import Candidate, pipeline_seconds
+from ..search.candidates import edges, stage
+from ..search.job import Job
+from ..search.pool import CandidatePool
+from ..search.quests import Draft
+from ..search.space import tilings
 
 MOST_DEVICES = 16
 MOST_FEW = 2_000
@@ -44,37 +46,39 @@ MOST_STAGES = 8
 Stages = tuple[StageChoice, ...]
 
 
-def passed_over(
-    job: Job,
-    rows: Sequence[int],
-    numbers: tuple[int, ...],
-    *,
-    drafts: Sequence[Draft],
-    best: Callable[[], tuple[float, Draft]],
-    is_late: Callable[[], bool],
-) -> Iterator[Draft]:
-    """Those of few pipelines, or else of those next to the best and then to that of these, that
-    may be better. ``drafts`` are known, ``best()`` is the fastest with its step."""
-
-    def better(pipelines: Iterable[tuple[int, Stages]]) -> Iterator[Draft]:
-        known = {(draft.rows, draft.pipeline.stages) for draft in drafts}
-        new = [each for each in pipelines if each not in known]
-        for least, draft in promising(job, new, best()[0], is_late):
-            if least < best()[0]:
-                yield draft
-
-    few = few_pipelines(job, rows, numbers)
+def local_search(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+    """The candidates of few pipelines, or else of those next to the fastest, then next to the
+    fastest of these, and so on."""
+    if pool.best is None:
+        return
+    began = job.effort.work
+    few = few_pipelines(job, job.microbatch_rows, job.stage_numbers)
     if few is not None:
-        yield from better(few)
+        yield from _better(job, pool, few, began)
         return
     for _ in range(MOST_CLIMBED):
-        winner = best()[1]
-        if len(winner.pipeline.stages) > MOST_STAGES:
+        best = pool.best
+        if len(best.stages) > MOST_STAGES:
             return
-        moved = filter(job.begins_as_asked, shifted(winner.pipeline.stages))
-        yield from better((winner.rows, each) for each in moved)
-        if best()[1] is winner or is_late():
+        moved = filter(job.begins_as_asked, shifted(best.stages))
+        yield from _better(job, pool, [(best.rows, stages) for stages in moved], began)
+        if pool.best is best or _is_late(job, began):
             return
+
+
+def _is_late(job: Job, began: float) -> bool:
+    return job.is_late(0.75) or job.is_long(began)
+
+
+def _better(
+    job: Job, pool: CandidatePool, pipelines: Iterable[tuple[int, Stages]], began: float
+) -> Iterator[Candidate]:
+    """The candidates of the pipelines that were not simulated and may be faster than the best."""
+    known = {draft.key for draft in pool.drafts}
+    new = [each for each in pipelines if each not in known]
+    for least, draft in promising(job, new, pool.step_seconds, lambda: _is_late(job, began)):
+        if least < pool.step_seconds:
+            yield from pool.simulate(draft)
 
 
 def few_pipelines(
@@ -159,7 +163,7 @@ def _draft(job: Job, rows: int, stages: Stages) -> Iterator[tuple[float, Draft]]
             return
         answers.append(found[1])
     count = job.num_microbatches(rows)
-    seconds = turning_seconds([each.cost.once_and_slowest(count) for each in answers])
+    seconds = pipeline_seconds([each.cost.once_and_slowest(count) for each in answers])
     yield (
         answers_seconds(answers, count, needs, job.request.schedules),
         Draft(rows, Pipeline(stages, seconds)),

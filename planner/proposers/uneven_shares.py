@@ -12,7 +12,7 @@ layouts, ZeRO stage and memory: a stage that waits for its slowest device takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,18 +22,19 @@ from ..inter_op.submesh import meshes, restriction
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..layout import Mesh
 from ..pricing.assembly import Assembly, Setting, Solution
-from ..pricing.decisions import Decision
 from ..pricing.ladder import NOTHING, Rung, rungs
 from ..pricing.prices import Prices
 from ..pricing.stage_cost import Figures, StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
+from ..search.cached_search import cached_solver
+from ..search.candidate import Candidate
+from ..search.candidates import simulated
+from ..search.job import Job
+from ..search.pool import CandidatePool
+from ..search.report_plan import stage_layouts
+from ..search.translated import translated
 from ..shares import best_shares, coordinate_ranks, slowest, why_not
-from ..strategy import NodeLayout
-from .cached_search import cached_solver
-from .candidates import simulated
-from .job import Job
-from .report_plan import Candidate, stage_layouts
 
 MOST_RUNGS = 40
 """With more ways to recompute, blocks are recomputed all alike."""
@@ -55,6 +56,16 @@ class SharedAnswer(StageAnswer):
     @property
     def cost(self) -> StageCost:
         return self.joint
+
+
+def uneven_shares(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+    """The best candidate of each micro-batch size and mesh; what bounds them goes to the job."""
+    least = float("inf")
+    for candidate, bound in shared_candidates(job, job.microbatch_rows):
+        least = min(least, bound)
+        if candidate is not None:
+            yield candidate
+    job.shared_bound = least
 
 
 def shared_candidates(job: Job, rows: Sequence[int]) -> Iterator[tuple[Candidate | None, float]]:
@@ -172,7 +183,7 @@ class _Shared:
         best = min(found, key=lambda answer: (answer.objective, answer.cost.total_bytes))
         choice = StageChoice(*self.blocks, 0, self.mesh.size)
         schedule = self.job.request.schedules[0]
-        return simulated(self.job, self.rows, schedule, (choice,), [(base, best)])
+        return simulated(self.job, self.rows, schedule, (choice,), [(base.model, best)])
 
     def _is_possible(self, model: StageModel, answer: StageAnswer) -> bool:
         graph, own = model.structure.graph, model.structure.blocks
@@ -259,36 +270,3 @@ class _Shared:
                 assembly = Assembly(model, self.run(coordinate, rows))
                 self._figures[key] = Figures(assembly, assembly.choices(own))
         return self._figures[key]
-
-
-def translated(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
-    """A solution of a mesh's model as another one counts its choices; None where that has none.
-
-    Splits divide some numbers of rows and not others, so the same layouts have other numbers.
-    """
-    if one is other:
-        return solution
-    own = one.structure
-    found: dict[str, tuple[int, ...]] = {}
-    for owner, choices in solution.items():
-        is_shared = owner in own.graph.by_name and owner not in own.blocks.kinds
-        pairs = [(model.shared(owner),) if is_shared else model.kind(owner).decisions
-                 for model in (one, other)]  # fmt: skip
-        if len(pairs[0]) != len(pairs[1]):
-            return None
-        numbers = [
-            _number_of(first.choices[choice].layouts, second, choice)
-            for first, second, choice in zip(*pairs, choices, strict=True)
-        ]
-        if None in numbers:
-            return None
-        found[owner] = tuple(number for number in numbers if number is not None)
-    return found
-
-
-def _number_of(layouts: Mapping[str, NodeLayout], decision: Decision, near: int) -> int | None:
-    """Which choice of a decision has these layouts; ``near`` is looked at first."""
-    choices = decision.choices
-    if near < len(choices) and choices[near].layouts == layouts:
-        return near
-    return next((at for at, each in enumerate(choices) if each.layouts == layouts), None)

@@ -1,1 +1,0 @@
-"""Plans arranged for schedules that do not run one stage of whole micro-batches per rank."""

@@ -1,0 +1,338 @@
+"""From a graph, a cluster and a request to a plan.
+
+The search is a tuple of proposers. Each takes the job and the pool of candidates so far, and makes
+candidates; the pool keeps what fits and knows the fastest. The winner becomes a plan, which
+``evaluate`` prices again, node by node: both must agree.
+
+The time limit, or Ctrl-C, ends the search early with the best plan so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..cost_model.cluster import Cluster
+from . import rules as default_rules
+from .asynchronous import check_asynchronous, check_forced, with_limits_of_schedule
+from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError
+from .evaluate import evaluate
+from .graph import Blocks, Graph
+from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
+from .plan import Plan, SolverInfo
+from .price_sources import with_sources
+from .pricing.asked import Asked, uses_of
+from .pricing.basis import DEFAULT, Basis
+from .pricing.prices import Rules
+from .pricing.weight_versions import is_asynchronous
+from .proposers.alike import is_alike
+from .proposers.interleaved import interleaved
+from .proposers.local_search import local_search
+from .proposers.pipelines import dynamic_program, learned, parallel_branches
+from .proposers.refined import refined_layouts
+from .proposers.replicated import replicated
+from .proposers.sliced import sliced
+from .proposers.uneven_shares import uneven_shares
+from .requests.forced_schedules import check_forced_schedule, refused
+from .requests.options import check_degrees
+from .requests.pins import check_kept, in_given_kinds, pinned_blocks
+from .requests.request import Request
+from .search.bound import lower_bound
+from .search.candidate import Candidate
+from .search.job import INTERRUPTED, Job, Observe, ignore
+from .search.narrowing import tightened
+from .search.pool import CandidatePool
+from .search.refusals import check_measured
+from .search.report_plan import make_plan
+from .search.simplest import simplest_of, tolerance_of
+from .search.workers import StartWorkers, serial
+
+Proposer = Callable[[Job, CandidatePool], Iterator[Candidate]]
+
+PROPOSERS: tuple[Proposer, ...] = (
+    dynamic_program,  # pipelines of one stage per rank: stages of one size, then of any
+    parallel_branches,  # branches of the model on devices of their own
+    local_search,  # cuts next to those of the fastest
+    refined_layouts,  # the fastest again, their layouts proven by integer programs
+    uneven_shares,  # unlike devices take unequal shares of the batch
+    interleaved,  # several stages per rank
+    replicated,  # Chimera
+    sliced,  # TeraPipe
+)
+"""The whole search, in order."""
+
+ONE_STAGE_PER_RANK = PROPOSERS[:5]
+OTHER_SCHEDULES = PROPOSERS[5:]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchMethod:
+    """How a search is done: which proposers make candidates, and who searches the parts of the
+    micro-batch sizes."""
+
+    proposers: tuple[Proposer, ...] = PROPOSERS
+    start_workers: StartWorkers = serial
+
+
+DEFAULT_METHOD = SearchMethod()
+
+SAME = 1e-6
+"""The search and ``evaluate`` may differ by this part of a figure, which rounding explains."""
+
+
+def plan(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Observe = ignore,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+    method: SearchMethod = DEFAULT_METHOD,
+) -> Plan:
+    """The fastest plan found that fits.
+
+    Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
+    and are not, AP546 and AP158 for a schedule that is forced with what it cannot run),
+    ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError`` (AP701) if nothing
+    was found in time, ``InternalError`` (AP999) if the two prices of the plan differ.
+    """
+    check_forced(request.forced)
+    check_forced_schedule(request, len(blocks.blocks))
+    found = search(
+        graph, blocks, cluster, with_limits_of_schedule(request), observe=observe, rules=rules,
+        basis=basis, method=method,
+    )  # fmt: skip
+    try:
+        best = found.best_plan()
+    finally:
+        found.job.end()
+    best = with_sources(best, graph, blocks, basis=basis, rules=rules)
+    check_asynchronous(best, graph, blocks)
+    check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
+    return best
+
+
+def search(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Observe = ignore,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
+    method: SearchMethod = DEFAULT_METHOD,
+) -> Found:
+    """The candidates of the best order of the hosts. Raises as ``plan``."""
+    own_blocks = pinned_blocks(graph, blocks, request.pins)
+    if basis.mode == "measured":
+        basis = replace(basis, asked=Asked(uses_of(own_blocks)))
+    if is_mixed(cluster):  # the orders of its hosts share what one process has solved
+        method = replace(method, start_workers=serial)
+    jobs: list[Job] = []
+
+    def attempt(order: HostOrder, limited: Request) -> tuple[Job, CandidatePool]:
+        if jobs and jobs[-1].stopped:
+            raise _ended_early(jobs[-1].stopped)
+        check_degrees(limited.forced, order.cluster)
+        job = Job.of(graph, own_blocks, order.cluster, limited, rules=rules, basis=basis)
+        if jobs:  # the same but for the order of the hosts
+            job = job.like(jobs[0])
+        job.observe, job.start_workers = observe, method.start_workers
+        try:
+            pool = run_proposers(job, method.proposers)
+        except KeyboardInterrupt:
+            if not jobs:
+                raise
+            jobs[-1].stopped = INTERRUPTED
+            raise _ended_early(INTERRUPTED) from None
+        jobs.append(job)
+        return job, pool
+
+    done = over_orders(cluster, request, attempt)
+    order, (job, pool) = min(done, key=lambda each: each[1][1].bar)
+    if basis.mode == "measured":
+        check_measured(basis, request)
+    others = [each for _, (_, other) in done if other is not pool for each in other.known]
+    bounded = tuple(jobs) if not job.stopped or len(jobs) == 1 else ()
+    return Found(graph, blocks, cluster, request, order, job, pool, others, bounded)
+
+
+def run_proposers(job: Job, proposers: Sequence[Proposer] = PROPOSERS) -> CandidatePool:
+    """The pool that the proposers fill, also where Ctrl-C ends them. Raises as ``plan``."""
+    pool, left = CandidatePool(job), list(_for_request(job.request, proposers))
+    try:
+        while left:
+            pool.add_all(left[0](job, pool))
+            left.pop(0)
+        pool.settle()
+    except KeyboardInterrupt:
+        if pool.best is None:
+            job.end()
+            raise
+        job.interrupt()
+        for propose in left:
+            if not pool.allowed and propose in OTHER_SCHEDULES:
+                pool.add_all(propose(job, pool))
+    except BaseException:
+        job.end()
+        raise
+    if not pool.allowed:
+        job.end()
+        raise _nothing_found(job, pool)
+    return pool
+
+
+def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Proposer]:
+    """With a placer its pipelines take the place of those of the dynamic program."""
+    if request.placer is None:
+        return proposers
+    of_placer = (learned, refined_layouts, *OTHER_SCHEDULES)
+    return [each for each in of_placer if each is learned or each in proposers]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found, on the hosts in the order that is best.
+
+    ``pool`` is the best order's, ``others`` the candidates of the other orders; ``jobs`` are those
+    of all orders that can be bounded.
+    """
+
+    graph: Graph
+    blocks: Blocks
+    cluster: Cluster
+    request: Request
+    order: HostOrder
+    job: Job
+    pool: CandidatePool
+    others: list[Candidate]
+    jobs: tuple[Job, ...]
+
+    def best_plan(self) -> Plan:
+        """The simplest plan within the tolerance of the fastest, its layouts proven, with those
+        that lost to it and how good it is."""
+        job, pool = self.job, self.pool
+        pinned = pinned_blocks(self.graph, self.blocks, self.request.pins)
+        tolerance = self.request.tolerance
+        if job.basis.used is not None:
+            tolerance = tolerance_of(
+                tolerance,
+                lambda: self._plan(pool.ranked()[0], ()),
+                lambda plan: with_sources(
+                    plan, self.graph, pinned, basis=job.basis, rules=job.rules
+                ),
+            )
+        winner, why = simplest_of(job, pool, tolerance)
+        best = tightened(job, winner)
+        losers = [
+            each
+            for each in (*pool.known, *pool.rejected, *self.others)
+            if each is not winner and pool.is_allowed(each)
+        ]
+        found = self._plan(best, losers)
+        return replace(found, solver=replace(self._solver_info(found), simplest=why))
+
+    def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
+        """The plan of a candidate, its ranks and kinds as they were given."""
+        order, request, job = self.order, self.request, self.job
+        found = make_plan(job.structure, order.cluster, request, best, losers, job.spent())
+        found = in_given_ranks(found, order, self.cluster)
+        pinned = pinned_blocks(self.graph, self.blocks, request.pins)
+        found = check_kept(found, self.graph, pinned, request.pins)
+        return in_given_kinds(found, pinned, self.blocks)
+
+    def _solver_info(self, plan: Plan) -> SolverInfo:
+        """How good a plan is, what it took to find, and what ended the search early.
+
+        Slices skip masked pairs of attention, which the bound counts, and asynchronous schedules
+        update more often: there is no bound for these.
+        """
+        step_seconds, layouts_gap = plan.prediction.step_seconds, plan.solver.layouts_gap
+        bound = 0.0
+        if not plan.slices and not is_asynchronous(plan.schedule):
+            bound = min((lower_bound(job) for job in self.jobs), default=0.0)
+        bound = min(bound, step_seconds)
+        gap = max(0.0, 1 - bound / step_seconds)
+        if layouts_gap is not None and plan.num_chunks == 1:
+            layouts_gap = min(layouts_gap, gap)
+        num_problems, seconds = self.job.spent()
+        return SolverInfo(
+            gap, num_problems, dict(seconds), bound, self.job.ended_by, layouts_gap,
+            solver=plan.solver.solver,
+        )  # fmt: skip
+
+
+def check_prediction(
+    plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis
+) -> None:
+    """Raises ``InternalError`` where ``evaluate`` does not find the plan's own figures again."""
+    found = evaluate(graph, blocks, plan, plan.cluster, rules=rules, basis=basis)
+    pairs = {
+        "seconds of a step": (plan.prediction.step_seconds, found.step_seconds),
+        "bytes of memory": (plan.prediction.peak_memory_bytes, found.peak_memory_bytes),
+    }
+    for what, (searched, evaluated) in pairs.items():
+        if abs(searched - evaluated) > SAME * evaluated:
+            raise InternalError(
+                "AP999",
+                f"the search and evaluate disagree on the {what} of the plan: {searched:.9g} and "
+                f"{evaluated:.9g}",
+                why="this is a defect of the planner; the plan is not returned, as one of its "
+                "prices is wrong",
+                fix="report it with the model, the cluster and the options",
+            )
+
+
+def _ended_early(by: str) -> TimeLimitError:
+    return TimeLimitError(
+        "AP701",
+        f"the search was ended by {by} before a plan was found",
+        fix="run again without interrupting",
+    )
+
+
+def _nothing_found(job: Job, pool: CandidatePool) -> AutoparallelError:
+    """Why there is no plan."""
+    request = job.request
+    if not pool.known and not pool.rejected:
+        failure = job.failure(is_proven=not pool.is_open)
+        if is_asynchronous(request.forced.schedule) and isinstance(failure, InfeasibleError):
+            failure.why += "; stages keep older versions of their weights in memory"
+        return failure
+    if pool.rejected:
+        excess = min(_excess_bytes(job, each) for each in pool.rejected)
+        together = {"chimera": "the two stages of a rank", "terapipe": "the stages"}
+        what = together.get(request.forced.schedule or "", "the chunks of a rank")
+        return InfeasibleError(
+            "AP301",
+            f"{what} do not fit: they need {excess / 1e9:.3g} GB more",
+            fix="fewer chunks, recompute=full, or zero=1 or more",
+        )
+    if request.stage_at:
+        return UsageError(
+            "AP183",
+            f"--stage-at {request.stage_at[0]}: no stage starts there",
+            why="with several stages per rank, stage boundaries follow FLOPs alone",
+            fix="a schedule of one stage per rank, or remove --stage-at",
+        )
+    if not any(is_alike(job, each) for each in pool.known):
+        return refused("the ranks of the pipeline have different meshes", "dp= and tp=")
+    forced, asked = request.forced, "the schedules that are allowed"
+    if forced.schedule is not None:
+        names = {
+            "schedule": forced.schedule, "chunks": forced.chunks,
+            "microbatches": forced.num_microbatches,
+        }  # fmt: skip
+        asked = ",".join(f"{name}={value}" for name, value in names.items() if value is not None)
+    return refused(
+        f"no pipeline that was found can run under {asked}",
+        "another number of chunks or micro-batches, or a schedule of one stage per rank",
+    )
+
+
+def _excess_bytes(job: Job, candidate: Candidate) -> float:
+    limits = [job.limits_on(stage.devices).memory_bytes for stage in candidate.stages]
+    return candidate.peak_bytes - min(limits)

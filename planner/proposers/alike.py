@@ -1,0 +1,107 @@
+"""Pipelines whose ranks are alike: what interleaved and replicated candidates are made of.
+
+In: the candidates so far. Out: pipelines of one stage per rank, a chain of stages that all have
+the same mesh; those with the least work on their busiest rank first. Where a schedule of several
+stages per rank is forced and no such pipeline was found, one is made of each mesh that a stage
+of a pipeline has, and at other micro-batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..inter_op.inter_op import Pipeline
+from ..layout import Mesh
+from ..pricing.branches import stage_depths
+from ..requests.options import microbatch_rows
+from ..schedules.held import most_held
+from ..search.candidate import Candidate, pipeline_seconds
+from ..search.candidates import Chosen, candidate, edges, models_of, simulated
+from ..search.job import Job
+from ..search.pool import CandidatePool
+from ..search.quests import Draft
+
+MOST_BASES = 4
+"""Pipelines that other kinds of candidates are made of."""
+
+
+def groups_of_bases(job: Job, pool: CandidatePool) -> Iterator[list[Candidate]]:
+    """The pipelines to use; then, where plans of one stage per rank are not allowed and nothing
+    came of these, others."""
+    bases = alike_pipelines(job, pool)
+    yield bases
+    if not job.request.allows_one_stage:
+        of_one_mesh = list(with_one_mesh(job, pool))
+        yield of_one_mesh
+        yield list(at_other_sizes(job, bases or of_one_mesh))
+
+
+def alike_pipelines(job: Job, pool: CandidatePool) -> list[Candidate]:
+    """The pipelines of the pool, each set of cuts, mesh and micro-batch size once."""
+    below = pool.step_seconds if job.request.allows_one_stage else float("inf")
+    by_kind: dict[object, tuple[float, int, Candidate]] = {}
+    for number, each in enumerate(pool.ranked()):
+        if not each.is_pipeline or not is_alike(job, each):
+            continue
+        busiest = max(cost.forward_seconds + cost.backward_seconds for cost in each.costs)
+        work = each.num_microbatches * busiest
+        kind = each.rows, len(each.stages), each.answers[0][0].prices.mesh
+        if work < below:
+            by_kind.setdefault(kind, (work, number, each))
+    ordered = sorted(by_kind.values(), key=lambda entry: entry[:2])
+    return [each for *_, each in ordered[:MOST_BASES]]
+
+
+def is_alike(job: Job, made: Candidate) -> bool:
+    """Whether all stages have one mesh, and each needs the one before it."""
+    meshes = {model.prices.mesh for model, _ in made.answers}
+    return len(meshes) == 1 and edges(job, made.rows, made.stages) is None
+
+
+def with_one_mesh(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+    """The pool's pipelines with stages of one size, every stage on one mesh."""
+    seen: set[object] = set()
+    for each in pool.ranked():
+        sizes = {stage.num_devices for stage in each.stages}
+        if not each.is_pipeline or len(sizes) > 1:
+            continue
+        for mesh in dict.fromkeys(model.prices.mesh for model, _ in each.answers):
+            key = each.rows, each.stages, mesh
+            if key not in seen:
+                seen.add(key)
+                made = _on_mesh(job, each, mesh)
+                if made is not None and is_alike(job, made):
+                    yield made
+
+
+def _on_mesh(job: Job, pipeline: Candidate, mesh: Mesh) -> Candidate | None:
+    """The pipeline with all stages on a mesh; None where one does not fit."""
+    chosen: list[Chosen] = []
+    number = len(pipeline.stages)
+    for stage, depth in zip(pipeline.stages, stage_depths(None, number), strict=True):
+        solver = job.solver(pipeline.rows, mesh, stage.first_device, free=False)
+        held = job.held(job.in_flight_schedule, number, pipeline.rows, depth)
+        run = job.at(pipeline.rows).run(stage.start, stage.stop)
+        answer = solver.best(run, pipeline.num_microbatches, most_held(held))
+        if answer is None:
+            return None
+        chosen.append((solver, answer))
+    schedule, stages = job.in_flight_schedule, pipeline.stages
+    return simulated(job, pipeline.rows, schedule, stages, models_of(chosen))
+
+
+def at_other_sizes(job: Job, bases: list[Candidate]) -> Iterator[Candidate]:
+    """The pipelines at other micro-batch sizes: with the next more micro-batches first."""
+    every = set(microbatch_rows(job.structure.graph, job.request, job.cluster))
+    for base in bases:
+        for rows in sorted(every - {base.rows}, key=lambda rows: (rows > base.rows, -rows)):
+            made = candidate(job, Draft(rows, Pipeline(base.stages, _seconds(base))))
+            if made is not None and not is_alike(job, made):
+                made = _on_mesh(job, made, base.answers[0][0].prices.mesh)
+            if made is not None:
+                yield made
+
+
+def _seconds(base: Candidate) -> float:
+    """T of a pipeline."""
+    return pipeline_seconds([cost.once_and_slowest(base.num_microbatches) for cost in base.costs])

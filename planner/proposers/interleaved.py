@@ -1,0 +1,305 @@
+"""Several stages (chunks) per pipeline rank: interleaved, breadth-first, ZB-V, DualPipeV.
+
+In: pipelines of one stage per rank whose ranks are alike. Out: candidates with the layouts and
+ZeRO stages of such a pipeline, its blocks cut into several times as many stages, placed as the
+schedule places them. Cuts balance FLOPs: of all stages, and of all ranks. Every stage is priced
+from the tables that the pipeline was solved with, and blocks are recomputed only where a rank's
+stages would not fit (``rank_memory``).
+
+The options are ordered by a lower bound, the busiest rank's work,
+
+    T >= F before it + N (F + B) of its chunks + B behind it + the end of the step,
+
+where "before" are the forwards and messages that its first stage waits for with the first
+micro-batch, and "behind" the backwards and messages from that stage on with the last one. A
+schedule that puts gradients of weights off may have them done meanwhile: then T is no less than
+without B behind it, nor than with B less these gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from operator import itemgetter
+
+from ..errors import UsageError
+from ..intra_op.intra_op import StageAnswer
+from ..pricing.assembly import Assembly, Solution
+from ..pricing.ladder import Rung
+from ..pricing.stage_cost import Figures, StageCost
+from ..pricing.stage_model import StageModel
+from ..pricing.whole_stage import BRIEF, together
+from ..requests.request import MOST_CHUNKS
+from ..schedules.held import splits, stage_halves
+from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
+from ..search.candidate import Candidate
+from ..search.candidates import edges, simulated
+from ..search.job import Job
+from ..search.pool import CandidatePool
+from ..search.translated import translated
+from .alike import groups_of_bases
+from .balanced import balanced, block_flops, evened
+from .rank_memory import RankStage, recomputed_to_fit
+
+MOST_ACTIONS = 16_384
+"""Stages times micro-batches of a pipeline that is tried."""
+
+NUM_CHUNKS = (2, 3, 4, 6, MOST_CHUNKS)
+FEW_CHUNKS, MOST_STAGES = 4, 128
+"""Numbers of stages per rank that are tried; more than a few only where that makes no more stages
+than this, as the time to price and simulate a pipeline grows with them."""
+
+MOST_SIMULATED = 12
+"""Options of one schedule that are simulated."""
+
+ROUNDING = 1e-9
+"""A bound may exceed what is simulated by so much, as both are sums of rounded numbers."""
+
+
+def interleaved(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+    """The pool's pipelines with several stages per rank, the most promising first."""
+    if not job.request.chunked_schedules:
+        return
+    for bases in groups_of_bases(job, pool):
+        is_found = False
+        for candidate in _of_bases(job, pool, bases):
+            is_found = True
+            yield candidate
+        if is_found:
+            return
+
+
+def _of_bases(job: Job, pool: CandidatePool, bases: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The candidates of some pipelines."""
+    bounded = sorted(
+        ((option.least_seconds(), number, option)
+         for number, option in enumerate(_options(job, bases))),
+        key=itemgetter(0),
+    )  # fmt: skip
+    simulated_of: dict[str, int] = {}
+    for least, _, option in bounded:
+        if least >= pool.bar:
+            return
+        tried = simulated_of.get(option.schedule, 0)
+        if tried < MOST_SIMULATED:
+            simulated_of[option.schedule] = tried + 1
+            candidate = option.candidate()
+            if candidate is not None:
+                yield candidate
+
+
+def _options(job: Job, bases: Sequence[Candidate]) -> Iterator[Interleaving]:
+    """Every cut of the pipelines under every schedule that is allowed and not too large."""
+    request, flops = job.request, block_flops(job.structure.graph, job.structure.blocks, job.rules)
+    chunk_numbers = NUM_CHUNKS if request.forced.chunks is None else (request.forced.chunks,)
+    starts: dict[int, tuple[int, ...]] = {}
+    for base in bases:
+        ranks, count, pricing = len(base.stages), base.num_microbatches, ChunkPricing(job, base)
+        for schedule in request.chunked_schedules:
+            low, high = find_schedule(schedule).chunks
+            for chunks in chunk_numbers:
+                number = ranks * chunks
+                is_few = chunks <= FEW_CHUNKS or number <= MOST_STAGES
+                is_few &= number * count <= MOST_ACTIONS
+                is_possible = low <= chunks <= high and number <= len(flops)
+                if not is_possible or not (is_few or len(chunk_numbers) == 1):
+                    continue
+                if not can_have(schedule, number, count, chunks):
+                    continue
+                even = starts.setdefault(number, balanced(flops, number))
+                by_rank = evened(flops, even, parts_of_ranks(schedule, ranks, chunks))
+                for cuts in dict.fromkeys((even, by_rank)):
+                    option = Interleaving(job, base, pricing, schedule, chunks, cuts)
+                    if option.is_priced and job.begins_as_asked(option.stages):
+                        yield option
+
+
+@dataclass
+class ChunkPricing:
+    """Stages of any blocks on the ranks of a pipeline, with the layouts that it has.
+
+    A kind of block has the layouts of the first stage that has one: with one stage per rank it
+    has the most micro-batches in flight, and here all ranks hold about as many.
+    """
+
+    job: Job
+    base: Candidate
+    layouts: dict[str, tuple[StageModel, tuple[int, ...]]] = field(init=False)
+    _figures: dict[tuple[int, int], Figures | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layouts = {
+            owner: (model, choices)
+            for model, answer in reversed(self.base.answers)
+            for owner, choices in answer.solution.items()
+        }
+
+    def model(self, rank: int, before: int) -> StageModel:
+        """The model of a rank's mesh where values come from rank ``before``."""
+        base = self.base
+        stage, source = base.stages[rank], base.stages[before]
+        link = None
+        if before != rank - 1:
+            link = self.job.cluster.send_link(source.devices, stage.devices)
+        mesh = base.answers[rank][0].prices.mesh
+        solver = self.job.solver(base.rows, mesh, stage.first_device, free=False, link=link)
+        return solver.model
+
+    def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:
+        """A stage of a rank, its blocks not recomputed; None where layouts do not apply."""
+        model, base = self.model(rank, before), self.base
+        run = self.job.at(base.rows).run(start, stop)
+        key = id(model), run.family
+        if key not in self._figures:
+            assembly = Assembly(model, run)
+            solution = self._solution(model, assembly)
+            figures = None
+            if solution is not None:
+                figures = Figures(assembly, assembly.choices(solution))
+            self._figures[key] = figures
+        known, zero = self._figures[key], base.answers[rank][1].setting.zero
+        if known is None:
+            return None
+        return RankStage(known, run, zero, ((1, 0),), base.num_microbatches, splits=False)
+
+    def _solution(self, model: StageModel, assembly: Assembly) -> Solution | None:
+        found: dict[str, tuple[int, ...]] = {}
+        for owner in assembly.start:
+            if owner not in self.layouts:
+                return None
+            source, choices = self.layouts[owner]
+            own = translated(source, model, {owner: choices})
+            if own is None:
+                return None
+            found.update(own)
+        return found
+
+
+class Interleaving:
+    """A pipeline cut into several stages per rank, which begin with the blocks ``starts``."""
+
+    def __init__(
+        self, job: Job, base: Candidate, pricing: ChunkPricing, schedule: str, chunks: int,
+        starts: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.job, self.base, self.schedule, self.chunks = job, base, schedule, chunks
+        self.parts = parts_of_ranks(schedule, len(base.stages), chunks)
+        rank_of = {stage: rank for rank, stages in enumerate(self.parts) for stage in stages}
+        self.ranks = [rank_of[stage] for stage in range(len(starts))]
+        ends = tuple(pairwise((*starts, len(job.structure.blocks.blocks))))
+        self.stages = tuple(
+            replace(base.stages[rank], start=start, stop=stop)
+            for rank, (start, stop) in zip(self.ranks, ends, strict=True)
+        )
+        before = [self.ranks[0] - 1, *self.ranks]
+        priced = [
+            pricing.stage(rank, source, start, stop)
+            for rank, source, (start, stop) in zip(self.ranks, before, ends, strict=False)
+        ]
+        self.priced = [stage for stage in priced if stage is not None]
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether every stage has layouts."""
+        return len(self.priced) == len(self.stages)
+
+    def least_seconds(self) -> float:
+        """A lower bound of the step, nothing recomputed."""
+        count = self.base.num_microbatches
+        costs = [stage.cost(Rung()) for stage in self.priced]
+        late = [0.0] * len(costs)
+        if splits(self.schedule):
+            late = [stage.figures.late(stage.run)[0] for stage in self.priced]
+        before = self._waits([c.forward_seconds for c in costs], costs, 0)
+        backwards = [c.backward_seconds - own for c, own in zip(costs, late, strict=True)]
+        behind = self._waits(backwards, costs, 1)
+        steps = [sum(costs[stage].step_seconds for stage in stages) for stages in self.parts]
+        ends = []
+        for step, stages in zip(steps, self.parts, strict=True):
+            first = min(stages)
+            work = count * sum(
+                costs[stage].forward_seconds + costs[stage].backward_seconds for stage in stages
+            )
+            ends.append(before[first] + work + step)
+            work -= count * sum(late[stage] for stage in stages)
+            ends.append(before[first] + work + behind[first] + steps[self.ranks[0]])
+        return max(ends) * (1 - ROUNDING)
+
+    def _waits(
+        self, seconds: Sequence[float], costs: Sequence[StageCost], direction: int
+    ) -> list[float]:
+        """For each stage what the stages before it take, with the messages between ranks."""
+        received = [cost.receive_seconds[direction] for cost in costs[1:]]
+        moves = [
+            seconds if rank != other else 0.0
+            for seconds, (rank, other) in zip(received, pairwise(self.ranks), strict=True)
+        ]
+        pairs = zip(seconds, moves, strict=False)
+        return list(accumulate((own + move for own, move in pairs), initial=0.0))
+
+    def candidate(self) -> Candidate | None:
+        """The candidate, blocks recomputed where its ranks would not fit; None where the schedule
+        cannot run its stages."""
+        job, base = self.job, self.base
+        if edges(job, base.rows, self.stages) is not None:
+            return None
+        number, count = len(self.stages), base.num_microbatches
+        held = stage_halves(self.schedule, number, count, self.chunks)
+        is_split = splits(self.schedule)
+        stages = [
+            replace(stage, held=own, splits=is_split)
+            for stage, own in zip(self.priced, held, strict=True)
+        ]
+        fitted: dict[object, tuple[tuple[Rung, ...], int]] = {}
+        answers: dict[int, tuple[StageModel, StageAnswer]] = {}
+        for rank, members in enumerate(self.parts):
+            own = [stages[member] for member in members]
+            limit = job.limits_on(base.stages[rank].devices).memory_bytes
+            key = (limit, *((id(s.figures), s.run.key, s.zero, s.held) for s in own))
+            if key not in fitted:
+                fitted[key] = self._fitted(own, limit)
+            rungs, zero = fitted[key]
+            gap = base.answers[rank][1].gap
+            for member, stage, rung in zip(members, own, rungs, strict=True):
+                answers[member] = _answered(replace(stage, zero=zero), rung, gap)
+        try:
+            return simulated(
+                job, base.rows, self.schedule, self.stages,
+                [answers[member] for member in range(number)],
+                num_chunks=self.chunks, base=base,
+            )  # fmt: skip
+        except UsageError:
+            return None
+
+    def _fitted(self, stages: list[RankStage], limit: float) -> tuple[tuple[Rung, ...], int]:
+        """What a rank's stages recompute, and their ZeRO stage: the pipeline's own, or a higher
+        one where that does not fit."""
+        request = self.job.request
+        zero = stages[0].zero
+        found: tuple[tuple[Rung, ...], int] | None = None
+        for number in sorted({zero, *(own for own in request.zeros if own > zero)}):
+            own = [replace(stage, zero=number) for stage in stages]
+            rungs = recomputed_to_fit(own, limit, request.recomputations)
+            if found is None or number == zero:
+                found = rungs, number
+            if fits(own, rungs, limit):
+                return rungs, number
+        assert found is not None, "there is one ZeRO stage at least"
+        return found
+
+
+def fits(stages: Sequence[RankStage], rungs: Sequence[Rung], limit_bytes: float) -> bool:
+    """Whether the stages of a rank fit together."""
+    costs = [stage.cost(rung) for stage, rung in zip(stages, rungs, strict=True)]
+    total = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
+    return total <= limit_bytes
+
+
+def _answered(stage: RankStage, rung: Rung, gap: float) -> tuple[StageModel, StageAnswer]:
+    """A stage's answer with some of its blocks recomputed."""
+    figures, setting = stage.figures, stage.setting(rung)
+    solution = figures.assembly.solution(figures.choices)
+    objective = stage.cost(rung).objective(stage.num_microbatches)
+    answer = StageAnswer(stage.run, figures, solution, setting, objective, gap)
+    return figures.model, answer

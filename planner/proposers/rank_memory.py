@@ -1,0 +1,131 @@
+"""What is recomputed so that all stages of a pipeline rank fit together.
+
+In: the stages of a rank, each with its layouts, ZeRO stage and micro-batches in flight; the bytes
+of a device. Out: for each stage how many blocks are recomputed, chosen so that all fit in the
+least additional time. Every stage has a ladder of choices (``pricing.ladder``), each with its
+seconds and its bytes. With a price λ per byte every stage chooses for itself; λ is raised until
+all fit (Lagrangian relaxation), then each stage in turn takes back what still fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..plan import Recompute
+from ..pricing.assembly import Setting
+from ..pricing.ladder import Floats, Ladder, Rung, forced
+from ..pricing.stage_cost import Figures
+from ..pricing.structure import Run
+from ..pricing.whole_stage import StageCost
+from ..schedules.held import Halves, held_bytes, most_held
+
+PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
+"""λ, in the seconds of the rank's stages per its bytes."""
+
+
+@dataclass(frozen=True)
+class RankStage:
+    """A stage of a rank: the figures of its layouts, the blocks that it has, its ZeRO stage.
+
+    ``held`` are its micro-batches in flight (``schedules.held``); ``splits``: the schedule has
+    backwards in two halves.
+    """
+
+    figures: Figures
+    run: Run
+    zero: int
+    held: Halves
+    num_microbatches: int
+    splits: bool
+
+    def setting(self, rung: Rung) -> Setting:
+        """How the stage is trained with some of its blocks recomputed."""
+        return Setting(
+            self.num_microbatches, self.zero, rung, most_held(self.held),
+            halves=self.held if self.splits else (),
+        )  # fmt: skip
+
+    def cost(self, rung: Rung) -> StageCost:
+        """What it costs."""
+        return self.figures.price(self.run, self.setting(rung))
+
+    @cached_property
+    def ladder(self) -> Ladder:
+        return self.figures.ladder(self.run)
+
+    @cached_property
+    def bytes_by_rung(self) -> tuple[Floats, Floats]:
+        """Bytes that the stage holds while others of its rank run, and transient ones."""
+        plain = self.cost(Rung())
+        late_bytes = self.figures.late(self.run)[1] if self.splits else 0.0
+        states = sum(
+            size for name, size in plain.memory_bytes.items()
+            if name not in ("activations", "transient", "reserve")
+        )  # fmt: skip
+        kept = plain.activation_bytes + self.ladder.kept_bytes
+        lasting = [states + held_bytes(self.held, own, late_bytes) for own in kept.tolist()]
+        return np.array(lasting), self.ladder.transient_bytes[self.zero]
+
+
+def recomputed_to_fit(
+    stages: Sequence[RankStage], limit_bytes: float, modes: Collection[Recompute]
+) -> tuple[Rung, ...]:
+    """What each stage recomputes, as ``modes`` allow; what holds least where nothing fits.
+
+    A single mode is that of every block.
+    """
+    if len(modes) == 1:
+        (mode,) = modes
+        return tuple(forced(mode, stage.run.class_counts[0]) for stage in stages)
+    options = [_Options.of(stage, modes) for stage in stages]
+    reserve = max(stage.cost(Rung()).memory_bytes["reserve"] for stage in stages)
+
+    def total(chosen: Sequence[int]) -> float:
+        own = list(zip(options, chosen, strict=True))
+        transient = max(option.transient[at] for option, at in own)
+        return reserve + transient + float(sum(option.lasting[at] for option, at in own))
+
+    work = sum(stage.cost(Rung()).objective(stage.num_microbatches) for stage in stages)
+    unit = work / limit_bytes
+    chosen: list[int] = []
+    for price in PRICES:
+        chosen = [option.cheapest(price * unit) for option in options]
+        if total(chosen) <= limit_bytes:
+            break
+    else:
+        chosen = [int((option.lasting + option.transient).argmin()) for option in options]
+    for at, option in enumerate(options):
+        for other in np.argsort(option.seconds, kind="stable").tolist():
+            if option.seconds[other] >= option.seconds[chosen[at]]:
+                break
+            if total([*chosen[:at], other, *chosen[at + 1 :]]) <= limit_bytes:
+                chosen[at] = other
+                break
+    return tuple(option.rungs[at] for option, at in zip(options, chosen, strict=True))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The choices of a stage: seconds of recomputation, bytes held, transient bytes."""
+
+    rungs: Sequence[Rung]
+    seconds: Floats
+    lasting: Floats
+    transient: Floats
+
+    @staticmethod
+    def of(stage: RankStage, modes: Collection[Recompute]) -> _Options:
+        allowed = np.flatnonzero(stage.ladder.rungs.within(modes))
+        lasting, transient = stage.bytes_by_rung
+        return _Options(
+            [stage.ladder.rungs[number] for number in allowed.tolist()],
+            stage.ladder.again_seconds[allowed], lasting[allowed], transient[allowed],
+        )  # fmt: skip
+
+    def cheapest(self, price: float) -> int:
+        """The choice with the least seconds and price of its bytes."""
+        return int((self.seconds + price * (self.lasting + self.transient)).argmin())

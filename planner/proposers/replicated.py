@@ -1,0 +1,137 @@
+"""Chimera: stages that each have a replica, in a second pipeline the other way.
+
+In: pipelines of an even number of alike ranks. Out: candidates in which stage ``s`` is on the
+devices of its own and of stage ``pp - 1 - s``, with the layouts and ZeRO stages of the pipeline.
+Blocks are recomputed only where the two stages of a rank would not fit (``rank_memory``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...cost_model.actions import FORWARD
+from ..errors import PlanError
+from ..intra_op.intra_op import StageAnswer
+from ..pricing.ladder import Rung
+from ..pricing.stage_cost import StageCost
+from ..pricing.stage_model import StageModel
+from ..pricing.step import Pipeline, latency_seconds, simulate_stages
+from ..pricing.whole_stage import BRIEF
+from ..replicas import check_replicas, with_replica_sums
+from ..schedules.schedules import can_have, compute_orders
+from ..search.candidate import Candidate
+from ..search.job import Job
+from ..search.pool import CandidatePool
+from .alike import groups_of_bases
+from .rank_memory import RankStage, recomputed_to_fit
+
+SCHEDULE = "chimera"
+
+
+def replicated(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+    """The pool's pipelines under Chimera.
+
+    Where it is forced PlanError AP547 is raised for a model whose forwards change buffers.
+    """
+    if SCHEDULE not in job.request.arranged_schedules:
+        return
+    try:
+        check_replicas(job.structure.graph)
+    except PlanError:
+        if job.request.forced.schedule == SCHEDULE:
+            raise
+        return
+    for bases in groups_of_bases(job, pool):
+        is_found = False
+        for base in bases:
+            count = base.num_microbatches
+            if can_have(SCHEDULE, len(base.stages), count, 1) and _least(job, base) < pool.bar:
+                is_found = True
+                yield _with_replicas(job, base)
+        if is_found:
+            return
+
+
+def _least(job: Job, base: Candidate) -> float:
+    """A lower bound: two ranks share two stages, and one of them does half of their work."""
+    costs = with_replica_sums(base.costs, SCHEDULE, job.cluster, len(base.stages))
+    work = [
+        base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
+        + cost.step_seconds / 2
+        for cost in costs
+    ]
+    return max(map(sum, zip(work, reversed(work), strict=True)))
+
+
+def _with_replicas(job: Job, base: Candidate) -> Candidate:
+    """The pipeline under Chimera, simulated."""
+    ranks, count = len(base.stages), base.num_microbatches
+    answers = list(base.answers)
+    held = _held(ranks, count)
+    for rank in range(ranks // 2):
+        pair = (rank, ranks - 1 - rank)
+        stages = [
+            RankStage(
+                base.answers[part][1].figures, base.answers[part][1].run,
+                base.answers[part][1].setting.zero, ((held[part], 0),), count, splits=False,
+            )
+            for part in pair
+        ]  # fmt: skip
+        limit = min(job.limits_on(base.stages[part].devices).memory_bytes for part in pair)
+        rungs = recomputed_to_fit(stages, limit, job.request.recomputations)
+        for part, rung in zip(pair, rungs, strict=True):
+            answers[part] = _recomputed(job, base, part, rung)
+    costs = with_replica_sums(
+        [answer.cost for _, answer in answers], SCHEDULE, job.cluster, ranks
+    )  # fmt: skip
+    timeline = simulate_stages(
+        Pipeline(SCHEDULE, count), costs, latency_seconds=latency_seconds(job.cluster)
+    )
+    sizes = _rank_bytes(costs, timeline.peak_activation_bytes)
+    limits = [job.limits_on(stage.devices).memory_bytes for stage in base.stages]
+    return replace(
+        base, schedule=SCHEDULE, answers=tuple(answers), costs=tuple(costs), base=base,
+        step_seconds=timeline.step_seconds, bubble_fraction=timeline.bubble_fraction,
+        peak_bytes=max(sizes), is_complete=True,
+        fits=all(size <= limit for size, limit in zip(sizes, limits, strict=True)),
+    )  # fmt: skip
+
+
+def _recomputed(job: Job, base: Candidate, part: int, rung: Rung) -> tuple[StageModel, StageAnswer]:
+    """The answer of a part with some of its blocks recomputed."""
+    model, answer = base.answers[part]
+    ranks = len(base.stages)
+    held = job.held(SCHEDULE, ranks, base.rows, ranks - part)
+    setting = replace(answer.setting, rung=rung, in_flight=held[0][0], halves=())
+    return model, replace(answer, setting=setting)
+
+
+def _held(num_ranks: int, num_microbatches: int) -> list[int]:
+    """The most micro-batches of each part that one of its two ranks holds."""
+    found = [0] * num_ranks
+    for row in compute_orders(SCHEDULE, num_ranks, num_microbatches):
+        held: dict[int, int] = {}
+        for action in row:
+            held[action.stage] = held.get(action.stage, 0) + (1 if action.kind == FORWARD else -1)
+            part = action.stage % num_ranks
+            found[part] = max(found[part], held[action.stage])
+    return found
+
+
+def _rank_bytes(costs: Sequence[StageCost], activation_bytes: Sequence[int]) -> list[float]:
+    """The bytes on a device of each rank: both of its stages, with the activations that the
+    timeline has."""
+
+    def lasting(cost: StageCost) -> float:
+        return sum(
+            size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations")
+        )
+
+    def brief(cost: StageCost) -> float:
+        return sum(cost.memory_bytes.get(name, 0.0) for name in BRIEF)
+
+    return [
+        lasting(one) + lasting(other) + max(brief(one), brief(other)) + held
+        for one, other, held in zip(costs, reversed(costs), activation_bytes, strict=True)
+    ]

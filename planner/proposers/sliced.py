@@ -1,0 +1,99 @@
+"""TeraPipe: micro-batches that go through the stages in slices of their sequence.
+
+In: pipelines that hold all their micro-batches at once. Out: candidates with the cuts, layouts,
+ZeRO stages and recomputation of the pipeline, and the slice lengths with the fastest step. A
+slice runs another graph than a whole sequence, so stages are priced by ``evaluate``; what
+attention keeps of earlier slices is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..errors import PlanError, UsageError
+from ..evaluate import Evaluator, at_microbatch, priced_stages
+from ..pricing.slice_costs import MOST_UNITS, best_lengths, even_lengths
+from ..search.candidate import Candidate
+from ..search.candidates import edges
+from ..search.job import Job
+from ..search.pool import CandidatePool
+from ..search.report_plan import make_plan
+from ..sequence_places import find_places
+
+SCHEDULE = "terapipe"
+
+MOST_PRICED = 2
+"""Pipelines that are priced in slices."""
+
+MOST_NODES = 4096
+"""Nodes of a graph whose slices are looked at unless they are forced: each length is priced node
+by node."""
+
+
+def sliced(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+    """The pool's fastest pipelines under TeraPipe.
+
+    Where it is forced PlanError AP548 is raised for a model that slices would change, and
+    UsageError AP549 for more slices than positions.
+    """
+    request, graph = job.request, job.structure.graph
+    if SCHEDULE not in request.arranged_schedules:
+        return
+    is_forced = request.forced.schedule == SCHEDULE
+    if not is_forced and len(graph.nodes) > MOST_NODES:
+        return
+    try:
+        length = find_places(graph).length
+    except PlanError:
+        if is_forced:
+            raise
+        return
+    slices = request.forced.slices
+    if isinstance(slices, int) and slices > length:
+        raise UsageError(
+            "AP549", f"slices={slices} of sequences of {length} positions", where="--parallel",
+            fix=f"at most {length} slices",
+        )  # fmt: skip
+    lengths = even_lengths(length, slices) if isinstance(slices, int) else None
+    bases = [each for each in pool.ranked() if each.is_pipeline and _can_be_sliced(job, each)]
+    for base in bases[:MOST_PRICED]:
+        if _least_seconds(base) < pool.bar:
+            yield _in_slices(job, base, lengths)
+
+
+def _can_be_sliced(job: Job, base: Candidate) -> bool:
+    """Whether the stages are a chain, and no mesh splits the positions already."""
+    has_cp = any("cp" in model.prices.mesh.axes for model, _ in base.answers)
+    return not has_cp and edges(job, base.rows, base.stages) is None
+
+
+def _least_seconds(base: Candidate) -> float:
+    """A lower bound of the step: all of the busiest stage, and a slice of the others.
+
+    Masked pairs of attention, which slices skip, are left out of this.
+    """
+    stages = [cost.forward_seconds + cost.backward_seconds for cost in base.costs]
+    return base.num_microbatches * max(stages) + (sum(stages) - max(stages)) / MOST_UNITS
+
+
+def _in_slices(job: Job, base: Candidate, lengths: tuple[int, ...] | None) -> Candidate:
+    """The pipeline in slices of these lengths; of the best ones where none are given."""
+    graph, blocks = job.structure.graph, job.structure.blocks
+    plan = make_plan(job.structure, job.cluster, job.request, base, (), job.spent())
+    plan = replace(plan, schedule=SCHEDULE)
+    if lengths is None:
+        lengths = best_lengths(
+            at_microbatch(graph, plan), blocks, plan,
+            lambda part, cut, of: priced_stages(part, cut, of, rules=job.rules, basis=job.basis),
+        )  # fmt: skip
+    evaluator = Evaluator(graph, blocks, job.rules, job.basis)
+    staged = evaluator.staged(replace(plan, slices=lengths), job.cluster)
+    found = staged.evaluation()
+    limits = [job.limits_on(stage.devices).memory_bytes for stage in base.stages]
+    return replace(
+        base, schedule=SCHEDULE, costs=tuple(staged.costs), slices=staged.slices, base=base,
+        step_seconds=found.step_seconds, bubble_fraction=found.bubble_fraction,
+        peak_bytes=float(found.peak_memory_bytes), is_complete=True,
+        fits=found.peak_memory_bytes <= min(limits),
+    )  # fmt: skip

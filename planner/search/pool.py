@@ -1,0 +1,114 @@
+"""The candidates that a search has found, and which of them is chosen.
+
+In: candidates as proposers make them. Out: the step to beat, the pipelines that are worth
+refining, and at the end the winner with all others. A candidate that does not fit in memory is
+kept apart; one that the request does not allow as a plan (a pipeline of one stage per rank where
+several are forced) is kept, as others are made of it, but never wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from .candidate import Candidate
+from .candidates import candidates, completed, is_whole
+from .job import Job
+from .quests import Draft
+
+
+class CandidatePool:
+    """Candidates: ``known`` fit in memory, ``rejected`` do not. ``drafts``: the pipelines of the
+    dynamic program that were simulated."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.drafts: list[Draft] = []
+        self.known: list[Candidate] = []
+        self.rejected: list[Candidate] = []
+        self.best: Candidate | None = None
+        self.is_open = False  # whether some stages may yet fit
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the fastest candidate, whether it may win or not."""
+        return self.best.step_seconds if self.best is not None else float("inf")
+
+    @property
+    def cutoff(self) -> float:
+        """Pipelines that take as long are not sought."""
+        return self.step_seconds if len(self.drafts) >= self.job.request.top else float("inf")
+
+    @property
+    def bar(self) -> float:
+        """The step of the fastest candidate that may win."""
+        return min((each.step_seconds for each in self.allowed), default=float("inf"))
+
+    @property
+    def allowed(self) -> list[Candidate]:
+        """The candidates that may win."""
+        return [each for each in self.known if self.is_allowed(each)]
+
+    def is_allowed(self, candidate: Candidate) -> bool:
+        """Whether the request allows a candidate as a plan."""
+        return self.job.request.allows_one_stage or not candidate.is_pipeline
+
+    def add(self, candidate: Candidate) -> None:
+        """Takes in a candidate."""
+        if not candidate.fits:
+            self.rejected.append(candidate)
+            return
+        self.known.append(candidate)
+        if self.best is None or _order(candidate) < _order(self.best):
+            self.best = candidate
+
+    def add_all(self, candidates: Iterable[Candidate]) -> None:
+        """Takes in candidates as they are made: what is known says which are worth making."""
+        for candidate in candidates:
+            self.add(candidate)
+
+    def simulate(self, draft: Draft) -> Iterator[Candidate]:
+        """The candidates of a pipeline of the dynamic program that was not simulated before."""
+        if draft.seconds < float("inf") and draft not in self.drafts:
+            self.drafts.append(draft)
+            yield from candidates(self.job, draft, below=self.step_seconds)
+
+    def best_drafts(self) -> list[Draft]:
+        """The drafts, that of the least T first."""
+        return sorted(self.drafts, key=lambda draft: draft.seconds)
+
+    def ranked(self) -> list[Candidate]:
+        """The candidates, the fastest first."""
+        return sorted(self.known, key=_order)
+
+    def hopeless_schedules(self, draft: Draft) -> set[str] | None:
+        """The schedules under which a draft cannot be the fastest, even if its layouts' gaps
+        were closed; None if it cannot be under any."""
+        bar = self.step_seconds * (1 - self.job.request.gap)
+        least: dict[str, float] = {}
+        for each in self.known:
+            if each.base is None and (each.rows, each.stages) == draft.key:
+                gap = max(answer.gap for _, answer in each.answers)
+                seconds = each.step_seconds * (1 - gap)
+                least[each.schedule] = min(seconds, least.get(each.schedule, seconds))
+        hopeless = {name for name, seconds in least.items() if seconds >= bar}
+        return None if len(hopeless) == len(least) else hopeless
+
+    def settle(self) -> None:
+        """Simulates the whole step of the fastest candidate that may win, of the next if that is
+        then faster, and so on."""
+        while True:
+            first = min(self.allowed, key=_order, default=None)
+            if first is None or is_whole(first) or first.is_complete:
+                return
+            self.replace(first, completed(self.job, first))
+
+    def replace(self, one: Candidate, other: Candidate) -> None:
+        """Puts a candidate in the place of another."""
+        self.known = [other if each is one else each for each in self.known]
+        self.best = min(self.known, key=_order)
+
+
+def _order(candidate: Candidate) -> tuple[float, float, float]:
+    """The fastest first; of equally fast ones that which holds least, then the better proven."""
+    seconds = float(f"{candidate.step_seconds:.10g}")
+    return seconds, candidate.peak_bytes, round(candidate.layouts_gap, 9)

@@ -1,0 +1,43 @@
+"""A solution of one mesh's model as another model of the same mesh shape counts its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..pricing.assembly import Solution
+from ..pricing.decisions import Decision
+from ..pricing.stage_model import StageModel
+from ..strategy import NodeLayout
+
+
+def translated(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
+    """A solution of a mesh's model as another one counts its choices; None where that has none.
+
+    Splits divide some numbers of rows and not others, so the same layouts have other numbers.
+    """
+    if one is other:
+        return solution
+    own = one.structure
+    found: dict[str, tuple[int, ...]] = {}
+    for owner, choices in solution.items():
+        is_shared = owner in own.graph.by_name and owner not in own.blocks.kinds
+        pairs = [(model.shared(owner),) if is_shared else model.kind(owner).decisions
+                 for model in (one, other)]  # fmt: skip
+        if len(pairs[0]) != len(pairs[1]):
+            return None
+        numbers = [
+            _number_of(first.choices[choice].layouts, second, choice)
+            for first, second, choice in zip(*pairs, choices, strict=True)
+        ]
+        if None in numbers:
+            return None
+        found[owner] = tuple(number for number in numbers if number is not None)
+    return found
+
+
+def _number_of(layouts: Mapping[str, NodeLayout], decision: Decision, near: int) -> int | None:
+    """Which choice of a decision has these layouts; ``near`` is looked at first."""
+    choices = decision.choices
+    if near < len(choices) and choices[near].layouts == layouts:
+        return near
+    return next((at for at, each in enumerate(choices) if each.layouts == layouts), None)
