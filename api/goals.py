@@ -16,7 +16,6 @@ from typing import Any
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.nearest_change import with_nearest_change
-from autoparallel.planner.find_plan import plan
 from autoparallel.planner.batch import BATCH_NORMS
 from autoparallel.planner.errors import (
     AutoparallelError,
@@ -24,6 +23,7 @@ from autoparallel.planner.errors import (
     TimeLimitError,
     UsageError,
 )
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.precision import check_precision

@@ -30,10 +30,10 @@ from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options import parse_settings
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
-from autoparallel.planner.find_plan import plan
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planning import PlanOptions, capture_target, own_update, request_of
 from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
+from one_stage import plan
 from random_cases import Case
 
 from autoparallel.planner.arranged.chunks import chunked
@@ -28,7 +29,6 @@ from autoparallel.planner.requests.request import (
     divisors,
 )
 from autoparallel.planner.schedules.schedules import can_have
-from autoparallel.planner.search.search import plan
 
 EVERY_SCHEDULE = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
 

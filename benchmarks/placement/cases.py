@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from one_stage import ranked
+
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.placement.space import Problem
@@ -15,7 +17,6 @@ from autoparallel.planner.plan import Precision
 from autoparallel.planner.requests.options import stage_numbers
 from autoparallel.planner.search.candidates import candidate
 from autoparallel.planner.search.quests import Draft
-from autoparallel.planner.search.search import ranked
 from autoparallel.planning import PlanOptions, capture_target, request_of
 from autoparallel.targets import load_target
 

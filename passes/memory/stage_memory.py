@@ -23,14 +23,14 @@ from ...cost_model.memory import (
     policy,
     reserve_bytes,
 )
-from ...planner.evaluate import BRIEF, at_microbatch, walked_stages
+from ...planner.evaluate import at_microbatch, walked_stages
 from ...planner.graph import Blocks, Graph, TensorSpec
 from ...planner.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan, StagePlan
 from ...planner.plan_schedule import schedule_of, splits_backward
 from ...planner.pricing.slice_costs import carried_bytes
 from ...planner.pricing.weight_versions import version_bytes
-from ...planner.pricing.whole_stage import together
+from ...planner.pricing.whole_stage import BRIEF, together
 from ...planner.replicas import stages_of_ranks
 from ...planner.schedules.messages_held import MessageBytes, sends_kept
 from ...planner.stage_walk import StageWalk

@@ -87,7 +87,7 @@ def recomputed_to_fit(
     def total(chosen: Sequence[int]) -> float:
         own = list(zip(options, chosen, strict=True))
         transient = max(option.transient[at] for option, at in own)
-        return reserve + transient + float(sum(option.lasting[at] for option, at in own))
+        return float(reserve + transient + sum(option.lasting[at] for option, at in own))
 
     work = sum(stage.cost(Rung()).objective(stage.num_microbatches) for stage in stages)
     unit = work / limit_bytes

@@ -19,7 +19,7 @@ import numpy as np
 from ...cost_model.cluster import Cluster, Link
 from .. import rules as default_rules
 from ..cache.cache import NO_CACHE, Cache
-from ..errors import TimeLimitError, UsageError
+from ..errors import AutoparallelError, TimeLimitError, UsageError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import Floats, StageChoice, Table
@@ -350,7 +350,7 @@ class Job:
         """By how much what does not fit is over the limit."""
         return [over for s in self.solvers.values() for over in s.excess_bytes.values()]
 
-    def failure(self, *, is_proven: bool = False) -> Exception:
+    def failure(self, *, is_proven: bool = False) -> AutoparallelError:
         """Why there is no plan: no time, no memory and by how much, or no mesh.
 
         ``is_proven``: bounds alone say that nothing fits, so more time would not help.

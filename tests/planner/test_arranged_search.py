@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.planner.arranged.chunks import plan
 from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.graph import Blocks, Graph, Node, Ref, TensorSpec
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.slice_costs import carried_bytes

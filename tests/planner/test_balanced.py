@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from autoparallel.planner.arranged.balanced import balanced, evened
+from autoparallel.planner.proposers.balanced import balanced, evened
 from autoparallel.planner.schedules.schedules import parts_of_ranks
 
 

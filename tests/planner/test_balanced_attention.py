@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_stage import plan
 from small_graphs import cluster
 
 from autoparallel.cost_model.cluster import Cluster, Host, Link
@@ -31,7 +32,6 @@ from autoparallel.planner.pricing.saved import saved_parts
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies, work
 from autoparallel.planner.rules.balanced_attention import BALANCED_ATTENTION, as_run
-from autoparallel.planner.search.search import plan
 from autoparallel.planner.strategy import BALANCED, AxisStrategy, NodeLayout, combine
 from examples.gpt import GPT, example_batch
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
@@ -22,7 +23,6 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search import beside, ranking
 from autoparallel.planner.search.beside import Beside, Company
 from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.search import plan
 
 GRAPH, BLOCKS = mlp(14, rows=8, width=512, inner=2048)
 CLUSTER = cluster(8, num_hosts=2)

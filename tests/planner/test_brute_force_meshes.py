@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 from brute_force import BruteForce
+from one_stage import plan
 from small_graphs import cluster, leaf, op, weight, with_batch
 
 from autoparallel.planner.graph import Block, Blocks, Graph, Ref
@@ -18,7 +19,6 @@ from autoparallel.planner.inter_op.submesh import mesh_of
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.requests.request import Request, divisors
 from autoparallel.planner.search.free_axes import WORTH_IT
-from autoparallel.planner.search.search import plan
 
 CASES = (
     # positions, rows, hosts, bytes per second: mesh

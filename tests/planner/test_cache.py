@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_stage import plan
 from random_cases import Case, random_case
 from small_graphs import cluster, mlp
 
@@ -24,7 +25,6 @@ from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.cached_search import CachedIntraOp, cache_for
-from autoparallel.planner.search.search import plan
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from one_stage import ranked
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
-from autoparallel.planner.arranged.balanced import block_flops
 from autoparallel.planner.arranged.chunk_guesses import (
     Guess,
     Way,
@@ -19,11 +19,11 @@ from autoparallel.planner.arranged.chunk_guesses import (
 )
 from autoparallel.planner.arranged.chunk_search import thrifty_first
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.proposers.balanced import block_flops
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.rank_held import rank_held
-from autoparallel.planner.search.report_plan import Candidate
-from autoparallel.planner.search.search import ranked
+from autoparallel.planner.search.candidate import Candidate
 
 BLOCKS = 8
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)

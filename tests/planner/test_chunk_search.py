@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from one_stage import ranked
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster
@@ -23,7 +24,6 @@ from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.planner.search.search import ranked
 from autoparallel.planner.search.work_bound import work_bound
 
 SAME = 1e-9

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_stage import plan
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.compute import work_seconds
@@ -33,7 +34,6 @@ from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.pricing.choices import Restriction, input_specs
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies
-from autoparallel.planner.search.search import plan
 from examples.gpt import GPT, example_batch
 
 HIDDEN, SEQ, ROWS = 64, 32, 4

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
@@ -27,8 +28,8 @@ from autoparallel.planner.pricing.stage_cost import Figures
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.pricing.structure import Run, Structure
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.report_plan import Candidate, make_plan
-from autoparallel.planner.search.search import plan
+from autoparallel.planner.search.candidate import Candidate
+from autoparallel.planner.search.report_plan import make_plan
 
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from one_stage import plan
 from random_cases import random_case
 
 from autoparallel.planner import rules
@@ -14,7 +15,6 @@ from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.free_axes import free_candidates
 from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.search import plan
 
 FASTER = (6, 50, 100, 114)
 """Seeds of hosts that are alike whose plans are faster so."""

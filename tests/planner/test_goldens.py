@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from one_stage import plan
 from plan_collectives import collectives
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from autoparallel.passes.programs.program import Dtype, Program
 from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 from examples.gpt import GPT, example_batch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from one_stage import plan
 
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
@@ -12,7 +13,6 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import conversion_steps, shard
 from autoparallel.planner.plan import StagePlan
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 from examples.gpt import GPT
 from examples.gpt import example_batch as gpt_batch
 from examples.gshard_moe import build_model, example_batch

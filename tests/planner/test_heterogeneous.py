@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import factorial
 
 import pytest
+from one_stage import plan
 from small_graphs import mlp
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
@@ -22,7 +23,6 @@ from autoparallel.planner.inter_op.heterogeneous import (
 )
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 
 WIRE = Link("wire", alpha_seconds=1e-9, bytes_per_second=1e15)
 SLOW = Link("slow wire", alpha_seconds=1e-3, bytes_per_second=1e6)

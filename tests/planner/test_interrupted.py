@@ -9,7 +9,7 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.arranged import chunks
-from autoparallel.planner.arranged.chunks import plan
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import features_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from one_stage import plan
 from random_cases import random_case
 
 from autoparallel.planner import rules
@@ -14,7 +15,6 @@ from autoparallel.planner.pricing.assembly import reserve
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.least_bytes import LeastBytes
-from autoparallel.planner.search.search import plan
 
 
 def job_of(seed: int) -> Job:

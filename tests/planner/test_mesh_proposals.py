@@ -14,6 +14,7 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from one_stage import plan
 from small_graphs import cluster
 from torch import Tensor, nn
 
@@ -26,7 +27,6 @@ from autoparallel.planner.inter_op.mesh_proposals import Experts, Proposals, pro
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request, divisors
-from autoparallel.planner.search.search import plan
 
 HOSTS = cluster(2, num_hosts=4, flops=1e10, bytes_per_second=1e9)
 """Four hosts of two devices: "tp" is at most 2; said so, "dp" is left to rows."""

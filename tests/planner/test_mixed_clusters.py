@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from one_stage import plan
 from random_cases import Case, random_case
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.errors import InfeasibleError
-from autoparallel.planner.search.search import plan
 
 SAME = 1e-9
 QUICK = (2, 3, 4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_stage import plan
 from random_cases import random_case
 
 from autoparallel.cost_model.cluster import Cluster, Device, Link
@@ -20,7 +21,6 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 from examples.gpt import GPT, example_batch
 
 pytestmark = pytest.mark.slow

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from brute_force import BruteForce
+from one_stage import ranked
 from random_cases import Case, random_case
 
 from autoparallel.planner import rules
@@ -14,7 +15,6 @@ from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.search.candidates import candidates
 from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.nearby import MOST_FEW, few_pipelines, promising, shifted
-from autoparallel.planner.search.search import ranked
 
 
 def job_of(case: Case, issue_seconds: float = 0.0) -> Job:

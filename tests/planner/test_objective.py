@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster
@@ -16,7 +17,6 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 from autoparallel.sub_clusters import sub_clusters
 
 GRAPH, BLOCKS = mlp(2, rows=8, width=128, inner=512)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from one_stage import plan
 from random_cases import random_case
 from small_graphs import mlp
 from solved_cases import (
@@ -22,7 +23,6 @@ from autoparallel.cost_model.cluster import Host
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.search import plan
 
 SEEDS = [seed for seed in range(120) if random_case(seed).cluster.hosts[-1].num_devices >= 3]
 """Cases with three or four devices in a host: of two there is one pair."""

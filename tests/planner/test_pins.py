@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import UsageError
@@ -11,7 +12,6 @@ from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.pins import PENALTY_SECONDS, parse_pin
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 
 
 def planned(*pins: str, forced: Forced | None = None, num_devices: int = 2) -> Plan:

@@ -11,6 +11,7 @@ import pytest
 from handmade import flat_plan, pipeline_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import PlanError
@@ -18,7 +19,6 @@ from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, shard
 from autoparallel.planner.plan import Plan, ProfileUse
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 from autoparallel.planner.strategy import NodeLayout
 
 PLACEMENTS = st.sampled_from([REPLICATE, INVARIANT, PARTIAL, shard(0), shard(1), shard(12)])

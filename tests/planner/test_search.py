@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from one_stage import plan, ranked
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster, Host
@@ -17,7 +18,6 @@ from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search import candidates
 from autoparallel.planner.search.candidates import completed
-from autoparallel.planner.search.search import plan, ranked
 
 
 def degrees(found: Plan) -> list[dict[str, int]]:

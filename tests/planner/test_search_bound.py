@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from figures import simulate_figures
+from one_stage import plan, ranked
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
@@ -18,7 +19,6 @@ from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import SCHEDULES, Request
 from autoparallel.planner.schedules.held import splits
 from autoparallel.planner.search.bound import lower_bound
-from autoparallel.planner.search.search import plan, ranked
 from autoparallel.planner.search.work_bound import work_bound
 
 SAME = 1 + 1e-9

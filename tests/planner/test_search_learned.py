@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from one_stage import plan
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.search import plan
 
 SEEDS = (*range(18), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(18, 60)))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from brute_force_shares import divisions
+from one_stage import plan
 from small_graphs import mlp
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
@@ -15,7 +16,6 @@ from autoparallel.planner.graph import Accumulation, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
-from autoparallel.planner.search.search import plan
 from autoparallel.planner.shares import best_shares, why_not
 
 WIRE = Link("wire", alpha_seconds=1e-9, bytes_per_second=1e15)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner.arranged.chunks import plan
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request

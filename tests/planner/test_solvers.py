@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pulp
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp
 from solver_programs import CASES, LARGE_CASES, Case, random_problem
 
@@ -31,7 +32,6 @@ from autoparallel.planner.integer_programs.ilp import (
 from autoparallel.planner.integer_programs.program import Program, Raw, SolveOptions, Solver, Status
 from autoparallel.planner.intra_op.pulp_solver import PulpSolver, find_solver
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.search import plan
 
 CBC = find_solver("cbc")
 SOLVERS = pytest.mark.parametrize("solver", [HIGHS, CBC], ids=lambda solver: solver.name)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import Cluster
@@ -19,9 +20,8 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.asked import Asked
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_kind
+from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
-from autoparallel.planner.search.wanted import Wanted, asked_cases
 
 HERE = Environment("toy", "", "2.13.0", 1)
 GRAPH, BLOCKS = mlp(3, rows=8)

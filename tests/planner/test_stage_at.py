@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 
 
 def planned(*paths: str, forced: Forced | None = None) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.profile.environment import Environment
@@ -20,9 +21,8 @@ from autoparallel.planner.pricing.whole_block import (
     seconds_by_ops,
     whole_blocks,
 )
+from autoparallel.planner.profiling_targets import asked_cases
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
-from autoparallel.planner.search.wanted import asked_cases
 
 HERE = Environment("toy", "", "2.13.0", 1)
 GRAPH, BLOCKS = mlp(3, rows=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from one_stage import ranked
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
@@ -15,7 +16,6 @@ from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.search import ranked
 from autoparallel.planner.search.work_bound import work_bound
 from examples.gpt import GPT, example_batch
 

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from one_stage import plan
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
@@ -22,7 +23,6 @@ from autoparallel.planner.errors import RunError
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 from autoparallel.runtime.compiling import BlockCompiler
 from autoparallel.runtime.stage import StageBlock
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from one_stage import plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,6 @@ from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.recompute import kept_parts, replay
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 from examples.gpt import GPT, example_batch
 
 aten = torch.ops.aten

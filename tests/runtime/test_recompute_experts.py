@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+from one_stage import plan
 from test_recompute import Echo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ from autoparallel.passes.local.stage_program import BlockProgram, build_stage
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
 
 ROWS, SEQ, WIDTH, INNER, EXPERTS, CHOSEN = 4, 16, 8, 32, 4, 2
 SILU = '[["functional.silu", [{"at": 0}], {}]]'

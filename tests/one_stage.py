@@ -1,0 +1,30 @@
+"""The planner with pipelines of one stage per rank only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner import find_plan, rules
+from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, run_proposers
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search.candidate import Candidate
+from autoparallel.planner.search.job import Job
+
+METHOD = SearchMethod(ONE_STAGE_PER_RANK)
+
+
+def plan(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, **options: Any) -> Plan:
+    """``find_plan.plan`` with these pipelines."""
+    return find_plan.plan(graph, blocks, cluster, request, method=METHOD, **options)
+
+
+def ranked(
+    graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, basis: Basis = DEFAULT
+) -> tuple[Job, list[Candidate]]:
+    """The job and the candidates, the fastest first."""
+    job = Job.of(graph, blocks, cluster, request, rules=rules, basis=basis)
+    return job, run_proposers(job, ONE_STAGE_PER_RANK).ranked()
