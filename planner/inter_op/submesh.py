@@ -80,18 +80,16 @@ def num_row_parts(mesh: Mesh) -> int:
     return prod(size for name, size in sizes if name in ("dp", "ep"))
 
 
-def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
-    """What the axes of a mesh are for. ``free`` leaves what is not forced to the solver, of
-    three axes all but "dp": tables of as many free ones are too wide."""
+def restriction(mesh: Mesh, forced: Forced) -> Restriction:
+    """What the axes of a mesh are for."""
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 
-    def kept(name: str, degree: int | None) -> tuple[int, ...]:
-        is_free = free and degree is None and (name != "dp" or len(of) < MOST_FREE + 1)
-        return (of[name],) if name in of and not is_free else ()
+    def axis_of(name: str) -> tuple[int, ...]:
+        return (of[name],) if name in of else ()
 
-    cp, ep = kept("cp", forced.cp), kept("ep", forced.ep)
+    cp, ep = axis_of("cp"), axis_of("ep")
     return Restriction(
-        kept("dp", forced.dp),
+        axis_of("dp"),
         () if forced.tp is None else tuple(i for i, n in enumerate(mesh.axes) if n == "tp"),
         forced.sequence_parallel,
         cp,

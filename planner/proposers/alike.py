@@ -79,7 +79,7 @@ def _on_mesh(job: Job, pipeline: Candidate, mesh: Mesh) -> Candidate | None:
     chosen: list[Chosen] = []
     number = len(pipeline.stages)
     for stage, depth in zip(pipeline.stages, stage_depths(None, number), strict=True):
-        solver = job.solver(pipeline.rows, mesh, stage.first_device, free=False)
+        solver = job.solver(pipeline.rows, mesh, stage.first_device)
         held = job.held(job.in_flight_schedule, number, pipeline.rows, depth)
         run = job.at(pipeline.rows).run(stage.start, stage.stop)
         answer = solver.best(run, pipeline.num_microbatches, most_held(held))

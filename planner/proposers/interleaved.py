@@ -143,7 +143,7 @@ class ChunkPricing:
         if before != rank - 1:
             link = self.job.cluster.send_link(source.devices, stage.devices)
         mesh = base.answers[rank][0].prices.mesh
-        solver = self.job.solver(base.rows, mesh, stage.first_device, free=False, link=link)
+        solver = self.job.solver(base.rows, mesh, stage.first_device, link=link)
         return solver.model
 
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:

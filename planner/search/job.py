@@ -242,14 +242,14 @@ class Job:
             has_rows = rows > 1 or bool(self.structure.graph.batch_dims)
             if has_rows and rows % num_row_parts(mesh):
                 continue
-            found.append(self.solver(rows, mesh, first, free=False))
+            found.append(self.solver(rows, mesh, first))
         return found
 
     def solver(
-        self, rows: int, mesh: Mesh, first: int, *, free: bool, link: Link | None = None
+        self, rows: int, mesh: Mesh, first: int, *, link: Link | None = None
     ) -> IntraOp:
-        """The solver of a mesh; ``free``: with its axes left to the solver. ``link``: what its
-        stages receive values over, if not over that from the devices before."""
+        """The solver of a mesh. ``link``: what its stages receive values over, if not over that
+        from the devices before."""
         ranks = tuple(range(first, first + mesh.size))
         request = self.request
         asked = self.basis.asked
@@ -261,10 +261,10 @@ class Job:
         if link is None:
             link = self.cluster.entry_link(first, mesh.size)
         limits = self.limits_on(ranks)
-        key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
+        key = (rows, mesh, prices.groups, prices.speed, limits, link)
         if key not in self.solvers:
             limited = replace(
-                restriction(mesh, request.forced, free=free),
+                restriction(mesh, request.forced),
                 pins=self.pins, features=request.features,
             )  # fmt: skip
             model = StageModel(self.at(rows), prices, limited, link)
