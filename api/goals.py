@@ -1,6 +1,6 @@
 """The best plan by what the user wants: time, tokens per dollar, memory, or few devices.
 
-In: what ``search.plan`` takes; the request's goal. Out: the plan, which says what was tried.
+In: what ``find_plan.plan`` takes; the request's goal. Out: the plan, which says what was tried.
 
 ``cost`` and ``devices`` plan for parts of the cluster (``sub_clusters``). ``memory`` plans with
 lower and lower limits, halving between what fits and what does not. Each search has an equal
@@ -23,14 +23,14 @@ from autoparallel.planner.errors import (
     TimeLimitError,
     UsageError,
 )
-from autoparallel.planner.find_plan import plan
+from autoparallel.planner.find_plan import SearchMethod, plan
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.precision import check_precision
-from autoparallel.planner.pricing.stage_at import stage_begins
-from autoparallel.planner.requests.pins import check_kept
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.rules.table import packet
+from autoparallel.planner.search.workers import serial
+from autoparallel.search_processes import two_processes
 from autoparallel.sub_clusters import sub_clusters
 
 Search = Callable[[Cluster, Request], Plan]
@@ -49,17 +49,21 @@ MOST_LIMITS = 12
 
 
 def plan_for(
-    graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, **options: Any
-) -> Plan:
-    """The best plan by the request's goal. ``options`` are those of ``search.plan``.
+    graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, *, processes: int = 1,
+    **options: Any,
+) -> Plan:  # fmt: skip
+    """The best plan by the request's goal. With ``processes`` 2 or more, two search. ``options``
+    are those of ``find_plan.plan``.
 
-    Raises what ``search.plan`` raises, AP301 with the nearest change that fits; AP126 for bf16 on
+    Raises what ``find_plan.plan`` raises, AP301 with the nearest change that fits; AP126 for bf16 on
     a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
     """
     check_precision(cluster, request.precision)
+    method = SearchMethod(start_workers=two_processes if processes > 1 else serial)
+
     job = _Job(
         cluster, request,
-        lambda on, asked: _kept(plan(graph, blocks, on, asked, **options), graph, blocks, asked),
+        lambda on, asked: plan(graph, blocks, on, asked, method=method, **options),
     )  # fmt: skip
     try:
         return job.found()
@@ -78,19 +82,6 @@ def _mixing(graph: Graph) -> str:
         name = "batch norm" if norms else packet(node.op)
         return f"{node.module or node.name} ({name})"
     return ""
-
-
-def _kept(found: Plan, graph: Graph, blocks: Blocks, request: Request) -> Plan:
-    """The plan, if stages of several chunks per rank were not cut across what was asked for."""
-    names = [block.name for block in blocks.blocks]
-    begins = {names.index(stage.blocks[0].name) for stage in found.stages}
-    for path in request.stage_at:
-        if not begins.issuperset(stage_begins(graph, blocks, (path,))):
-            raise UsageError(
-                "AP183", f"--stage-at {path} cannot be met under {found.schedule}",
-                why="its stages are of equal size", fix="another schedule",
-            )  # fmt: skip
-    return check_kept(found, graph, blocks, request.pins)
 
 
 @dataclass

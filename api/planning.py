@@ -238,6 +238,7 @@ def plan_program(
         program.blocks,
         cluster,
         request,
+        processes=options.processes,
         observe=lambda what, done, total: observe("search", done, total),
         basis=basis,
     )
@@ -317,7 +318,6 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         settings=target.settings,
         search=options.search,
         solver=options.solver,
-        processes=options.processes,
     )
 
 

@@ -16,9 +16,6 @@ from ..pricing.choices import Restriction
 from ..requests.request import Forced, divisors
 from .heterogeneous import run_sizes
 
-MOST_FREE = 2
-"""Axes that are left to the solver at once."""
-
 
 def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
     """How many ranks a stage that starts at rank ``first`` may have.

@@ -106,7 +106,7 @@ class Request:
     asks for the fastest. ``pins`` are
     layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
     may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
-    With ``processes`` 2 or more, two search a large space. ``solver`` solves the integer
+    ``solver`` solves the integer
     programs (``pulp_solver.find_solver``).
     """
 
@@ -131,7 +131,6 @@ class Request:
     settings: Mapping[str, Any] = field(default_factory=dict)
     search: str = "dp"
     placer: Any = None
-    processes: int = 1
     solver: str = "highs"
 
     def __post_init__(self) -> None:

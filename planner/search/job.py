@@ -245,9 +245,7 @@ class Job:
             found.append(self.solver(rows, mesh, first))
         return found
 
-    def solver(
-        self, rows: int, mesh: Mesh, first: int, *, link: Link | None = None
-    ) -> IntraOp:
+    def solver(self, rows: int, mesh: Mesh, first: int, *, link: Link | None = None) -> IntraOp:
         """The solver of a mesh. ``link``: what its stages receive values over, if not over that
         from the devices before."""
         ranks = tuple(range(first, first + mesh.size))
