@@ -55,8 +55,8 @@ def plan_for(
     """The best plan by the request's goal. With ``processes`` 2 or more, two search. ``options``
     are those of ``find_plan.plan``.
 
-    Raises what ``find_plan.plan`` raises, AP301 with the nearest change that fits; AP126 for bf16 on
-    a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
+    Raises what ``find_plan.plan`` raises, AP301 with the nearest change that fits; AP126 for bf16
+    on a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
     """
     check_precision(cluster, request.precision)
     method = SearchMethod(start_workers=two_processes if processes > 1 else serial)

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .graph import Accumulation, Graph, Node, Ref, flat_form
-from .layout import PARTIAL, Placement, shard
+from .layout import PARTIAL, AxisStrategy, Placement, shard
 from .rules.annotation import FLOATS
 from .rules.case import argument
 from .rules.strategies import op_strategies
 from .rules.table import LOSSES, packet
-from .strategy import AxisStrategy
 
 BatchDims = dict[str, tuple[int | None, ...]]
 _Labels = dict[Ref, Placement]

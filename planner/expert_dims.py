@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph, Node, Ref
-from .layout import Placement
+from .layout import AxisStrategy, Placement
 from .positions import Dims, Strategies
-from .strategy import AxisStrategy
 
 PRODUCTS = ("aten.einsum.", "aten.bmm.", "aten.matmul.", "aten.baddbmm.", "aten._grouped_mm.")
 LAYER = "autoparallel.experts"

@@ -33,16 +33,14 @@ from .proposers.refined import refined_layouts
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
 from .proposers.uneven_shares import uneven_shares
-from .requests.forced_schedules import check_forced_schedule, refused
-from .requests.options import check_degrees
+from .requests.options import check_degrees, check_forced_schedule, refused
 from .requests.pins import check_kept, in_given_kinds, pinned_blocks
 from .requests.request import Request
 from .search.bound import lower_bound
-from .search.candidate import Candidate
-from .search.job import INTERRUPTED, Job, Observe, ignore
+from .search.candidates import Candidate
+from .search.job import INTERRUPTED, Job, Observe, check_measured, ignore
 from .search.narrowing import tightened
 from .search.pool import CandidatePool
-from .search.refusals import check_measured
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .search.workers import StartWorkers, serial

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.tf32 import has_tf32
-from .layout import Mesh
-from .strategy import NodeLayout
+from .layout import Mesh, NodeLayout
 
 SCHEMA = 5
 

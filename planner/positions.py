@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .graph import Graph, Node, Ref
-from .strategy import AxisStrategy
+from .layout import AxisStrategy
 
 Dims = Mapping[Ref, frozenset[int]]
 Strategies = Callable[[Node], tuple[AxisStrategy, ...]]

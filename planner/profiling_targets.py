@@ -19,7 +19,7 @@ from .graph import Blocks, Graph
 from .pricing.asked import Asked, AskedOp, AskedTransfer, uses_of
 from .pricing.basis import DEFAULT, Basis
 from .requests.request import Request
-from .search.candidate import Candidate
+from .search.candidates import Candidate
 from .search.job import Observe, ignore
 from .search.report_plan import make_plan
 

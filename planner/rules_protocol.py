@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from .graph import Graph, Node, Ref, TensorSpec
-from .strategy import AxisStrategy
+from .layout import AxisStrategy
 
 
 class Rules(Protocol):

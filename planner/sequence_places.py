@@ -15,11 +15,10 @@ from math import prod
 
 from .errors import PlanError
 from .graph import Graph, Node, Ref
-from .layout import shard
+from .layout import AxisStrategy, shard
 from .positions import Dims, position_dims
 from .rules import axis_strategies
 from .rules.case import argument
-from .strategy import AxisStrategy
 from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from math import floor
 
 from .graph import Graph, Ref
-from .layout import Layout, Placement, shard
+from .layout import Layout, NodeLayout, Placement, shard
 from .pricing.stage_cost import StageCost
-from .strategy import NodeLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,16 @@ from typing import Any
 
 from ..cost_model.cluster import Cluster, Link
 from ..cost_model.memory import reserve_bytes
-from .block_forms import BlockForms, Reads
-from .block_walk import BlockCost, Layouts, Setting, block_cost
+from .block_walk import BlockCost, BlockForms, Layouts, Reads, Setting, block_cost
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Ref
-from .layout import INVARIANT, Layout
+from .layout import INVARIANT, Layout, NodeLayout
 from .plan import Plan, Recompute
 from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure
 from .pricing.weight_versions import version_bytes
 from .schedules.held import Halves, held_bytes, splits
-from .strategy import NodeLayout
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from ..cost_model.actions import (
 from ..planner.errors import WorkerError
 from ..planner.layout import Layout, Mesh, local_region, local_shape
 from ..planner.pricing.transfer import relative, transfers
-from ..planner.schedules.messages_held import sends_kept
+from ..planner.schedules.held import sends_kept
 from .arriving import Progress, shared_sum
 from .lanes import Lane, Lanes
 from .outbox import Outbox

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph, Node, Ref
-from autoparallel.planner.layout import INVARIANT, REPLICATE, Layout, divides, shard
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.strategy import (
+from autoparallel.planner.layout import (
+    INVARIANT,
+    REPLICATE,
     AxisStrategy,
     InnerCollective,
+    Layout,
     NodeLayout,
     balanced_axes,
     combine,
+    divides,
+    shard,
 )
+from autoparallel.planner.pricing.prices import Prices
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
-from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, Layout, Mesh, shard
+from autoparallel.planner.layout import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    Mesh,
+    NodeLayout,
+    shard,
+)
 from autoparallel.planner.plan import (
     Alternative,
     BlockPlan,
@@ -16,7 +24,6 @@ from autoparallel.planner.plan import (
     StagePlan,
     StagePrediction,
 )
-from autoparallel.planner.strategy import NodeLayout
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.candidate import Candidate
+from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.job import Job
 
 METHOD = SearchMethod(ONE_STAGE_PER_RANK)

@@ -13,9 +13,15 @@ from math import prod
 
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Block, Blocks, Graph, Ref
-from autoparallel.planner.layout import INVARIANT, Layout, conversion_steps
+from autoparallel.planner.layout import (
+    BALANCED,
+    INVARIANT,
+    Layout,
+    NodeLayout,
+    balanced_axes,
+    conversion_steps,
+)
 from autoparallel.planner.plan import Plan, StagePlan
-from autoparallel.planner.strategy import BALANCED, NodeLayout, balanced_axes
 
 
 @dataclass(frozen=True, slots=True)

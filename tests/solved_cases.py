@@ -13,6 +13,7 @@ from random_cases import Case
 
 from autoparallel.goals import plan_for
 from autoparallel.planner.errors import InfeasibleError
+from autoparallel.planner.layout import NodeLayout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import (
@@ -21,7 +22,6 @@ from autoparallel.planner.requests.request import (
     SCHEDULES,
 )
 from autoparallel.planner.search.free_axes import WORTH_IT
-from autoparallel.planner.strategy import NodeLayout
 
 SAME = 1e-9
 """Relative: two steps within this are equal."""

@@ -19,7 +19,7 @@ from autoparallel.cost_model.cluster import Cluster, Link
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.passes.local.stage_program import StageProgram, build_stage
 from autoparallel.planner.graph import Blocks, Graph, Node
-from autoparallel.planner.layout import Layout, Mesh, divides, local_region
+from autoparallel.planner.layout import Layout, Mesh, NodeLayout, combine, divides, local_region
 from autoparallel.planner.plan import (
     BlockPlan,
     ModelInfo,
@@ -31,7 +31,6 @@ from autoparallel.planner.plan import (
     StagePrediction,
 )
 from autoparallel.planner.rules import axis_strategies
-from autoparallel.planner.strategy import NodeLayout, combine
 
 
 def plan_of(

@@ -17,11 +17,10 @@ from autoparallel.options import parse_parallel
 from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.layout import conversion_steps, shard
+from autoparallel.planner.layout import combine, conversion_steps, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.rules import axis_strategies
-from autoparallel.planner.strategy import combine
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.reference import run_reference
 from autoparallel.runtime.trainer import Trainer

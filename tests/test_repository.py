@@ -26,12 +26,12 @@ TORCH_FREE = {"cost_model", "planner"}
 MAX_LINES = 500
 
 PLANNER = (
-    "classes", "errors", "graph", "cache", "integer_programs", "layout", "schedules", "strategy",
+    "classes", "errors", "graph", "cache", "integer_programs", "layout", "schedules",
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
     "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
-    "padding", "pricing", "block_forms", "block_walk", "plan_schedule", "replicas", "shares",
+    "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas", "shares",
     "stage_walk", "evaluate", "price_sources", "intra_op", "inter_op", "placement", "search",
-    "arranged", "configured",
+    "proposers", "find_plan", "profiling_targets", "configured",
 )  # fmt: skip
 """The folders and top modules of planner/: each imports at run time only those before it.
 

@@ -19,10 +19,9 @@ from test_verification import GLOBAL_BATCH, SEQ, captured, check_verified, targe
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.planner.layout import shard
+from autoparallel.planner.layout import BALANCED, NodeLayout, balanced_axes, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planner.strategy import BALANCED, NodeLayout, balanced_axes
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...planner.graph import Node, TensorSpec
-from ...planner.layout import Layout, local_shape
-from ...planner.strategy import NodeLayout
+from ...planner.layout import Layout, NodeLayout, local_shape
 from ..ops.collectives import Rank
 
 

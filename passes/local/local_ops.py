@@ -20,8 +20,7 @@ import torch
 
 from ...planner.errors import PlanError
 from ...planner.graph import Node, Ref, TensorSpec, map_refs
-from ...planner.layout import local_region
-from ...planner.strategy import NodeLayout, balanced_axes
+from ...planner.layout import NodeLayout, balanced_axes, local_region
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.experts import split_experts

@@ -20,8 +20,14 @@ from torch import fx, nn
 
 from ...planner.errors import PlanError
 from ...planner.graph import Graph, Node, Ref, TensorSpec
-from ...planner.layout import INVARIANT, Layout, conversion_steps, format_layout, local_shape
-from ...planner.strategy import NodeLayout
+from ...planner.layout import (
+    INVARIANT,
+    Layout,
+    NodeLayout,
+    conversion_steps,
+    format_layout,
+    local_shape,
+)
 from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
 from ..ops.torch_ops import returns_several
 from .local_ops import local_call

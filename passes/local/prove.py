@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ...planner.graph import Graph, Ref
-from ...planner.layout import Mesh, divides
+from ...planner.layout import Mesh, NodeLayout, combine, divides, keeps_groups
 from ...planner.rules import axis_strategies
-from ...planner.strategy import NodeLayout, combine, keeps_groups
 from ..ops.collectives import Rank
 from .localize import BlockInterface, localize_block, value_key
 from .parts import assert_close, collect, distribute, gradient_layout

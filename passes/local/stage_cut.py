@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from ...planner.errors import PlanError
 from ...planner.graph import Blocks, Graph, Ref, TensorSpec
-from ...planner.layout import INVARIANT, Layout
+from ...planner.layout import INVARIANT, Layout, NodeLayout
 from ...planner.plan import Plan, StagePlan
-from ...planner.strategy import NodeLayout
 from .localize import parse_key, value_key
 
 

@@ -27,7 +27,7 @@ from ...cost_model.actions import (
     Schedule,
     last_before_reduce,
 )
-from ...planner.schedules.messages_held import MessageBytes, messages_held
+from ...planner.schedules.held import MessageBytes, messages_held
 from .saved_tensors import BUFFERS, INPUTS, Moment, StageActivations
 from .state_traffic import COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED

@@ -32,7 +32,7 @@ from ...planner.pricing.slice_costs import carried_bytes
 from ...planner.pricing.weight_versions import version_bytes
 from ...planner.pricing.whole_stage import BRIEF, together
 from ...planner.replicas import stages_of_ranks
-from ...planner.schedules.messages_held import MessageBytes, sends_kept
+from ...planner.schedules.held import MessageBytes, sends_kept
 from ...planner.stage_walk import StageWalk
 from ..local.stage_cut import (
     Boundary,

@@ -28,7 +28,7 @@ from ..fusion import with_fusion
 from ..graph import Block, Blocks, Graph
 from ..inter_op.submesh import mesh_of, restriction
 from ..intra_op.intra_op import Effort, IntraOp, Limits
-from ..layout import Mesh
+from ..layout import Mesh, NodeLayout
 from ..plan import (
     BlockPlan,
     ModelInfo,
@@ -53,9 +53,7 @@ from ..requests.request import Forced
 from ..schedules.schedules import parts_of_ranks
 from ..search.report_plan import stage_layouts
 from ..sequence_places import find_places
-from ..strategy import NodeLayout
-from .beside_stages import beside_stages, sent_bytes
-from .hidden_states import beside_compute
+from .beside_stages import beside_compute, beside_stages, sent_bytes
 
 ONCE = ("transient", "buffers", "reserve")
 """Memory that the stages of a rank take in turn, or once."""

@@ -29,8 +29,7 @@ import numpy as np
 
 from ..classes import classes_of
 from ..errors import MachineError, TimeLimitError
-from .highs import HIGHS
-from .program import Floats, Ints, Program, Raw, SolveOptions, Solver, Status
+from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, Status
 
 
 @dataclass(frozen=True, slots=True)

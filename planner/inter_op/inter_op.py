@@ -63,6 +63,22 @@ class Pipeline:
     seconds: float
 
 
+def total_seconds(stages: Sequence[tuple[float, float]]) -> float:
+    """T = Σ q + max m."""
+    return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
+
+
+def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -> float:
+    """T if every stage took less by its gap.
+
+    >>> gap_adjusted_seconds([(1.0, 4.0), (2.0, 8.0)], [0.0, 0.25])
+    8.5
+    """
+    return total_seconds(
+        [(q * (1 - gap), m * (1 - gap)) for (q, m), gap in zip(stages, gaps, strict=True)]
+    )
+
+
 @dataclass(frozen=True)
 class Table:
     """What the DP asks: sizes of submeshes at a device, and stage costs.

@@ -1,20 +1,168 @@
-"""Submeshes: the runs of ranks a stage may have, and the logical meshes on them.
+"""The meshes with axes "cp" and "ep" that are worth trying: dp × cp × tp and dp × ep × tp.
 
-Stages take ranks in order, so a submesh is a run of ranks: of neighbours within a host, or
-whole hosts (of unequal hosts see ``heterogeneous.run_sizes``). On it lie the meshes dp × tp, and
-those with "ep" and "cp" that are asked for or worth trying (``mesh_proposals``), "tp" innermost,
-where the links are fastest; axes of size 1 are left out.
+In: what a graph can gain by them, a submesh, the rows of a micro-batch. Out: meshes besides
+dp × tp, of which the free axis "tp" already splits positions or experts where that is best. So
+only those are left that such a mesh cannot stand for, and of them those that may win:
+
+- "cp" splits no more than rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With
+  dp·k and cp/k for dp and cp a rank has as many positions, no fewer parameters, and fewer keys
+  and values to gather. It is tried for sequences of ``LONG_POSITIONS`` and where the batch has
+  fewer rows than there are hosts (groups of ranks that "tp" stays in).
+- "ep" replaces gradients of experts summed over D ranks by tokens that travel twice forward and
+  twice backward. It is tried where a step's tokens are fewer bytes: 4·t against
+  2·g·(1 − 1/ep), with t the bytes of tokens that a rank exchanges in one direction, g those
+  of the gradients of its experts. With tp = 1 inside a host the free axis does the same.
+
+Sources: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, for context parallelism
+that gathers keys and values; Lepikhin et al. 2020, GShard (arXiv:2006.16668), for experts.
 """
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, prod
 
 from ...cost_model.cluster import Cluster
-from ..layout import Mesh
+from ...cost_model.memory import policy
+from ..expert_dims import LAYER, expert_dims
+from ..graph import Graph, Node
+from ..layout import AxisStrategy, Mesh
+from ..positions import Strategies
 from ..pricing.choices import Restriction
-from ..requests.request import Forced, divisors
+from ..requests.feature_strategies import ATTENTION
+from ..requests.request import Forced, Request, divisors
+from ..rules_protocol import Rules
 from .heterogeneous import run_sizes
+
+LONG_POSITIONS = 16_384
+"""Of sequences that are as long, one alone keeps several hosts busy and may fill a memory."""
+
+SHORTEST_POSITIONS = 64
+"""Positions of a rank; with fewer, products are too thin to gain by more ranks."""
+
+WEIGHT_DIMS = 3
+"""Of a weight of experts."""
+
+EXCHANGES = 4
+"""Tokens go to their experts and back, and so do their gradients."""
+
+SUMS = 2
+"""Bytes of an all-reduce over those that are reduced (Patarasuk & Yuan 2009)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """``number`` that an axis must divide, and bytes: gradients of all their weights, tokens in
+    one direction per row, ``gathered`` by layers that are one op and ``exchanged`` by others."""
+
+    number: int
+    gradients: float
+    gathered: float
+    exchanged: float
+
+
+def longest_attention(graph: Graph) -> int:
+    """The most positions that an attention over itself has; 0 where there is none."""
+    return max((_positions(node, graph) for node in graph), default=0)
+
+
+def _positions(node: Node, graph: Graph) -> int:
+    if node.kind != "op" or not node.op.startswith(ATTENTION):
+        return 0
+    return min(graph.spec(ref).shape[-2] for ref in node.inputs[:2])
+
+
+def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> Experts | None:
+    """What there is to know of a graph's experts; ``strategies`` on an axis of two ranks."""
+    if not any(len(node.spec.shape) == WEIGHT_DIMS for node in graph.parameters):
+        return None
+    found = expert_dims(graph, strategies)
+    if not found.weights:
+        return None
+    gathered = exchanged = 0.0
+    for node in graph:
+        if node.kind != "op" or not any(ref in found.views for ref in node.inputs):
+            continue
+        if node.op.startswith(LAYER):
+            gathered += graph.spec(node.inputs[0]).num_bytes
+        elif not any(ref in found.dims and ref not in found.views for ref in node.inputs):
+            data = (ref for ref in node.inputs if ref not in found.views)
+            exchanged += sum(graph.spec(ref).num_bytes for ref in data)
+    rows = graph.batch_size
+    numel = sum(graph[name].spec.numel for name in found.weights)
+    number = gcd(*found.weights.values())
+    return Experts(number, float(numel * gradient_bytes), gathered / rows, exchanged / rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """The meshes to try besides dp × tp on a cluster, for a request."""
+
+    positions: int
+    experts: Experts | None
+    cluster: Cluster
+    request: Request
+
+    def meshes(self, num_devices: int, host_size: int, rows: int) -> Iterator[Mesh]:
+        """Those of a submesh of ``host_size`` neighbours in each host."""
+        forced = self.request.forced
+        no_positions = self.positions < SHORTEST_POSITIONS or forced.schedule == "terapipe"
+        if no_positions and self.experts is None:
+            return
+        degrees: dict[tuple[int, int, int, int], None] = {}
+        for tp in divisors(num_devices):
+            if host_size > 1 and host_size % tp:
+                continue
+            parts = num_devices // tp
+            if not no_positions and forced.cp is None and (forced.ep or 1) == 1:
+                degrees |= dict.fromkeys(self._positions_split(parts, tp, rows))
+            if forced.ep is None and (forced.cp or 1) == 1:
+                degrees |= dict.fromkeys(self._experts_split(parts, tp, rows, host_size))
+        for dp, tp, cp, ep in degrees:
+            if forced.dp in (None, dp) and forced.tp in (None, tp):
+                yield mesh_of(dp, tp, cp, ep)
+
+    def _positions_split(
+        self, parts: int, tp: int, rows: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        positions = self.positions
+        few_rows = self.request.global_batch < len(self.cluster.hosts)
+        dp = gcd(parts, rows)
+        cp = parts // dp
+        fits = positions % cp == 0 and positions // cp >= SHORTEST_POSITIONS
+        if cp > 1 and fits and (few_rows or positions >= LONG_POSITIONS):
+            yield dp, tp, cp, 1
+
+    def _experts_split(
+        self, parts: int, tp: int, rows: int, host_size: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        experts = self.experts
+        if experts is None or rows % parts:
+            return
+        whole = gcd(experts.number, parts)
+        within = gcd(experts.number, parts, max(1, host_size // tp))
+        for ep in dict.fromkeys((whole, within)):
+            is_free = tp == 1 and host_size % ep == 0
+            if ep > 1 and not is_free and self._saves(experts, parts // ep, ep, tp):
+                yield parts // ep, tp, 1, ep
+
+    def _saves(self, experts: Experts, dp: int, ep: int, tp: int) -> bool:
+        """Whether tokens are fewer bytes than the gradients that need not be summed."""
+        rows = self.request.global_batch / dp
+        tokens = rows * (experts.gathered + experts.exchanged / ep)
+        return EXCHANGES * tokens < SUMS * experts.gradients / tp * (1 - 1 / ep)
+
+
+def proposals(graph: Graph, cluster: Cluster, request: Request, rules: Rules) -> Proposals:
+    """What to propose for a graph."""
+    gradient_bytes = policy(request.precision, request.optimizer).gradient_bytes
+
+    def strategies(node: Node) -> tuple[AxisStrategy, ...]:
+        return rules.axis_strategies(node, graph, 2)
+
+    experts = experts_of(graph, strategies, gradient_bytes=gradient_bytes)
+    return Proposals(longest_attention(graph), experts, cluster, request)
 
 
 def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:

@@ -20,9 +20,8 @@ import numpy as np
 
 from ..integer_programs.ilp import Problem, build, scaled
 from ..integer_programs.program import Floats, Group, Program
-from ..layout import Layout
+from ..layout import Layout, NodeLayout
 from ..pricing.decisions import Decision
-from ..strategy import NodeLayout
 from .pulp_solver import pulp_problem
 
 MICROSECONDS = 1e6

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import MachineError, UsageError
-from ..integer_programs.highs import HIGHS
 from ..integer_programs.program import (
+    HIGHS,
     INTEGRALITY,
     Floats,
     Program,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ..integer_programs.highs import HIGHS
-from ..integer_programs.program import Solver
+from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
 from ..pricing.ladder import MODES
 

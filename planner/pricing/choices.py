@@ -17,7 +17,21 @@ from typing import TypeVar
 from ..batch import rows_apart
 from ..expert_dims import ExpertDims, by_experts, expert_dims
 from ..graph import Graph, Node, TensorSpec
-from ..layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
+from ..layout import (
+    BALANCED,
+    INVARIANT,
+    REPLICATE,
+    AxisStrategy,
+    InnerCollective,
+    Layout,
+    NodeLayout,
+    Placement,
+    balanced_axes,
+    combine,
+    divides,
+    keeps_groups,
+    shard,
+)
 from ..positions import (
     Dims,
     by_entries,
@@ -29,15 +43,6 @@ from ..positions import (
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
 from ..requests.pins import Pins, kept
-from ..strategy import (
-    BALANCED,
-    AxisStrategy,
-    InnerCollective,
-    NodeLayout,
-    balanced_axes,
-    combine,
-    keeps_groups,
-)
 from .prices import Prices
 
 T = TypeVar("T")

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Block, Graph, Node
-from ..layout import Layout
+from ..layout import Layout, NodeLayout
 from ..requests.pins import PENALTY_SECONDS, breaks
-from ..strategy import NodeLayout
 from .choices import Restriction, held_layouts, inner_of, input_specs
 from .outline import Choice as Choice
 from .outline import Ints, Outline, outline

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Block, Graph, Node, Ref
-from ..layout import Layout
+from ..layout import Layout, NodeLayout, splits
 from ..requests.pins import breaks
-from ..strategy import NodeLayout, splits
 from .choices import Restriction, Way, held_for, held_layouts, ways
 from .prices import Prices
 from .recompute import AGAIN, replay

@@ -27,12 +27,20 @@ from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_
 from ...cost_model.profile.lookup import Profile, level_of
 from ...cost_model.tf32 import TFLOAT32, product_dtype
 from ..graph import Node, TensorSpec
-from ..layout import Layout, Mesh, conversion_steps, held_layout, local_shape
+from ..layout import (
+    InnerCollective,
+    Layout,
+    Mesh,
+    NodeLayout,
+    balanced_axes,
+    conversion_steps,
+    held_layout,
+    local_shape,
+)
 from ..layout import boundary_layout as boundary_layout
 from ..plan import Precision
 from ..rules.balanced_attention import as_run
 from ..rules_protocol import Rules as Rules
-from ..strategy import InnerCollective, NodeLayout, balanced_axes
 from .asked import Asked, AskedOp
 from .assumptions import RUNTIME, CostAssumptions
 from .op_case import op_case

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..graph import Block, Graph, Node, Ref
+from ..layout import NodeLayout
 from ..replay import AGAIN as AGAIN
 from ..replay import Replay as Replay
 from ..replay import find_replay
 from ..rules.table import packet
-from ..strategy import NodeLayout
 from .choices import dims_on, input_specs
 from .prices import Prices
 from .same import known

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..graph import Block, Graph, Node, Ref
+from ..layout import AxisStrategy
 from ..positions import Dims
-from ..strategy import AxisStrategy
 from .choices import Restriction, dims_on, experts_on, input_specs, strategies_of
 from .prices import Prices
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..graph import Graph, Node, Ref, TensorSpec
-from ..layout import Layout
+from ..layout import Layout, NodeLayout
 from ..rules.balanced_attention import as_run
 from ..rules.storage import copy_of
-from ..strategy import NodeLayout
 from .choices import input_specs
 from .prices import Prices
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
-from ..layout import INVARIANT, Layout, shard
+from ..layout import INVARIANT, Layout, NodeLayout, shard
 from ..plan import Plan, StagePlan
 from ..sequence_places import COUNTED, Place, Places
-from ..strategy import NodeLayout
 from ..written_attention import WrittenAttention
 from .prices import boundary_layout
 

@@ -19,8 +19,7 @@ from ..classes import classes_of
 from ..graph import Node, Ref, TensorSpec
 from ..integer_programs.ilp import merge_classes
 from ..integer_programs.program import Ints
-from ..layout import INVARIANT, Layout
-from ..strategy import NodeLayout, splits
+from ..layout import INVARIANT, Layout, NodeLayout, splits
 from .choices import Restriction
 from .conversions import conversion_seconds
 from .decisions import Decision, Floats, decide, parameter_decision

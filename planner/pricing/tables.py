@@ -16,8 +16,7 @@ import numpy as np
 
 from ..cache.codec import Codec
 from ..integer_programs.program import Ints
-from ..layout import Layout, format_layout, parse_layout
-from ..strategy import NodeLayout
+from ..layout import Layout, NodeLayout, format_layout, parse_layout
 from .decisions import Choice, Decision, Floats
 from .stage_model import Held, KindModel
 from .structure import Edge, Use

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..graph import Graph, Node
-from ..layout import Mesh
-from ..strategy import NodeLayout
+from ..layout import Mesh, NodeLayout
 from .choices import input_specs
 from .prices import Prices
 

@@ -21,8 +21,8 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), s
 from __future__ import annotations
 
 from ..graph import Graph, Node, Ref
+from ..layout import NodeLayout
 from ..rules.table import packet
-from ..strategy import NodeLayout
 from .choices import input_specs
 from .prices import Prices
 from .saved import Part, layout_of, memory_of

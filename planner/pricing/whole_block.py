@@ -24,10 +24,9 @@ from ...cost_model.profile.lookup import Factor, Profile
 from ...cost_model.profile.records import Measurement
 from .. import rules as default_rules
 from ..graph import Block, Blocks, Graph, Ref
-from ..layout import INVARIANT, Mesh
+from ..layout import INVARIANT, Mesh, NodeLayout
 from ..plan import Precision
 from ..precision import with_precision
-from ..strategy import NodeLayout
 from .basis import Basis
 from .choices import input_specs
 from .prices import Prices

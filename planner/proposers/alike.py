@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..inter_op.inter_op import Pipeline
+from ..inter_op.inter_op import Pipeline, total_seconds
 from ..layout import Mesh
 from ..pricing.branches import stage_depths
 from ..requests.options import microbatch_rows
 from ..schedules.held import most_held
-from ..search.candidate import Candidate, pipeline_seconds
-from ..search.candidates import Chosen, candidate, edges, models_of, simulated
+from ..search.candidates import (
+    Candidate,
+    Chosen,
+    candidate,
+    edges,
+    models_of,
+    simulated,
+)
 from ..search.job import Job
 from ..search.pool import CandidatePool
 from ..search.quests import Draft
@@ -104,4 +110,4 @@ def at_other_sizes(job: Job, bases: list[Candidate]) -> Iterator[Candidate]:
 
 def _seconds(base: Candidate) -> float:
     """T of a pipeline."""
-    return pipeline_seconds([cost.once_and_slowest(base.num_microbatches) for cost in base.costs])
+    return total_seconds([cost.once_and_slowest(base.num_microbatches) for cost in base.costs])

@@ -33,8 +33,7 @@ from ..pricing.whole_stage import BRIEF, together
 from ..requests.request import MOST_CHUNKS
 from ..schedules.held import splits, stage_halves
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
-from ..search.candidate import Candidate
-from ..search.candidates import edges, simulated
+from ..search.candidates import Candidate, edges, simulated
 from ..search.job import Job
 from ..search.pool import CandidatePool
 from ..search.translated import translated

@@ -6,8 +6,8 @@ wait, nor of hosts that bind a stage: of pipelines that it holds for equal a sch
 far better. Where there are few pipelines all of them are looked at, elsewhere those next to the
 best, with one cut moved by a block.
 
-Each has the bound of ``pipeline_bound`` with its stages' figures, the backward in halves where a
-schedule may split it; what is not below the best needs no simulation.
+Each has the bound of ``candidates.least_seconds`` with its stages' figures, the backward in halves
+where a schedule may split it; what is not below the best needs no simulation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from dataclasses import replace
 from itertools import islice
 from math import comb
 
-from ..inter_op.inter_op import Pipeline, StageChoice
-from ..inter_op.pipeline_bound import least_seconds
+from ..inter_op.inter_op import Pipeline, StageChoice, total_seconds
 from ..inter_op.sweep import Tiling
 from ..intra_op.intra_op import StageAnswer
 from ..pricing.branches import WeightedEdges, stage_depths
 from ..schedules.held import splits
-from ..search.candidate import Candidate, pipeline_seconds
-from ..search.candidates import edges, stage
+from ..search.candidates import Candidate, edges, least_seconds, stage
 from ..search.job import Job
 from ..search.pool import CandidatePool
 from ..search.quests import Draft
@@ -163,7 +161,7 @@ def _draft(job: Job, rows: int, stages: Stages) -> Iterator[tuple[float, Draft]]
             return
         answers.append(found[1])
     count = job.num_microbatches(rows)
-    seconds = pipeline_seconds([each.cost.once_and_slowest(count) for each in answers])
+    seconds = total_seconds([each.cost.once_and_slowest(count) for each in answers])
     yield (
         answers_seconds(answers, count, needs, job.request.schedules),
         Draft(rows, Pipeline(stages, seconds)),

@@ -9,23 +9,38 @@ that is found is simulated under every schedule that the request allows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..inter_op.branches_search import branch_pipelines
 from ..pricing.branches import sections
+from ..pricing.step import KnownSteps
 from ..requests.request import MOST_CHUNKS
-from ..search.candidate import Candidate
+from ..search.bound import work_bound
+from ..search.candidates import Candidate
 from ..search.job import Job
 from ..search.pool import CandidatePool
 from ..search.quests import MOST_CUTS, TOLERANCE, Draft, Quest, drafts
 from ..search.space import mixed_tiling, uniform_tiling
-from ..search.work_bound import work_bound
-from ..search.workers import Explored
 
 NEAR = 1.05
 """Drafts of another part that are within this factor of the best are taken in."""
 
 SOON = 800
 """The work after which a first plan is made of what is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """What the search of some micro-batch sizes found: drafts with their steps, the fastest first.
+
+    ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
+    by how much the rest does not.
+    """
+
+    drafts: tuple[tuple[float, Draft], ...]
+    steps: KnownSteps
+    is_open: bool
+    excess_bytes: list[float]
 
 
 def dynamic_program(job: Job, pool: CandidatePool) -> Iterator[Candidate]:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from ..inter_op.inter_op import Pipeline
 from ..intra_op.closing import MOST_PROGRAMS
-from ..search.candidate import Candidate
-from ..search.candidates import candidates
+from ..search.candidates import Candidate, candidates
 from ..search.job import LONG, Job
 from ..search.pool import CandidatePool
 from ..search.quests import Draft

@@ -20,7 +20,7 @@ from ..pricing.step import Pipeline, latency_seconds, simulate_stages
 from ..pricing.whole_stage import BRIEF
 from ..replicas import check_replicas, with_replica_sums
 from ..schedules.schedules import can_have, compute_orders
-from ..search.candidate import Candidate
+from ..search.candidates import Candidate
 from ..search.job import Job
 from ..search.pool import CandidatePool
 from .alike import groups_of_bases

@@ -14,8 +14,7 @@ from dataclasses import replace
 from ..errors import PlanError, UsageError
 from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..pricing.slice_costs import MOST_UNITS, best_lengths, even_lengths
-from ..search.candidate import Candidate
-from ..search.candidates import edges
+from ..search.candidates import Candidate, edges
 from ..search.job import Job
 from ..search.pool import CandidatePool
 from ..search.report_plan import make_plan

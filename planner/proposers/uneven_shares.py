@@ -28,8 +28,7 @@ from ..pricing.stage_cost import Figures, StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from ..search.cached_search import cached_solver
-from ..search.candidate import Candidate
-from ..search.candidates import simulated
+from ..search.candidates import Candidate, simulated
 from ..search.job import Job
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..graph import Graph, Node, Ref
-from ..layout import shard
+from ..layout import AxisStrategy, shard
 from ..positions import Dims
-from ..strategy import AxisStrategy
 from .features import Features
 
 ATTENTION = "aten.scaled_dot_product_attention"

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ..strategy import InnerCollective
+from ..layout import InnerCollective
 
 Letters = tuple[str | None, ...]
 Shape = tuple[int, ...]

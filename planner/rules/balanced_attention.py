@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..graph import Node
-from ..layout import shard
-from ..strategy import BALANCED, AxisStrategy, InnerCollective, NodeLayout
+from ..layout import BALANCED, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import Case, argument
 from .table import packet
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ..graph import TensorSpec
-from ..layout import INVARIANT, PARTIAL, REPLICATE, Placement, shard
-from ..strategy import AxisStrategy
+from ..layout import INVARIANT, PARTIAL, REPLICATE, AxisStrategy, Placement, shard
 from .annotation import FLOATS, Signature
 
 

@@ -7,8 +7,7 @@ them, and one back for the gradient.
 
 from __future__ import annotations
 
-from ..layout import shard
-from ..strategy import AxisStrategy, InnerCollective
+from ..layout import AxisStrategy, InnerCollective, shard
 from .case import Case
 
 EXCHANGED = "aten.split_with_sizes.default"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..graph import Graph, Node
-from ..layout import INVARIANT, REPLICATE, Placement, shard
-from ..strategy import AxisStrategy
+from ..layout import INVARIANT, REPLICATE, AxisStrategy, Placement, shard
 from .balanced_attention import balanced_strategies
 from .case import Case
 from .derive import derive

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from ...cost_model.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, Action, Table, Weights
-from .asynchronous import updating_1f1b
-from .bidirectional import chimera
 from .orders import (
+    chimera,
     gpipe,
     inference,
     interleaved_1f1b,
     looped_bfs,
     one_forward_one_backward,
+    updating_1f1b,
 )
 from .sliced import terapipe
 from .zero_bubble import dualpipev, zb_h1, zb_h2, zbv

@@ -6,10 +6,23 @@ In: how many pipeline ranks, micro-batches and chunks (stages per rank; stage ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from ...cost_model.actions import BACKWARD, FORWARD, Action, Row, Table, Wiring
+from ...cost_model.actions import (
+    BACKWARD,
+    FORWARD,
+    REDUCE,
+    STEP,
+    Action,
+    ActionKind,
+    Edges,
+    Row,
+    Table,
+    Wiring,
+    chain,
+)
 
 
 def depths(wiring: Wiring) -> tuple[int, ...]:
@@ -133,4 +146,99 @@ def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
-    return (*forwards[:warmup], *chain.from_iterable(pairs), *backwards[steady:])
+    return (*forwards[:warmup], *itertools.chain.from_iterable(pairs), *backwards[steady:])
+
+
+def updating_1f1b(num_ranks: int, num_microbatches: int, per_update: int = 1) -> Table:
+    """1F1B that updates a stage's weights after every ``per_update`` backwards.
+
+    With 1: PipeDream (Harlap et al. 2018, arXiv:1806.03377, section 3.2), whose stages each
+    compute a micro-batch's backward with the weights of its forward; and AMPNet (Gaunt et al.
+    2017, arXiv:1705.09786, section 3), which uses the newest. AMPNet's workers take whatever
+    arrives, backwards first; with at most ``num_ranks`` micro-batches admitted and equal
+    stages that is this order. With more: PipeDream-2BW (Narayanan et al. 2021,
+    arXiv:2006.09503, section 3.1).
+    """
+    return tuple(
+        tuple(_with_updates(row, num_microbatches, per_update))
+        for row in one_forward_one_backward(num_ranks, num_microbatches)
+    )
+
+
+def _with_updates(row: Row, num_microbatches: int, per_update: int) -> Iterator[Action]:
+    for action in row:
+        yield action
+        kind, stage, m, _ = action
+        if kind == BACKWARD and ((m + 1) % per_update == 0 or m + 1 == num_microbatches):
+            yield Action(REDUCE, stage, m)
+            yield Action(STEP, stage, m)
+
+
+def per_update_of_2bw(num_ranks: int, num_microbatches: int) -> int:
+    """The least micro-batches per update with which two versions suffice, that divides all.
+
+    A stage's forward of update k uses version k - 1, which the backwards of update k - 2 must
+    have made; 1F1B is ``num_ranks - 1`` forwards ahead of them at most. Source: Narayanan et
+    al. 2021 (arXiv:2006.09503), section 3.1: at least as many as there are stages.
+
+    >>> per_update_of_2bw(4, 16), per_update_of_2bw(4, 6), per_update_of_2bw(4, 3)
+    (4, 6, 3)
+    """
+    least = min(num_ranks, num_microbatches)
+    return next(g for g in range(least, num_microbatches + 1) if num_microbatches % g == 0)
+
+
+def chimera(num_ranks: int, num_microbatches: int) -> Table:
+    """Two 1F1B pipelines in opposite directions, whose actions fall into each other's gaps.
+
+    Micro-batches go in units of ``num_ranks``, the first half of a unit down and the second up;
+    where forward and backward take one slot each and ``num_ranks`` is even, no two actions of
+    a unit are due on a rank at the same time. A unit begins in the gaps at the end of the one
+    before (direct concatenation), and gives way to it. Source: Li and Hoefler 2021, Chimera
+    (arXiv:2107.06925), sections 3.1 and 3.5, figures 3 and 7.
+    """
+    due: list[list[tuple[_Due, Action]]] = [[] for _ in range(num_ranks)]
+    for unit, first in enumerate(range(0, num_microbatches, num_ranks)):
+        count = min(num_ranks, num_microbatches - first)
+        down = (count + 1) // 2
+        for stage in range(num_ranks):
+            for slot, kind, m in _slots(stage, num_ranks, down):
+                at = _Due(slot + 2 * num_ranks * unit, unit, kind == FORWARD)
+                due[stage].append((at, Action(kind, stage, first + m)))
+            for slot, kind, m in _slots(stage, num_ranks, count - down):
+                at = _Due(slot + 2 * num_ranks * unit, unit, kind == FORWARD)
+                action = Action(kind, num_ranks + stage, first + down + m)
+                due[num_ranks - 1 - stage].append((at, action))
+    return tuple(tuple(action for _, action in sorted(row)) for row in due)
+
+
+class _Due(NamedTuple):
+    """When an action is due: by slot, an earlier unit first, its backwards first."""
+
+    slot: int
+    unit: int
+    is_forward: bool
+
+
+def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, ActionKind, int]]:
+    """(slot, kind, micro-batch) of 1F1B where every action takes one slot.
+
+    Micro-batches enter in every other slot, as they leave. Forwards of a stage are in slots of
+    its parity, backwards in the others, and with the other direction it is the reverse: only
+    forwards and backwards of the two share a parity, and up to ``num_ranks / 2`` micro-batches
+    those are over before these begin.
+    """
+    for m in range(count):
+        yield stage + 2 * m, FORWARD, m
+        yield num_ranks + 2 * m + num_ranks - 1 - stage, BACKWARD, m
+
+
+def two_ways(num_ranks: int) -> tuple[tuple[int, ...], Edges]:
+    """The part of each stage and the edges of both pipelines.
+
+    >>> two_ways(2)
+    ((0, 1, 0, 1), ((0, 1), (2, 3)))
+    """
+    down = chain(num_ranks)
+    up = tuple((source + num_ranks, target + num_ranks) for source, target in down)
+    return tuple(range(num_ranks)) * 2, down + up

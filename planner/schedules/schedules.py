@@ -14,11 +14,17 @@ from collections.abc import Callable, Mapping
 
 from ...cost_model.actions import Edges, Schedule, Table, Wiring, chain
 from ..errors import UsageError
-from .asynchronous import per_update_of_2bw
-from .bidirectional import two_ways
 from .catalogue import LOOPED, SCHEDULES, ScheduleInfo, Size
 from .messages import complete
-from .orders import depths, gpipe, inference, one_forward_one_backward, round_size
+from .orders import (
+    depths,
+    gpipe,
+    inference,
+    one_forward_one_backward,
+    per_update_of_2bw,
+    round_size,
+    two_ways,
+)
 
 __all__ = ["LOOPED", "SCHEDULES", "ScheduleInfo", "build_schedule", "find_schedule", "in_flight"]
 

@@ -31,6 +31,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ...cost_model.cluster import Device
+from ...cost_model.compute import COMPUTE_FAMILIES, rate
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.sweep import Tiling
 from ..intra_op.elimination import BATCH_AXES, Factor, Floats
@@ -40,12 +42,12 @@ from ..intra_op.kind_tables import KindTables, Rates, TooWideError
 from ..plan import Recompute
 from ..pricing.assembly import reserve
 from ..pricing.branches import sections
+from ..pricing.choices import input_specs
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run, Structure
 from ..requests.request import MOST_CHUNKS
 from .job import Job
 from .space import mixed_tiling, uniform_tiling
-from .work_bound import work_bound
 
 PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
 """λ, as parts of the price at which all bytes of a device cost as much as its work."""
@@ -314,3 +316,46 @@ def _over_ends(factor: Factor, number: int) -> Floats:
     table = factor.table.transpose((0, 1, *(BATCH_AXES + axis for axis in order)))
     index = (slice(None) if end in factor.scope else None for end in range(number))
     return table[(slice(None),) * BATCH_AXES + tuple(index)]
+
+
+def work_bound(job: Job, rows: Sequence[int]) -> float:
+    """A lower bound of the step from the ops' work alone, known without solving anything.
+
+    Whatever the layouts, the devices that share an op do all of its FLOPs and touch all of its
+    bytes between them, at their peak at best: of D devices the busiest computes at least
+
+        N/D · Σ over ops of  max(flops · seconds per FLOP, bytes · seconds per byte)
+
+    forward and backward, with the rates of the fastest device. Of matrix products and attention,
+    which a GPU computes in tiles, the FLOPs alone are counted. An op's work at r rows is at most
+    linear in r and N·r is the batch, so the sum is least for the largest micro-batch: that is
+    taken for all. Communication, recomputation and idle time are left out. 0 where prices are
+    measured, which peaks do not bound.
+    """
+    if job.basis.used is not None or job.basis.only not in (None, "spec"):
+        return 0.0
+    largest = max(rows)
+    structure = job.at(largest)
+    devices = list({host.device.speed: host.device for host in job.cluster.hosts}.values())
+    total = 0.0
+    for kind, count in Counter(block.kind for block in structure.blocks.blocks).items():
+        nodes = structure.blocks.kinds[kind].nodes
+        total += count * sum(_least_seconds(job, largest, name, devices) for name in nodes)
+    return job.num_microbatches(largest) * total / job.cluster.num_devices
+
+
+def _least_seconds(job: Job, rows: int, name: str, devices: Sequence[Device]) -> float:
+    """Both passes of a whole op on the fastest of the devices."""
+    graph = job.at(rows).graph
+    node = graph[name]
+    work = job.rules.work(node, input_specs(node, graph), node.outputs)
+    passes = (
+        (work.flops_forward, work.bytes_forward), (work.flops_backward, work.bytes_backward)
+    )  # fmt: skip
+    least = float("inf")
+    for device in devices:
+        own = rate(device, work.family, node.spec.dtype)
+        per_byte = 0.0 if work.family in COMPUTE_FAMILIES else own.seconds_per_byte
+        seconds = sum(max(f * own.seconds_per_flop, b * per_byte) for f, b in passes)
+        least = min(least, seconds)
+    return least

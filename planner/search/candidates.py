@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..inter_op.inter_op import StageChoice
-from ..inter_op.pipeline_bound import least_seconds
+import numpy as np
+
+from ..inter_op.inter_op import StageChoice, gap_adjusted_seconds, total_seconds
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..pricing.assembly import Setting
 from ..pricing.branches import Places, WeightedEdges, stage_depths, stage_edges
+from ..pricing.slice_costs import SliceShares
+from ..pricing.stage_cost import StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, Step, latency_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
+from ..pricing.whole_stage import BRIEF, together
 from ..schedules.held import Halves, is_split, most_held, splits
 from ..schedules.orders import round_size
-from .candidate import Candidate, gap_adjusted_seconds, pipeline_seconds, rank_bytes
+from ..summary import RankSummary, schedule_text, summary_text
 from .job import Job
 from .quests import Draft
 
@@ -131,7 +136,7 @@ def _refine(
     while left:
         figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
-        if gap_adjusted_seconds(figures, gaps) >= pipeline_seconds(figures) * (
+        if gap_adjusted_seconds(figures, gaps) >= total_seconds(figures) * (
             1 - job.request.gap / 2
         ):
             return
@@ -254,3 +259,126 @@ def is_whole(made: Candidate) -> bool:
     most = few + more if made.num_chunks > 1 else 2 * more
     count = made.num_microbatches
     return len(made.stages) * count <= MOST_STEPS or count <= most or made.slices is not None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A simulated configuration.
+
+    ``stages`` are in the order of the model; stages on the same devices are one pipeline rank's,
+    ``num_chunks`` each. ``costs`` are what the stages cost under the schedule. ``rows`` are the
+    samples of a micro-batch. ``slices`` are those of TeraPipe. ``base`` is the pipeline of one
+    stage per rank whose layouts a candidate of another kind has. ``is_complete``: every
+    micro-batch of its step was simulated although there are very many.
+    """
+
+    rows: int
+    num_microbatches: int
+    schedule: str
+    stages: tuple[StageChoice, ...]
+    answers: tuple[tuple[StageModel, StageAnswer], ...]
+    costs: tuple[StageCost, ...]
+    step_seconds: float
+    bubble_fraction: float
+    peak_bytes: float
+    num_chunks: int = 1
+    slices: SliceShares | None = None
+    base: Candidate | None = None
+    fits: bool = True
+    is_complete: bool = False
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there are several stages, one per rank, under a schedule without replicas or
+        slices: what other kinds of candidates are made of."""
+        return self.base is None and len(self.stages) > 1
+
+    @property
+    def layouts_gap(self) -> float:
+        """How much lower the pipeline time T could be if every stage's layouts were optimal.
+
+        Of a candidate with a ``base`` it is that of the base.
+        """
+        if self.base is not None:
+            return self.base.layouts_gap
+        figures = [cost.once_and_slowest(self.num_microbatches) for cost in self.costs]
+        gaps = [answer.gap for _, answer in self.answers]
+        return 1 - gap_adjusted_seconds(figures, gaps) / total_seconds(figures)
+
+    @property
+    def spent_seconds(self) -> dict[str, float]:
+        """Seconds of a step by what they go to, on the busiest stage, and the bubble."""
+        busiest = max(self.costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
+        seconds = busiest.seconds
+        count = self.num_microbatches * self.num_chunks
+        communication = seconds.forward_communication + seconds.backward_communication
+        states = seconds.forward_states + seconds.backward_states
+        return {
+            "compute": count * sum(busiest.compute_seconds),
+            "communication": count * (communication + states),
+            "gradient synchronization": seconds.gradient_sync * self.num_chunks,
+            "optimizer": seconds.optimizer * self.num_chunks,
+            "bubble": self.bubble_fraction * self.step_seconds,
+        }
+
+    @property
+    def summary(self) -> str:
+        """The configuration in one line."""
+        ranks: dict[int, RankSummary] = {}
+        for (model, answer), choice in zip(self.answers, self.stages, strict=True):
+            mesh, zero = model.prices.mesh, answer.setting.zero
+            before = ranks.get(choice.first_device, RankSummary(mesh, zero, 0))
+            num_full, num_selective = map(sum, answer.setting.rung)
+            ranks[choice.first_device] = RankSummary(
+                mesh, zero, before.num_blocks + choice.stop - choice.start,
+                before.num_full + num_full, before.num_selective + num_selective, answer.shares,
+            )  # fmt: skip
+        num_slices = len(self.slices.lengths) if self.slices is not None else 0
+        schedule = schedule_text(self.schedule, self.num_chunks, num_slices)
+        return summary_text(list(ranks.values()), schedule, self.num_microbatches, self.rows)
+
+
+def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dict[int, float]:
+    """By the first device of each pipeline rank the bytes on one of its devices, for all of its
+    stages together."""
+    ranks: dict[int, list[StageCost]] = {}
+    for choice, cost in zip(stages, costs, strict=True):
+        ranks.setdefault(choice.first_device, []).append(cost)
+    return {
+        rank: sum(together([cost.memory_bytes for cost in of_rank], once=BRIEF).values())
+        for rank, of_rank in ranks.items()
+    }
+
+
+def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | None = None) -> Any:
+    """A lower bound of the step of a pipeline, whatever the order of its micro-batches.
+
+    ``figures[stage]``: forward, backward, receive forward, receive backward, end of the step;
+    where backwards are split the second is the first half, and a sixth the weights'. ``edges``
+    are those of ``branches.stage_edges``. A stage computes nothing before the first micro-batch
+    has come through all that it needs; then it computes all forwards and backwards; after the
+    last of these there is its own end of the step, or the way back of that micro-batch through
+    the stages before it and their ends.
+
+    >>> float(least_seconds([(1, 2, 0, 0, 1), (2, 4, 0.5, 0.5, 1)], 3))
+    23.0
+    """
+    before: list[list[tuple[int, float]]] = [[] for _ in figures]
+    chained = [(target - 1, target, 1.0) for target in range(1, len(figures))]
+    for source, target, share in chained if edges is None else edges:
+        before[target].append((source, share))
+    there: list[Any] = []
+    back: list[Any] = []
+    least: Any = 0.0
+    for stage, (forward, backward, receive, receive_backward, end, *late) in enumerate(figures):
+        weights = late[0] if late else 0.0
+        arrived, after = 0.0 * forward, 0.0 * end
+        for source, share in before[stage]:
+            arrived = np.maximum(arrived, there[source] + figures[source][0] + share * receive)
+            returned = share * receive_backward + figures[source][1] + back[source]
+            after = np.maximum(after, returned)
+        there.append(arrived)
+        back.append(np.maximum(weights + end, after))
+        ended = np.maximum(count * weights + end, after)
+        least = np.maximum(least, arrived + count * (forward + backward) + ended)
+    return least

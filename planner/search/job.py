@@ -19,12 +19,18 @@ import numpy as np
 from ...cost_model.cluster import Cluster, Link
 from .. import rules as default_rules
 from ..cache.cache import NO_CACHE, Cache
-from ..errors import AutoparallelError, TimeLimitError, UsageError
+from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import Floats, StageChoice, Table
-from ..inter_op.mesh_proposals import Proposals, proposals
-from ..inter_op.submesh import meshes, num_row_parts, restriction, submesh_sizes
+from ..inter_op.submesh import (
+    Proposals,
+    meshes,
+    num_row_parts,
+    proposals,
+    restriction,
+    submesh_sizes,
+)
 from ..intra_op.intra_op import Effort, IntraOp, Limits
 from ..intra_op.pulp_solver import find_solver
 from ..layout import Mesh
@@ -42,7 +48,6 @@ from ..requests.request import Request
 from ..schedules.held import Halves, halves
 from .cached_search import cache_for, cached_solver
 from .costs import Costs, Runs
-from .refusals import does_not_fit
 from .space import place_key
 from .workers import StartWorkers, Workers, serial
 
@@ -394,3 +399,44 @@ class _Exact:
             cost[rows, stops] = seconds[runs.classes.numbers[rows, stops]]
             self.made[key] = cost
         return self.made[key]
+
+
+def check_measured(basis: Basis, request: Request) -> None:
+    """Raises AP170 where the search asked for a time that was not measured."""
+    missing = basis.asked.unmeasured if basis.asked is not None else []
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if missing[8:] else "")
+        raise UsageError(
+            "AP170",
+            f"--profile measured: {len(missing)} kinds of op or transfer have not been measured",
+            why=shown,
+            fix=f"autoparallel profile {request.target or 'TARGET'} with the same options and a "
+            "larger --budget, or plan with --profile auto",
+        )
+
+
+def does_not_fit(
+    excess: float, limits: Limits, request: Request, cluster: Cluster
+) -> InfeasibleError:
+    """AP301: the nearest plan needs ``excess`` bytes more than a device has."""
+    limit = limits.memory_bytes
+    tries = []
+    if limits.recompute == "none":
+        tries.append("recompute=full")
+    if max(limits.zeros) < 3 and cluster.num_devices > 1:
+        tries.append("zero=3")
+    if request.microbatch_size is not None and request.microbatch_size > 1:
+        tries.append("a smaller micro-batch")
+    devices = -(-int(cluster.num_devices * (limit + excess)) // int(limit)) + 1
+    tries.append(f"about {devices} devices")
+    return InfeasibleError(
+        "AP301",
+        "the model does not fit"
+        + (
+            f": the nearest plan is about {excess / 1e9:.3g} GB over the limit"
+            if excess > 0
+            else ""
+        ),
+        why=f"each device has {limit / 1e9:.3g} GB",
+        fix=" or ".join(tries),
+    )

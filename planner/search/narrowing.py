@@ -14,8 +14,7 @@ from ..inter_op.inter_op import Pipeline
 from ..intra_op.closing import WINNERS_PROGRAMS
 from ..intra_op.stage_answer import StageAnswer, gap_between
 from ..pricing.stage_model import StageModel
-from .candidate import Candidate
-from .candidates import candidate, completed, is_whole
+from .candidates import Candidate, candidate, completed, is_whole
 from .job import Job
 from .quests import Draft
 

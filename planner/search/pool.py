@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .candidate import Candidate
-from .candidates import candidates, completed, is_whole
+from .candidates import Candidate, candidates, completed, is_whole
 from .job import Job
 from .quests import Draft
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from ..inter_op.inter_op import Pipeline, PipelineSearch, StageChoice
+from ..inter_op.inter_op import Pipeline, PipelineSearch, StageChoice, total_seconds
 from ..inter_op.sweep import Tiling
-from .candidate import pipeline_seconds
 from .costs import Costs
 
 TOLERANCE = 1e-3
@@ -138,7 +137,7 @@ class Quest:
             )
 
     def _known_seconds(self, stages: tuple[StageChoice, ...]) -> float:
-        return pipeline_seconds(self._known(stages))
+        return total_seconds(self._known(stages))
 
     def _known(self, stages: tuple[StageChoice, ...]) -> list[tuple[float, float]]:
         """What is known of the q and m of each stage."""
@@ -156,9 +155,9 @@ class Quest:
         own = [(0.0, 0.0)] * len(stages)
         for at in _halving(len(stages)):
             own[at] = self.costs.price(len(stages) - at, at == 0, stages[at])
-            if pipeline_seconds(own) > patience:
+            if total_seconds(own) > patience:
                 return None
-        return Pipeline(stages, pipeline_seconds(own))
+        return Pipeline(stages, total_seconds(own))
 
     def finish(self, num_stages: int) -> None:
         """Nothing better of so many stages is left."""

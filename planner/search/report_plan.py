@@ -15,7 +15,7 @@ from ...cost_model.cluster import Cluster
 from ...cost_model.compute import least_seconds
 from ..graph import Node
 from ..intra_op.intra_op import StageAnswer
-from ..layout import INVARIANT, Layout, conversion_steps
+from ..layout import INVARIANT, Layout, NodeLayout, conversion_steps
 from ..plan import (
     Alternative,
     BlockPlan,
@@ -33,8 +33,7 @@ from ..pricing.step import prediction_of, send_seconds
 from ..pricing.structure import Structure
 from ..pricing.undivided import undivided
 from ..requests.request import Request
-from ..strategy import NodeLayout
-from .candidate import Candidate
+from .candidates import Candidate
 
 LESS_SIMPLE = "about as fast, but more complex"
 """Why a plan lost that takes less, by no more than the tolerance."""

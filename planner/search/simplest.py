@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..plan import Plan, Simplest
-from .candidate import Candidate
-from .candidates import completed, is_whole
+from .candidates import Candidate, completed, is_whole
 from .job import Job
 from .pool import CandidatePool
 

@@ -22,6 +22,7 @@ from ..graph import Blocks, Graph
 from ..integer_programs.ilp import UNIT_BYTES, Problem, cost, memory_bytes
 from ..inter_op.submesh import restriction
 from ..intra_op.named_program import MICROSECONDS, NamedProgram, named_program
+from ..layout import NodeLayout
 from ..plan import Plan, StagePlan
 from ..pricing.assembly import Assembly, Setting
 from ..pricing.basis import DEFAULT, Basis
@@ -33,7 +34,6 @@ from ..pricing.structure import Run, Structure
 from ..pricing.whole_stage import BRIEF
 from ..requests.request import Forced
 from ..schedules.held import most_held
-from ..strategy import NodeLayout
 
 Minimized = Literal["time", "unlimited", "memory"]
 """Microseconds of a micro-batch within the memory limit, or without one; or megabytes."""

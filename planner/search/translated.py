@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..layout import NodeLayout
 from ..pricing.assembly import Solution
 from ..pricing.decisions import Decision
 from ..pricing.stage_model import StageModel
-from ..strategy import NodeLayout
 
 
 def translated(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:

@@ -12,9 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ..pricing.step import KnownSteps
-from .quests import Draft
-
 if TYPE_CHECKING:
     from .job import Job
 
@@ -78,17 +75,3 @@ class SerialWorkers:
 def serial(job: Job, sizes: Sizes) -> Workers:
     """Workers that are this process."""
     return SerialWorkers(job, parts_of(job, sizes))
-
-
-@dataclass(frozen=True, slots=True)
-class Explored:
-    """What the search of some micro-batch sizes found: drafts with their steps, the fastest first.
-
-    ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
-    by how much the rest does not.
-    """
-
-    drafts: tuple[tuple[float, Draft], ...]
-    steps: KnownSteps
-    is_open: bool
-    excess_bytes: list[float]

@@ -17,7 +17,7 @@ from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
-from autoparallel.planner.layout import Mesh, shard
+from autoparallel.planner.layout import BALANCED, AxisStrategy, Mesh, NodeLayout, combine, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.choices import (
@@ -32,7 +32,6 @@ from autoparallel.planner.pricing.saved import saved_parts
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies, work
 from autoparallel.planner.rules.balanced_attention import BALANCED_ATTENTION, as_run
-from autoparallel.planner.strategy import BALANCED, AxisStrategy, NodeLayout, combine
 from examples.gpt import GPT, example_batch
 
 HEADS, SEQ, SIZE = 4, 16, 8

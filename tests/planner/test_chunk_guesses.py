@@ -23,7 +23,7 @@ from autoparallel.planner.proposers.balanced import block_flops
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.rank_held import rank_held
-from autoparallel.planner.search.candidate import Candidate
+from autoparallel.planner.search.candidates import Candidate
 
 BLOCKS = 8
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)

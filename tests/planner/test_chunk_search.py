@@ -24,7 +24,7 @@ from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.planner.search.work_bound import work_bound
+from autoparallel.planner.search.bound import work_bound
 
 SAME = 1e-9
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)

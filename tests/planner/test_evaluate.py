@@ -28,7 +28,7 @@ from autoparallel.planner.pricing.stage_cost import Figures
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.pricing.structure import Run, Structure
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.candidate import Candidate
+from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.report_plan import make_plan
 
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))

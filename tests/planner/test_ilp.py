@@ -19,9 +19,8 @@ from autoparallel.planner.integer_programs.ilp import (
     merge_classes,
     optimize,
 )
-from autoparallel.planner.layout import Mesh, format_layout
+from autoparallel.planner.layout import Mesh, NodeLayout, format_layout
 from autoparallel.planner.pricing.assembly import Assembly, Setting
-from autoparallel.planner.strategy import NodeLayout
 
 
 def chosen(found: Assembly, choices: tuple[int, ...]) -> dict[str, NodeLayout]:

@@ -6,7 +6,7 @@ import pytest
 
 from autoparallel.cost_model.actions import Action, Schedule, parse_table
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES
-from autoparallel.planner.schedules.messages_held import (
+from autoparallel.planner.schedules.held import (
     KEPT_ON_GLOO,
     MessageBytes,
     messages_held,

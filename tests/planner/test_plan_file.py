@@ -15,11 +15,10 @@ from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, shard
+from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, NodeLayout, shard
 from autoparallel.planner.plan import Plan, ProfileUse
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.strategy import NodeLayout
 
 PLACEMENTS = st.sampled_from([REPLICATE, INVARIANT, PARTIAL, shard(0), shard(1), shard(12)])
 LAYOUTS = st.tuples(PLACEMENTS, PLACEMENTS)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.layout import AxisStrategy
 from autoparallel.planner.rules import RULES, axis_strategies, has_rule
 from autoparallel.planner.rules.annotation import bind, parse
 from autoparallel.planner.rules.saved import saved
 from autoparallel.planner.rules.views import match_dims
-from autoparallel.planner.strategy import AxisStrategy
 
 F, INT, BOOL = "float32", "int64", "bool"
 X = Ref("x0")

@@ -14,9 +14,8 @@ from op_cases import OpCase, f, graph_of, positive
 from sharding import assert_close, collect, distribute, gradient_layout
 from torch import Tensor
 
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.layout import AxisStrategy, Mesh
 from autoparallel.planner.rules import axis_strategies
-from autoparallel.planner.strategy import AxisStrategy
 
 NUM_RANKS = 2
 MESH = Mesh(("tp",), (NUM_RANKS,))

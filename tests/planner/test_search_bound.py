@@ -12,14 +12,13 @@ from random_cases import random_case
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError
-from autoparallel.planner.inter_op.pipeline_bound import least_seconds
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import SCHEDULES, Request
 from autoparallel.planner.schedules.held import splits
-from autoparallel.planner.search.bound import lower_bound
-from autoparallel.planner.search.work_bound import work_bound
+from autoparallel.planner.search.bound import lower_bound, work_bound
+from autoparallel.planner.search.candidates import least_seconds
 
 SAME = 1 + 1e-9
 WHOLE = Features(frozenset({"zb-h1", "zb-h2"}))

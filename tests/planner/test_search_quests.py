@@ -10,10 +10,10 @@ from autoparallel.planner.inter_op.inter_op import PipelineSearch
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search import quests as search_quests
+from autoparallel.planner.search.bound import work_bound
 from autoparallel.planner.search.job import Job
 from autoparallel.planner.search.quests import TOLERANCE, Draft, Quest, drafts
 from autoparallel.planner.search.space import mixed_tiling, uniform_tiling
-from autoparallel.planner.search.work_bound import work_bound
 
 LAYERS = 12
 

@@ -20,7 +20,6 @@ from autoparallel.planner.errors import (
     TimeLimitError,
     UsageError,
 )
-from autoparallel.planner.integer_programs.highs import HIGHS
 from autoparallel.planner.integer_programs.ilp import (
     Problem,
     build,
@@ -29,7 +28,14 @@ from autoparallel.planner.integer_programs.ilp import (
     memory_bytes,
     optimize,
 )
-from autoparallel.planner.integer_programs.program import Program, Raw, SolveOptions, Solver, Status
+from autoparallel.planner.integer_programs.program import (
+    HIGHS,
+    Program,
+    Raw,
+    SolveOptions,
+    Solver,
+    Status,
+)
 from autoparallel.planner.intra_op.pulp_solver import PulpSolver, find_solver
 from autoparallel.planner.requests.request import Request
 

@@ -16,8 +16,7 @@ from small_graphs import cluster, mlp
 from autoparallel.goals import plan_for
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.integer_programs.highs import HIGHS
-from autoparallel.planner.integer_programs.program import SolveOptions
+from autoparallel.planner.integer_programs.program import HIGHS, SolveOptions
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.stage_program import StageProgram, stage_program

@@ -15,8 +15,8 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search.bound import work_bound
 from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.work_bound import work_bound
 from examples.gpt import GPT, example_batch
 
 SAME = 1 + 1e-9
