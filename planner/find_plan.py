@@ -29,7 +29,7 @@ from .proposers.alike import is_alike
 from .proposers.interleaved import interleaved
 from .proposers.local_search import local_search
 from .proposers.pipelines import dynamic_program, learned, parallel_branches
-from .proposers.refined import refined_layouts
+from .proposers.refined import free_axes, refined_layouts
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
 from .proposers.uneven_shares import uneven_shares
@@ -52,6 +52,7 @@ PROPOSERS: tuple[Proposer, ...] = (
     parallel_branches,  # branches of the model on devices of their own
     local_search,  # cuts next to those of the fastest
     refined_layouts,  # the fastest again, their layouts proven by integer programs
+    free_axes,  # meshes whose axis "dp" splits weights too
     uneven_shares,  # unlike devices take unequal shares of the batch
     interleaved,  # several stages per rank
     replicated,  # Chimera
@@ -59,8 +60,8 @@ PROPOSERS: tuple[Proposer, ...] = (
 )
 """The whole search, in order."""
 
-ONE_STAGE_PER_RANK = PROPOSERS[:5]
-OTHER_SCHEDULES = PROPOSERS[5:]
+ONE_STAGE_PER_RANK = PROPOSERS[:6]
+OTHER_SCHEDULES = PROPOSERS[6:]
 
 
 @dataclass(frozen=True, slots=True)

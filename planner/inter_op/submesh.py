@@ -225,16 +225,18 @@ def num_row_parts(mesh: Mesh) -> int:
     return prod(size for name, size in sizes if name in ("dp", "ep"))
 
 
-def restriction(mesh: Mesh, forced: Forced) -> Restriction:
-    """What the axes of a mesh are for."""
+def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
+    """What the axes of a mesh are for. ``free`` leaves what is not forced to the solver, of
+    three axes all but "dp": tables of as many free ones are too wide."""
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 
-    def axis_of(name: str) -> tuple[int, ...]:
-        return (of[name],) if name in of else ()
+    def axis_of(name: str, degree: int | None) -> tuple[int, ...]:
+        is_free = free and degree is None and (name != "dp" or len(of) < 3)
+        return (of[name],) if name in of and not is_free else ()
 
-    cp, ep = axis_of("cp"), axis_of("ep")
+    cp, ep = axis_of("cp", forced.cp), axis_of("ep", forced.ep)
     return Restriction(
-        axis_of("dp"),
+        axis_of("dp", forced.dp),
         () if forced.tp is None else tuple(i for i, n in enumerate(mesh.axes) if n == "tp"),
         forced.sequence_parallel,
         cp,

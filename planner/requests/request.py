@@ -188,6 +188,11 @@ class Request:
         return tuple(name for name in ARRANGED_SCHEDULES if self.features.allows(name))
 
     @property
+    def frees_axes(self) -> bool:
+        """Whether an axis "dp" may split weights: it is one of tensor parallelism then."""
+        return self.features.allows("tp") and self.max_tp is None
+
+    @property
     def zeros(self) -> tuple[int, ...]:
         """The ZeRO stages that a plan may have."""
         return self.features.zeros if self.forced.zero is None else (self.forced.zero,)

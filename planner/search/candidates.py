@@ -19,6 +19,7 @@ from ..inter_op.inter_op import StageChoice, gap_adjusted_seconds, total_seconds
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..pricing.assembly import Setting
 from ..pricing.branches import Places, WeightedEdges, stage_depths, stage_edges
+from ..pricing.run_classes import NO_RUN
 from ..pricing.slice_costs import SliceShares
 from ..pricing.stage_cost import StageCost
 from ..pricing.stage_model import StageModel
@@ -28,6 +29,7 @@ from ..pricing.whole_stage import BRIEF, together
 from ..schedules.held import Halves, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..summary import RankSummary, schedule_text, summary_text
+from .costs import answer_seconds
 from .job import Job
 from .quests import Draft
 
@@ -42,20 +44,21 @@ more micro-batches whole: so many more at most."""
 
 
 def stage(
-    job: Job, rows: int, choice: StageChoice, held: Halves, *, versions: int = 1, programs: int = 0
-) -> Chosen | None:
+    job: Job, rows: int, choice: StageChoice, held: Halves, *,
+    versions: int = 1, programs: int = 0, free: bool = False,
+) -> Chosen | None:  # fmt: skip
     """The best mesh of a stage of a pipeline, and its answer; None where it does not fit.
 
     ``versions`` of its weights are kept. ``programs``: with its gap narrowed by up to so many
-    integer programs.
+    integer programs. ``free``: with the axes of meshes left to the solver (``Job.solver``).
     """
     holds_more = is_split(held) or versions > 1
     for more in range(1 + (MORE_HELD if holds_more else 0)):
         number = most_held(held) + more
-        chosen = _stage(job, rows, choice, number)
+        chosen = _stage(job, rows, choice, number, free=free)
         if chosen is not None and programs:
             chosen[0].refine(chosen[1].run, job.num_microbatches(rows), number, programs)
-            chosen = _stage(job, rows, choice, number)
+            chosen = _stage(job, rows, choice, number, free=free)
         if chosen is None or not holds_more:
             return chosen
         solver, answer = chosen
@@ -72,11 +75,25 @@ def stage(
     return None
 
 
-def _stage(job: Job, rows: int, choice: StageChoice, in_flight: int) -> Chosen | None:
+def _stage(
+    job: Job, rows: int, choice: StageChoice, in_flight: int, *, free: bool = False
+) -> Chosen | None:
     costs = job.costs(rows)
     place = costs.places[costs.place(choice.first_device, choice.num_devices)]
     number = int(costs.runs.classes.numbers[choice.start, choice.stop])
-    return place.answer(number, in_flight)
+    if not free:
+        return place.answer(number, in_flight)
+    if number == NO_RUN:
+        return None
+    run, count = costs.runs.run(number), job.num_microbatches(rows)
+    answers: list[Chosen] = []
+    for mesh in place.meshes:
+        axes = mesh.solver.model.prices.mesh
+        solver = job.solver(rows, axes, choice.first_device, free=True)
+        answer = solver.best(run, count, in_flight) if solver.is_quick(run, count) else None
+        if answer is not None:
+            answers.append((solver, answer))
+    return min(answers, key=lambda each: answer_seconds(each[1], count), default=None)
 
 
 def splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
@@ -100,12 +117,12 @@ def schedules(job: Job, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
 
 
 def candidate(
-    job: Job, draft: Draft, schedule: str | None = None, *, programs: int = 0
+    job: Job, draft: Draft, schedule: str | None = None, *, programs: int = 0, free: bool = False
 ) -> Candidate | None:
     """A draft under a schedule, if not given the one that the dynamic program thought of.
 
     None where it does not fit. ``programs``: with the gaps of stages narrowed, each by up to so
-    many integer programs.
+    many integer programs. ``free``: see ``stage``.
     """
     schedule = schedule or job.in_flight_schedule
     stages, rows = draft.pipeline.stages, draft.rows
@@ -114,7 +131,7 @@ def candidate(
     versions = num_versions(schedule, len(stages), job.num_microbatches(rows))
     chosen: list[Chosen] = []
     for choice, in_flight, kept in zip(stages, held, versions, strict=True):
-        found = stage(job, rows, choice, in_flight, versions=kept)
+        found = stage(job, rows, choice, in_flight, versions=kept, free=free)
         if found is None:
             return None
         chosen.append(found)
@@ -136,9 +153,8 @@ def _refine(
     while left:
         figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
-        if gap_adjusted_seconds(figures, gaps) >= total_seconds(figures) * (
-            1 - job.request.gap / 2
-        ):
+        least = total_seconds(figures) * (1 - job.request.gap / 2)
+        if gap_adjusted_seconds(figures, gaps) >= least:
             return
         at = max(left, key=lambda each: (figures[each][1], -each))
         left.remove(at)
@@ -147,9 +163,10 @@ def _refine(
 
 def candidates(
     job: Job, draft: Draft, *, programs: int = 0, below: float = float("inf"),
-    without: Collection[str] = (),
+    without: Collection[str] = (), free: bool = False,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """The draft under every schedule that is allowed and fits, ``without`` some.
+    """The draft under every schedule that is allowed and fits, ``without`` some. ``free``: see
+    ``stage``.
 
     A schedule that splits backwards only where it can take less than the first of the others
     that fits, and than ``below``: the stages' own work takes as long in any order, and with more
@@ -161,7 +178,7 @@ def candidates(
     for schedule in schedules(job, len(stages), is_chain=needs is None):
         if schedule in without or (splits(schedule) and work >= below):
             continue
-        found = candidate(job, draft, schedule, programs=programs)
+        found = candidate(job, draft, schedule, programs=programs, free=free)
         if found is not None:
             yield found
             below = min(below, found.step_seconds)

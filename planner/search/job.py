@@ -250,9 +250,11 @@ class Job:
             found.append(self.solver(rows, mesh, first))
         return found
 
-    def solver(self, rows: int, mesh: Mesh, first: int, *, link: Link | None = None) -> IntraOp:
-        """The solver of a mesh. ``link``: what its stages receive values over, if not over that
-        from the devices before."""
+    def solver(
+        self, rows: int, mesh: Mesh, first: int, *, free: bool = False, link: Link | None = None
+    ) -> IntraOp:
+        """The solver of a mesh; ``free``: with its axes left to the solver. ``link``: what its
+        stages receive values over, if not over that from the devices before."""
         ranks = tuple(range(first, first + mesh.size))
         request = self.request
         asked = self.basis.asked
@@ -264,10 +266,10 @@ class Job:
         if link is None:
             link = self.cluster.entry_link(first, mesh.size)
         limits = self.limits_on(ranks)
-        key = (rows, mesh, prices.groups, prices.speed, limits, link)
+        key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
         if key not in self.solvers:
             limited = replace(
-                restriction(mesh, request.forced),
+                restriction(mesh, request.forced, free=free),
                 pins=self.pins, features=request.features,
             )  # fmt: skip
             model = StageModel(self.at(rows), prices, limited, link)

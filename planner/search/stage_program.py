@@ -145,15 +145,23 @@ def _assembly(
     rules: Rules,
     basis: Basis,
 ) -> tuple[Assembly, tuple[int, ...] | None]:
-    """The decisions of a stage, and the plan's choices among them; None where a plan of an older
-    version has others."""
+    """The decisions of a stage, and the plan's choices among them.
+
+    Axes are for what they are for in the search, unless the plan uses them for more.
+    """
     prices = Prices(
         stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
         rules, {}, profile=basis.used,
     )  # fmt: skip
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
-    assembly = Assembly(StageModel(structure, prices, restriction(stage.mesh, Forced()), link), run)
-    return assembly, _planned_choices(assembly, stage.layouts)
+    found: list[Assembly] = []
+    for free in (False, True):
+        limited = restriction(stage.mesh, Forced(), free=free)
+        found.append(Assembly(StageModel(structure, prices, limited, link), run))
+        planned = _planned_choices(found[-1], stage.layouts)
+        if planned is not None:
+            return found[-1], planned
+    return found[0], None
 
 
 def _planned_choices(
