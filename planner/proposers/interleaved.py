@@ -141,8 +141,13 @@ class ChunkPricing:
         link = None
         if before != rank - 1:
             link = self.job.cluster.send_link(source.devices, stage.devices)
-        mesh = base.answers[rank][0].prices.mesh
-        solver = self.job.solver(base.rows, mesh, stage.first_device, link=link)
+        own = base.answers[rank][0]
+        for free in (False, True):  # as the axes of the pipeline's mesh are
+            solver = self.job.solver(
+                base.rows, own.prices.mesh, stage.first_device, free=free, link=link
+            )
+            if solver.model.restriction == own.restriction:
+                break
         return solver.model
 
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:

@@ -56,6 +56,8 @@ def sliced(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
         )  # fmt: skip
     lengths = even_lengths(length, slices) if isinstance(slices, int) else None
     bases = [each for each in pool.ranked() if each.is_pipeline and _can_be_sliced(job, each)]
+    if not is_forced:
+        bases = [each for each in bases if _may_fit(job, each)]
     for base in bases[:MOST_PRICED]:
         if _least_seconds(base) < pool.bar:
             yield _in_slices(job, base, lengths)
@@ -65,6 +67,16 @@ def _can_be_sliced(job: Job, base: Candidate) -> bool:
     """Whether the stages are a chain, and no mesh splits the positions already."""
     has_cp = any("cp" in model.prices.mesh.axes for model, _ in base.answers)
     return not has_cp and edges(job, base.rows, base.stages) is None
+
+
+def _may_fit(job: Job, base: Candidate) -> bool:
+    """Whether all micro-batches may be in memory at once."""
+    for stage, cost in zip(base.stages, base.costs, strict=True):
+        lasting = cost.total_bytes - cost.memory_bytes["activations"]
+        held = base.num_microbatches * cost.activation_bytes
+        if lasting + held > job.limits_on(stage.devices).memory_bytes:
+            return False
+    return True
 
 
 def _least_seconds(base: Candidate) -> float:

@@ -35,24 +35,6 @@ class Shape(NamedTuple):
     mesh_axes: int
     zero_stage: int
     recomputed_blocks: int
-    microbatches: int
-
-    def more_than(self, other: Shape) -> str:
-        """The first thing in which this is less simple, in words; "" if it is not.
-
-        >>> Shape(1, 2, 3, 1, 0, 0, 8).more_than(Shape(1, 2, 0, 1, 0, 0, 8))
-        'a less simple schedule'
-        """
-        for own, others, words in zip(self, other, WORDS, strict=True):
-            if own != others:
-                return words if own > others else ""
-        return ""
-
-
-WORDS = (
-    "more stages per rank", "more pipeline stages", "a less simple schedule", "more mesh axes",
-    "a higher ZeRO stage", "more blocks recomputed", "more micro-batches",
-)  # fmt: skip
 
 
 def shape_of(candidate: Candidate) -> Shape:
@@ -65,7 +47,6 @@ def shape_of(candidate: Candidate) -> Shape:
         max(sum(size > 1 for size in model.prices.mesh.shape) for model, _ in candidate.answers),
         max(setting.zero for setting in settings),
         sum(sum(map(sum, setting.rung)) for setting in settings),
-        candidate.num_microbatches,
     )
 
 
