@@ -52,6 +52,9 @@ HALF_PRECISIONS = ("bf16", "fp16")
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
+SEARCHES = ("dp", "rl")
+"""How pipelines are found: by dynamic programming, or by learned placers (``placers``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -105,6 +108,8 @@ class PlanOptions:
             raise UsageError(
                 "AP114", f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}"
             )
+        if self.search not in SEARCHES:
+            raise UsageError("AP330", f"search={self.search} is not one of {', '.join(SEARCHES)}")
         if self.profile not in MODES:
             raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
         if self.measure_seconds < 0:
@@ -295,6 +300,8 @@ def own_update(target: Target) -> str:
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
     """The options as the planner takes them."""
+    from autoparallel.placers.placement import learned_pipelines
+
     return Request(
         global_batch=options.global_batch,
         seq=options.seq if options.seq is not None else captured_seq(program),
@@ -315,7 +322,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         top=options.num_candidates,
         target=target.name,
         settings=target.settings,
-        search=options.search,
+        placer=learned_pipelines if options.search == "rl" else None,
         solver=options.solver,
         processes=options.processes,
     )

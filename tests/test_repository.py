@@ -30,8 +30,8 @@ PLANNER = (
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
     "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
     "padding", "pricing", "block_forms", "block_walk", "plan_schedule", "replicas", "shares",
-    "stage_walk", "evaluate", "price_sources", "intra_op", "inter_op", "placement", "search",
-    "arranged", "configured",
+    "stage_walk", "evaluate", "price_sources", "intra_op", "inter_op", "search", "arranged",
+    "configured",
 )  # fmt: skip
 """The folders and top modules of planner/: each imports at run time only those before it.
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from ..inter_op.branches_search import branch_pipelines
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.closing import MOST_PROGRAMS
-from ..placement.placement import learned_pipelines
 from ..pricing.branches import sections
 from ..requests.options import microbatch_rows
-from ..requests.request import MOST_CHUNKS
+from ..requests.request import MOST_CHUNKS, Placer
 from .beside import Company
 from .candidates import candidates
 from .free_axes import WORTH_IT, free_candidates, freed
@@ -59,15 +58,15 @@ class Ranking:
         self.began = job.effort.work
         self.found = Standings(job)
         self._works: dict[int, float] = {}
-        self.is_open = job.request.search == "rl"  # whether some stages may yet fit
+        self.is_open = job.request.placer is not None  # whether some stages may yet fit
 
     def run(self) -> None:
         """Searches until nothing better is left, or the time is up."""
         job = self.job
         rows = microbatch_rows(job.structure.graph, job.request, job.cluster)
         numbers = job.stage_numbers
-        if job.request.search == "rl":
-            self._learn(rows, numbers)
+        if job.request.placer is not None:
+            self._place(job.request.placer, rows, numbers)
             self._refine()
             return
         job.company = Company.of(job, rows)
@@ -212,8 +211,8 @@ class Ranking:
         spent = time.perf_counter() - start - (self.job.solver_seconds - solved)
         self.job.took("dp", spent)
 
-    def _learn(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """The pipelines that placers learn, in place of those of the dynamic program.
+    def _place(self, placer: Placer, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Keeps the pipelines that a placer finds, in place of those of the dynamic program.
 
         Each micro-batch size has an equal share of what is left of the time.
         """
@@ -222,12 +221,12 @@ class Ranking:
             share = 0.8 * max(job.effort.left_seconds, 0.0) / (len(rows) - index)
             self.observe(f"learning to place micro-batches of {each} rows", index, len(rows))
             began, solved = time.perf_counter(), job.solver_seconds
-            found = learned_pipelines(
+            pipelines = placer(
                 job.table(each), job.num_microbatches(each), numbers, time_limit_seconds=share
             )
             spent = time.perf_counter() - began - (job.solver_seconds - solved)
             job.took("learning", spent)
-            for pipeline in found:
+            for pipeline in pipelines:
                 self.found.keep(Draft(each, pipeline))
 
     def _add_branches(self, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
