@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.collection import rare_collections
 from autoparallel.cost_model.tf32 import FAMILIES, Tf32
-from autoparallel.planner.cache.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.intra_op.pulp_solver import find_solver
 from autoparallel.planner.plan import Float32Ops, Plan, Precision
@@ -233,19 +233,25 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
+    from autoparallel.cached_plan import kept_plan
     from autoparallel.goals import plan_for
 
     graph, basis = priced(program, target, cluster, options)
-    basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
-    found = plan_for(
-        graph,
-        program.blocks,
-        cluster,
-        request,
-        observe=lambda what, done, total: observe("search", done, total),
-        basis=basis,
-    )
+
+    def search() -> Plan:
+        return plan_for(
+            graph,
+            program.blocks,
+            cluster,
+            request,
+            observe=lambda what, done, total: observe("search", done, total),
+            basis=basis,
+        )
+
+    found = kept_plan(
+        cache, graph, program.blocks, cluster, request, basis=basis, search=search
+    )  # fmt: skip
     return replace(stamped(found), compiled=bool(options.compiled))
 
 

@@ -26,7 +26,7 @@ TORCH_FREE = {"cost_model", "planner"}
 MAX_LINES = 500
 
 PLANNER = (
-    "classes", "errors", "graph", "cache", "integer_programs", "layout", "schedules", "strategy",
+    "classes", "errors", "graph", "integer_programs", "layout", "schedules", "strategy",
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
     "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
     "padding", "pricing", "block_forms", "block_walk", "plan_schedule", "replicas", "shares",

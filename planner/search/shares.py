@@ -30,7 +30,6 @@ from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from ..shares import best_shares, coordinate_ranks, slowest, why_not
 from ..strategy import NodeLayout
-from .cached_search import cached_solver
 from .candidates import simulated
 from .job import Job
 from .report_plan import Candidate, stage_layouts
@@ -136,7 +135,7 @@ class _Shared:
             graph = job.at(rows * self.parts)
             model = StageModel(graph, prices, limited, job.cluster.link(0, 0))
             limits = replace(job.limits, memory_bytes=INFINITE)
-            self._solvers[key] = cached_solver(IntraOp(model, limits, job.effort), job.kept)
+            self._solvers[key] = IntraOp(model, limits, job.effort)
         return self._solvers[key]
 
     @cached_property
