@@ -1,12 +1,16 @@
-"""The planner's cache of this user: where it lies, what it is of, and what to say of it.
+"""The cache of this user: captured models, plans, and the memory of plans.
 
-One file in the user's folder for caches, or in ``AUTOPARALLEL_CACHE``. Values are bytes that
-``planner.cache.codec`` writes: JSON and arrays of numbers. Pickle would be shorter here but runs
-whatever a file says, and caches lie in shared folders and travel in images.
+In: what a value follows from, and the value or how to make it. Out: the value, from the file where
+it is there. The file is in the user's folder for caches, or in ``AUTOPARALLEL_CACHE``. A key is
+SHA-256 of the text of everything that the value follows from, so nothing has to be invalidated: a
+value that was kept for something else is not found.
+
+Values are bytes that ``cache_codec`` writes: JSON and arrays of numbers. Pickle would be shorter
+here but runs whatever a file says, and caches lie in shared folders and travel in images.
 
 Every key holds the version of what made the value: a hash of the package's own files, torch, the
-libraries that solve, Python. So values of another version are never found; how many there are is
-said, and they go as the file reaches its limit.
+libraries that solve, Python. Values of another version are therefore never found; the command
+reports how many there are, and they are removed as the file reaches its limit.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache as once
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from autoparallel.cache_codec import Codec, CodecError
 from autoparallel.cache_shelf import FileShelf
-from autoparallel.planner.cache.cache import NO_CACHE, Cache, digest
 from autoparallel.planner.errors import MachineError
+from autoparallel.planner.graph import Blocks, Graph, Node, TensorSpec
 
 VARIABLE = "AUTOPARALLEL_CACHE"
 FILE = "planner.sqlite"
@@ -36,7 +42,107 @@ MOST_BYTES = 512 * 2**20
 LIBRARIES = ("numpy", "highspy")
 """What computes and solves besides this package and torch."""
 
-ORDER = ("capture", "tables", "solutions", "programs", "memory")
+ORDER = ("capture", "plan", "memory")
+"""What is kept, in the order in which a command needs it."""
+
+MISSING: Any = object()
+"""What ``Cache.get`` returns where nothing is kept; None is a value."""
+
+
+class UnkeyedError(Exception):
+    """A key would hold what has no text of its own (a function); no user sees this error."""
+
+
+def digest(*parts: object) -> str:
+    """A hash of the parts' texts. Raises ``UnkeyedError``.
+
+    >>> digest(1, "a") == digest(1, "a"), digest(1, "a") == digest("1", "a")
+    (True, False)
+    """
+    return _hash(repr(part) for part in parts)
+
+
+def _hash(texts: Iterable[str]) -> str:
+    made = hashlib.sha256()
+    for text in texts:
+        if " at 0x" in text:
+            raise UnkeyedError(text[:80])
+        made.update(text.encode())
+        made.update(b"\x00")
+    return made.hexdigest()[:32]
+
+
+def graph_digest(graph: Graph, blocks: Blocks) -> str:
+    """A hash of everything in a graph that a price can depend on, and of its blocks.
+
+    Left out is where in the user's files a node was written. Raises ``UnkeyedError`` where an
+    op's work is given by a function of the user's.
+    """
+    specs: dict[tuple[TensorSpec, ...], str] = {}
+
+    def text(node: Node) -> str:
+        known = specs.get(node.outputs)
+        if known is None:
+            known = specs[node.outputs] = repr(node.outputs)
+        own = (node.name, node.kind, node.op, node.args, node.kwargs, node.module, node.rule)
+        return f"{own!r}{known}{node.fused or ''}"
+
+    rest = (
+        graph.loss, graph.batch_size, graph.batch_dims, graph.tied, graph.updates,
+        graph.accumulation, blocks.blocks,
+    )  # fmt: skip
+    return _hash((*map(text, graph.nodes), *map(repr, rest)))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Values by key in a file.
+
+    ``base`` is what all of them depend on. Values are counted by their names (``ORDER``).
+    """
+
+    shelf: FileShelf | None = None
+    base: str = ""
+    reused: Counter[str] = field(default_factory=Counter, compare=False)
+    made: Counter[str] = field(default_factory=Counter, compare=False)
+    faults: Counter[str] = field(default_factory=Counter, compare=False)
+
+    def get(self, what: str, codec: Codec, *parts: object) -> Any:
+        """What is kept, or ``MISSING``. Bytes that are damaged count as not there."""
+        if self.shelf is None:
+            return MISSING
+        blob = self.shelf.get(digest(self.base, what, *parts))
+        if blob is not None:
+            try:
+                found = codec.decode(blob)
+            except CodecError:
+                self.faults["damaged"] += 1
+            else:
+                self.reused[what] += 1
+                return found
+        self.made[what] += 1
+        return MISSING
+
+    def put(self, value: Any, what: str, codec: Codec, *parts: object) -> None:
+        """Keeps a value, unless it holds what cannot be written."""
+        if self.shelf is None:
+            return
+        try:
+            self.shelf.put(digest(self.base, what, *parts), codec.encode(value))
+        except CodecError:
+            self.faults["unwritable"] += 1
+
+    def kept(self, make: Callable[[], Any], what: str, codec: Codec, *parts: object) -> Any:
+        """What is kept; else what ``make`` makes, which then is."""
+        found = self.get(what, codec, *parts)
+        if found is MISSING:
+            found = make()
+            self.put(found, what, codec, *parts)
+        return found
+
+
+NO_CACHE = Cache()
+"""Keeps nothing."""
 
 
 def default_folder(environment: Mapping[str, str] = os.environ, system: str = sys.platform) -> Path:
@@ -101,7 +207,7 @@ def _version(name: str) -> str:
 
 @dataclass
 class PlanCache:
-    """The cache of one command. ``values`` is what the planner takes."""
+    """The cache of one command. ``values`` is what ``make_plan`` takes."""
 
     values: Cache = NO_CACHE
     shelf: FileShelf | None = None

@@ -1,6 +1,6 @@
 """The cache's file: bytes by key in SQLite, for several processes at once.
 
-In: a path, what made the values (versions), a size limit. Out: a shelf for ``planner.cache.cache``.
+In: a path, what made the values (versions), a size limit. Out: a shelf for ``cache.Cache``.
 What is put stays in memory until ``close`` writes it in one transaction, so a reader sees all of
 a run's values or none, and an interrupted run leaves the file as it was. Every row has a checksum
 of its own; a file that is none of ours is put aside. Values not read for longest go first where
@@ -48,7 +48,6 @@ class FileShelf:
     faults: Counter[str] = field(default_factory=Counter)
     _new: dict[str, bytes] = field(default_factory=dict, repr=False)
     _read: set[str] = field(default_factory=set, repr=False)
-    _untold: list[str] = field(default_factory=list, repr=False)
     _reader: sqlite3.Connection | None = field(default=None, repr=False)
     _inherited: list[sqlite3.Connection] = field(default_factory=list, repr=False)
     _process: int = field(default_factory=os.getpid, repr=False)
@@ -74,13 +73,6 @@ class FileShelf:
 
     def put(self, key: str, value: bytes) -> None:
         self._new[key] = value
-        self._untold.append(key)
-
-    def news(self) -> Mapping[str, bytes]:
-        """What was put since this was asked last."""
-        found = {key: self._new[key] for key in self._untold}
-        self._untold.clear()
-        return found
 
     def origins(self) -> Mapping[str, int]:
         """How many values there are by the versions that made them, the latest used first."""

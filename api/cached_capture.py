@@ -25,8 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoparallel.planner.cache.cache import MISSING, Cache, UnkeyedError, graph_digest
-from autoparallel.planner.cache.codec import Codec, Named
+from autoparallel.cache import MISSING, Cache, UnkeyedError, graph_digest
+from autoparallel.cache_codec import Codec, Named
 from autoparallel.planner.graph import (
     Accumulation,
     Block,
@@ -236,7 +236,7 @@ def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
         found = with_stage_memory(plan, graph, blocks)
         return tuple(dict(stage.prediction.memory_bytes) for stage in found.stages)
 
-    bare = replace(plan, solver=replace(plan.solver, seconds={}))
+    bare = replace(plan, solver=replace(plan.solver, seconds={}, is_reused=False))
     try:
         key = (graph_digest(graph, blocks), dumps(bare))
     except UnkeyedError:

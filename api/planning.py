@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.collection import rare_collections
 from autoparallel.cost_model.tf32 import FAMILIES, Tf32
-from autoparallel.planner.cache.cache import NO_CACHE, Cache
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.intra_op.pulp_solver import find_solver
 from autoparallel.planner.plan import Float32Ops, Plan, Precision
@@ -51,6 +51,9 @@ MOST_REPEATS = 2
 HALF_PRECISIONS = ("bf16", "fp16")
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
+
+SEARCHES = ("dp", "rl")
+"""How pipelines are found: by dynamic programming, or by learned placers (``placers``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class PlanOptions:
             raise UsageError(
                 "AP114", f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}"
             )
+        if self.search not in SEARCHES:
+            raise UsageError("AP330", f"search={self.search} is not one of {', '.join(SEARCHES)}")
         if self.profile not in MODES:
             raise UsageError("AP173", f"profile {self.profile!r} is not one of {', '.join(MODES)}")
         if self.measure_seconds < 0:
@@ -228,20 +233,26 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
+    from autoparallel.cached_plan import kept_plan
     from autoparallel.goals import plan_for
 
     graph, basis = priced(program, target, cluster, options)
-    basis = replace(basis, cache=cache)
     request = request_of(program, target, options)
-    found = plan_for(
-        graph,
-        program.blocks,
-        cluster,
-        request,
-        processes=options.processes,
-        observe=lambda what, done, total: observe("search", done, total),
-        basis=basis,
-    )
+
+    def search() -> Plan:
+        return plan_for(
+            graph,
+            program.blocks,
+            cluster,
+            request,
+            processes=options.processes,
+            observe=lambda what, done, total: observe("search", done, total),
+            basis=basis,
+        )
+
+    found = kept_plan(
+        cache, graph, program.blocks, cluster, request, basis=basis, search=search
+    )  # fmt: skip
     return replace(stamped(found), compiled=bool(options.compiled))
 
 
@@ -296,6 +307,8 @@ def own_update(target: Target) -> str:
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
     """The options as the planner takes them."""
+    from autoparallel.placers.placement import learned_pipelines
+
     return Request(
         global_batch=options.global_batch,
         seq=options.seq if options.seq is not None else captured_seq(program),
@@ -316,7 +329,7 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         top=options.num_candidates,
         target=target.name,
         settings=target.settings,
-        search=options.search,
+        placer=learned_pipelines if options.search == "rl" else None,
         solver=options.solver,
     )
 

@@ -11,7 +11,6 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,12 +76,9 @@ class Beside:
             job.took("waiting", time.perf_counter() - began)
         if answer is None:
             raise LostError
-        found, spent, kept = answer
-        spent.add_to(job)
-        shelf = job.kept.shelf
-        for key, value in kept.items():
-            assert shelf is not None, "there is one in both or in neither"
-            shelf.put(key, value)
+        found, num_problems, num_steps = answer
+        job.effort.num_problems += num_problems
+        job.effort.num_steps += num_steps
         return found
 
     def end(self) -> None:
@@ -96,49 +92,18 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
     """Answers calls until the other end is closed; Ctrl-C is for the other end to act on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
-    shelf = job.kept.shelf
-    if shelf is not None:
-        shelf.news()
     with suppress(EOFError, OSError):  # the other end is closed, or its process gone
         while True:
             function, args = pipe.recv()
-            before = _Spent.of(job)
+            num_problems, num_steps = job.effort.num_problems, job.effort.num_steps
             answer = None
             with suppress(AutoparallelError):
                 found = function(job, *args)
-                kept = shelf.news() if shelf is not None else {}
-                answer = found, _Spent.of(job).since(before), kept
+                answer = (
+                    found, job.effort.num_problems - num_problems,
+                    job.effort.num_steps - num_steps,
+                )  # fmt: skip
             pipe.send(answer)
-
-
-@dataclass(frozen=True)
-class _Spent:
-    """What a job counts: problems, steps, and what its cache found and did not."""
-
-    num_problems: int
-    num_steps: int
-    reused: Counter[str]
-    made: Counter[str]
-
-    @staticmethod
-    def of(job: Job) -> _Spent:
-        kept, effort = job.kept, job.effort
-        reused, made = Counter(kept.reused), Counter(kept.made)
-        return _Spent(effort.num_problems, effort.num_steps, reused, made)
-
-    def since(self, other: _Spent) -> _Spent:
-        return _Spent(
-            self.num_problems - other.num_problems,
-            self.num_steps - other.num_steps,
-            self.reused - other.reused,
-            self.made - other.made,
-        )
-
-    def add_to(self, job: Job) -> None:
-        job.effort.num_problems += self.num_problems
-        job.effort.num_steps += self.num_steps
-        job.kept.reused.update(self.reused)
-        job.kept.made.update(self.made)
 
 
 @dataclass

@@ -157,7 +157,8 @@ class SolverInfo:
     recomputation. This is by how much T, the dynamic program's time of the pipeline, would be less
     if each stage took so much less; of several stages per rank that of the pipeline that was cut
     again. None where it is not known. ``simplest`` is None for the fastest plan found. ``solver``
-    solved the integer programs.
+    solved the integer programs. ``is_reused``: the plan was not searched for again, and ``seconds``
+    are those of the search that made it.
     """
 
     gap: float
@@ -168,6 +169,7 @@ class SolverInfo:
     layouts_gap: float | None = None
     simplest: Simplest | None = None
     solver: str = "highs"
+    is_reused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
     if isinstance(solver, dict):
         solver = {
-            "stopped": "", "layouts_gap": None, "simplest": None, "solver": "highs", **solver
+            "stopped": "", "layouts_gap": None, "simplest": None, "solver": "highs",
+            "is_reused": False, **solver,
         }  # fmt: skip
         table = {**table, "solver": solver}
     if schema == SCHEMA or not isinstance(prediction, dict) or not isinstance(solver, dict):

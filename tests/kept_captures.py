@@ -13,9 +13,9 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+from autoparallel.cache import digest
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.cache.cache import digest
 from autoparallel.planner.plan import Precision
 from autoparallel.planning import capture_model
 from autoparallel.targets import Batch, Target, batch_items

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from autoparallel.placers.space import Problem
 from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table, pipeline_seconds
-from autoparallel.planner.placement.space import Problem
 
 
 def sizes(first: int, host: int, num_devices: int) -> tuple[int, ...]:

@@ -26,11 +26,11 @@ TORCH_FREE = {"cost_model", "planner"}
 MAX_LINES = 500
 
 PLANNER = (
-    "classes", "errors", "graph", "cache", "integer_programs", "layout", "schedules",
+    "classes", "errors", "graph", "integer_programs", "layout", "schedules",
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
     "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
     "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas", "shares",
-    "stage_walk", "evaluate", "price_sources", "intra_op", "inter_op", "placement", "search",
+    "stage_walk", "evaluate", "price_sources", "intra_op", "inter_op", "search",
     "proposers", "find_plan", "profiling_targets", "configured",
 )  # fmt: skip
 """The folders and top modules of planner/: each imports at run time only those before it.

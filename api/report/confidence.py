@@ -97,9 +97,8 @@ def confidence(plan: Plan) -> RenderableType:
     lines += [Text(line, style="yellow") for line in plan.unsharded_ops]
     total, phases = planning_seconds(plan)
     spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())
-    lines.append(
-        Text(
-            f"planning time: {seconds_text(total)}" + (f" ({spent})" if spent else ""), style="dim"
-        )
-    )
+    said = f"planning time: {seconds_text(total)}" + (f" ({spent})" if spent else "")
+    if plan.solver.is_reused:
+        said += "; the plan is reused: its search seconds are those of the search that made it"
+    lines.append(Text(said, style="dim"))
     return Group(*lines)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from autoparallel.asked import options_of
+from autoparallel.cache import MISSING, Cache
 from autoparallel.cache_shelf import FileShelf
 from autoparallel.cached_capture import CAPTURE
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.planner.cache.cache import MISSING, NO_CACHE, Cache
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan
@@ -44,7 +44,7 @@ busy the machine is, and none on what its user measured."""
 
 
 class CaptureCache(Cache):
-    """Keeps captured models alone: what a search finds it has to find anew."""
+    """Keeps captured models alone: every plan has to be searched for."""
 
     def get(self, what: str, codec: Any, *parts: object) -> Any:
         return super().get(what, codec, *parts) if what == CAPTURE else MISSING
@@ -52,9 +52,6 @@ class CaptureCache(Cache):
     def put(self, value: Any, what: str, codec: Any, *parts: object) -> None:
         if what == CAPTURE:
             super().put(value, what, codec, *parts)
-
-    def under(self, *parts: object) -> Cache:
-        return NO_CACHE
 
 
 @dataclass(frozen=True)

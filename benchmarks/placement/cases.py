@@ -11,8 +11,8 @@ from typing import Any
 from one_stage import ranked
 
 from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.placers.space import Problem
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
-from autoparallel.planner.placement.space import Problem
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.requests.options import stage_numbers
 from autoparallel.planner.search.candidates import candidate

@@ -23,9 +23,9 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autoparallel.placers.placement import Method, Placement, place
+from autoparallel.placers.space import Problem, space_of
 from autoparallel.planner.inter_op.inter_op import Pipeline, pipelines
-from autoparallel.planner.placement.placement import Method, Placement, place
-from autoparallel.planner.placement.space import Problem, space_of
 from benchmarks.placement.cases import CASES, Case, Priced, problem_of
 
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -122,6 +122,8 @@ def _planned(case: Case, times: int, time_limit_seconds: float, began: float) ->
         found = make_plan(target, case.cluster, options, cache=cache.values)
     total_seconds = time.perf_counter() - began
     phases = {"load": load_seconds, **found.solver.seconds}
+    if found.solver.is_reused:  # the other seconds are those of the search that made the plan
+        phases = {name: phases[name] for name in ("load", "capture", "memory")}
     stages = [
         " ".join(f"{axis}={size}" for axis, size in zip(s.mesh.axes, s.mesh.shape, strict=True))
         for s in found.stages

@@ -7,7 +7,6 @@ from typing import Literal
 
 from ...cost_model.cluster import Source
 from ...cost_model.profile.lookup import Profile
-from ..cache.cache import NO_CACHE, Cache
 from .asked import Asked
 from .assumptions import RUNTIME, CostAssumptions
 
@@ -20,15 +19,14 @@ the search asks for must have been measured; ``analytic``: specifications alone.
 class Basis:
     """Measurements and how they are used. ``asked`` records every question.
 
-    With ``only``, seconds that come from elsewhere count as none. ``cache`` has what earlier
-    searches found. ``assumptions``: what is trained by another program's rules.
+    With ``only``, seconds that come from elsewhere count as none. ``assumptions``: what is trained
+    by another program's rules.
     """
 
     profile: Profile | None = None
     mode: Mode = "auto"
     asked: Asked | None = None
     only: Source | None = None
-    cache: Cache = NO_CACHE
     assumptions: CostAssumptions = RUNTIME
 
     @property

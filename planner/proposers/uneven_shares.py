@@ -27,7 +27,6 @@ from ..pricing.prices import Prices
 from ..pricing.stage_cost import Figures, StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
-from ..search.cached_search import cached_solver
 from ..search.candidates import Candidate, simulated
 from ..search.job import Job
 from ..search.pool import CandidatePool
@@ -146,7 +145,7 @@ class _Shared:
             graph = job.at(rows * self.parts)
             model = StageModel(graph, prices, limited, job.cluster.link(0, 0))
             limits = replace(job.limits, memory_bytes=INFINITE)
-            self._solvers[key] = cached_solver(IntraOp(model, limits, job.effort), job.kept)
+            self._solvers[key] = IntraOp(model, limits, job.effort)
         return self._solvers[key]
 
     @cached_property

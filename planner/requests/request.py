@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..errors import UsageError
 from ..plan import Float32Ops, Precision, Recompute
 from .features import Features
 from .goal import Goal
 from .pins import Pin
+
+if TYPE_CHECKING:
+    from ..inter_op.inter_op import Pipeline, Table
 
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
 """What the search chooses among: one stage per rank."""
@@ -38,8 +41,19 @@ FORCED_SCHEDULES = (
 )  # fmt: skip
 """What can be forced."""
 
-SEARCHES = ("dp", "rl")
-"""How pipelines are found: by dynamic programming, or by placers that learn (``placement``)."""
+
+class Placer(Protocol):
+    """Finds pipelines in place of the dynamic program (``inter_op.pipelines``).
+
+    It runs in the process of the search; where it has to reach another one, it must pickle.
+    """
+
+    def __call__(
+        self, table: Table, num_microbatches: int, stage_numbers: Iterable[int], *,
+        time_limit_seconds: float,
+    ) -> Sequence[Pipeline]:  # fmt: skip
+        """The best pipelines found within the time limit, the fastest first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +120,8 @@ class Request:
     asks for the fastest. ``pins`` are
     layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
     may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
-    ``solver`` solves the integer
-    programs (``pulp_solver.find_solver``).
+    ``solver`` solves the integer programs (``pulp_solver.find_solver``). ``placer`` finds the
+    pipelines; None is the dynamic program.
     """
 
     global_batch: int
@@ -129,13 +143,10 @@ class Request:
     goal: Goal = field(default_factory=Goal)
     target: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    search: str = "dp"
-    placer: Any = None
+    placer: Placer | None = None
     solver: str = "highs"
 
     def __post_init__(self) -> None:
-        if self.search not in SEARCHES:
-            raise UsageError("AP330", f"search={self.search} is not one of {', '.join(SEARCHES)}")
         if self.global_batch < 1:
             raise UsageError("AP123", f"a global batch of {self.global_batch} has no samples")
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 
 from ...cost_model.cluster import Cluster, Link
-from .. import rules as default_rules
-from ..cache.cache import NO_CACHE, Cache
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import inner_size
@@ -46,7 +44,6 @@ from ..requests.options import microbatch_rows, stage_numbers
 from ..requests.pins import Pins, by_template
 from ..requests.request import Request
 from ..schedules.held import Halves, halves
-from .cached_search import cache_for, cached_solver
 from .costs import Costs, Runs
 from .space import place_key
 from .workers import StartWorkers, Workers, serial
@@ -149,14 +146,6 @@ class Job:
         if rows not in self.graphs:
             self.graphs[rows] = self.structure.at_batch(rows)
         return self.graphs[rows]
-
-    @cached_property
-    def kept(self) -> Cache:
-        """What earlier searches solved of this graph."""
-        if self.rules is not default_rules:
-            return NO_CACHE
-        own = self.structure
-        return cache_for(own.graph, own.blocks, self.request, self.basis)
 
     @cached_property
     def classes(self) -> RunClasses:
@@ -273,7 +262,7 @@ class Job:
                 pins=self.pins, features=request.features,
             )  # fmt: skip
             model = StageModel(self.at(rows), prices, limited, link)
-            self.solvers[key] = cached_solver(IntraOp(model, limits, self.effort), self.kept)
+            self.solvers[key] = IntraOp(model, limits, self.effort)
         return self.solvers[key]
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:

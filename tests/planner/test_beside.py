@@ -15,10 +15,9 @@ from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
-from autoparallel.planner.cache.cache import Cache
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan, SolverInfo
-from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search import beside, ranking
 from autoparallel.planner.search.beside import Beside, Company
@@ -125,39 +124,6 @@ def test_a_process_answers_for_its_part_and_ends() -> None:
     company.end()
     assert not multiprocessing.active_children()
     assert company.over(_double, 1, first=first) == [(here, 11), (here, 21)]
-
-
-class Kept:
-    """A shelf in memory."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.untold: dict[str, bytes] = {}
-
-    def get(self, key: str) -> bytes | None:
-        return self.values.get(key)
-
-    def put(self, key: str, value: bytes) -> None:
-        self.values[key] = self.untold[key] = value
-
-    def news(self) -> dict[str, bytes]:
-        found, self.untold = self.untold, {}
-        return found
-
-
-def test_what_another_process_solved_is_kept_too() -> None:
-    """A search after one of two processes finds what it would find after one of one."""
-    reused = []
-    for processes in (1, 2):
-        shelf = Kept()
-        first, again = Cache(shelf, "toy"), Cache(shelf, "toy")
-        for values, number in ((first, processes), (again, 1)):
-            request = Request(32, processes=number)
-            plan(GRAPH, BLOCKS, CLUSTER, request, basis=Basis(cache=values))
-        assert again.made["solutions"] < first.made["solutions"] / 2
-        assert again.made["tables"] == 0
-        reused.append((again.reused, again.made))
-    assert reused[0] == reused[1]
 
 
 def test_a_process_that_does_not_answer_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

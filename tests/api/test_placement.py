@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from placement_tables import every_pipeline, least, random_problem, seconds_of
 
-from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table, pipelines
-from autoparallel.planner.placement import placeto as placement_placeto
-from autoparallel.planner.placement.placement import (
+from autoparallel.placers import placeto
+from autoparallel.placers.placement import (
     EVALUATIONS,
     Method,
     Placement,
@@ -19,7 +18,8 @@ from autoparallel.planner.placement.placement import (
     learned_pipelines,
     place,
 )
-from autoparallel.planner.placement.record import FEWEST
+from autoparallel.placers.record import FEWEST
+from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table, pipelines
 
 LEARNED: tuple[Method, ...] = ("colocrl", "placeto")
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -112,7 +112,7 @@ def test_placeto_trained_beats_itself_untrained_by_more_than_two_standard_errors
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trained = log_seconds("placeto", 8, 1500)
-    monkeypatch.setattr(placement_placeto, "LEARNING_RATE", 0.0)
+    monkeypatch.setattr(placeto, "LEARNING_RATE", 0.0)
     gain = log_seconds("placeto", 8, 1500) - trained
     assert gain.mean() > 2 * gain.std(ddof=1) / math.sqrt(len(gain))
 

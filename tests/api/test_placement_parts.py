@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from placement_tables import every_pipeline, random_problem, seconds_of
 
-from autoparallel.planner.inter_op.inter_op import Floats, StageChoice
-from autoparallel.planner.placement.moves import Stages, moves
-from autoparallel.planner.placement.network import (
+from autoparallel.placers.moves import Stages, moves
+from autoparallel.placers.network import (
     MessagePassing,
     Perceptron,
     chances,
     drawn,
     logit_gradient,
 )
-from autoparallel.planner.placement.space import Problem, space_of
+from autoparallel.placers.space import Problem, space_of
+from autoparallel.planner.inter_op.inter_op import Floats, StageChoice
 
 
 def possible(problem: Problem) -> set[Stages]:

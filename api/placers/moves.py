@@ -14,8 +14,8 @@ A stage that loses all of its blocks gives its devices to the stage that they jo
 
 from __future__ import annotations
 
-from ..inter_op.inter_op import StageChoice
-from .space import Space
+from autoparallel.placers.space import Space
+from autoparallel.planner.inter_op.inter_op import StageChoice
 
 Stages = tuple[StageChoice, ...]
 

@@ -22,11 +22,10 @@ from typing import Literal
 
 import numpy as np
 
-from ..inter_op.inter_op import Pipeline, Table
-from . import colocrl as placement_colocrl
-from . import placeto as placement_placeto
-from .record import Observe, Progress, Record
-from .space import Price, Problem, space_of
+from autoparallel.placers import colocrl, placeto
+from autoparallel.placers.record import Observe, Progress, Record
+from autoparallel.placers.space import Price, Problem, space_of
+from autoparallel.planner.inter_op.inter_op import Pipeline, Table
 
 Method = Literal["colocrl", "placeto", "random"]
 
@@ -85,9 +84,9 @@ def place(
 
 def _learn(method: Method, record: Record, rng: np.random.Generator) -> None:
     if method == "colocrl":
-        placement_colocrl.learn(record, rng)
+        colocrl.learn(record, rng)
     elif method == "placeto":
-        placement_placeto.learn(record, rng)
+        placeto.learn(record, rng)
     else:
         _random(record, rng)
 
@@ -102,7 +101,7 @@ def _random(record: Record, rng: np.random.Generator) -> None:
 def learned_pipelines(
     table: Table,
     num_microbatches: int,
-    num_stages: Iterable[int],
+    stage_numbers: Iterable[int],
     *,
     price: Price | None = None,
     seed: int = 0,
@@ -113,7 +112,7 @@ def learned_pipelines(
     ColocRL and Placeto each price ``EVALUATIONS`` pipelines in half of the time; the better
     answer of the two counts.
     """
-    problem = Problem(table, num_microbatches, tuple(num_stages), price)
+    problem = Problem(table, num_microbatches, tuple(stage_numbers), price)
     best: dict[int, Pipeline] = {}
     for method in ("colocrl", "placeto"):
         placed = place(

@@ -10,9 +10,11 @@ from one_stage import plan
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
+from autoparallel.placers.placement import learned_pipelines
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
+from autoparallel.planning import PlanOptions
 
 SEEDS = (*range(18), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(18, 60)))
 
@@ -24,8 +26,8 @@ def test_the_dynamic_program_never_loses_to_learning(seed: int) -> None:
         free = plan(case.graph, case.blocks, case.cluster, case.request)
         case = case.limited(int(case.memory_share * free.prediction.peak_memory_bytes))
     seconds = []
-    for search in ("dp", "rl"):
-        request = replace(case.request, search=search)
+    for placer in (None, learned_pipelines):
+        request = replace(case.request, placer=placer)
         try:
             found = plan(case.graph, case.blocks, case.cluster, request)
             seconds.append(found.prediction.step_seconds)
@@ -37,7 +39,7 @@ def test_the_dynamic_program_never_loses_to_learning(seed: int) -> None:
 
 def test_a_learned_plan_costs_what_it_says_and_tells_how_it_was_found() -> None:
     graph, blocks = mlp(4, rows=8, inner=128)
-    found = plan(graph, blocks, cluster(4), Request(8, search="rl"))
+    found = plan(graph, blocks, cluster(4), Request(8, placer=learned_pipelines))
     again = evaluate(graph, blocks, found, cluster(4))
     assert again.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
     assert "learning" in found.solver.seconds
@@ -45,5 +47,5 @@ def test_a_learned_plan_costs_what_it_says_and_tells_how_it_was_found() -> None:
 
 def test_an_unknown_search_is_a_usage_error() -> None:
     with pytest.raises(UsageError) as caught:
-        Request(8, search="astrology")
+        PlanOptions(search="astrology")
     assert caught.value.code == "AP330"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..inter_op.inter_op import Floats
+from autoparallel.planner.inter_op.inter_op import Floats
 
 Ints = NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..inter_op.inter_op import Floats, StageChoice, Table, pipeline_seconds
+from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table, pipeline_seconds
 
 Price = Callable[[tuple[StageChoice, ...]], float]
 """The seconds of a step under these stages, infinite where it cannot be run."""

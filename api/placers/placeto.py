@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..inter_op.inter_op import Floats
-from .moves import Stages, moves, num_moves
-from .network import (
+from autoparallel.placers.moves import Stages, moves, num_moves
+from autoparallel.placers.network import (
     Adam,
     Ints,
     MessagePassing,
@@ -28,8 +27,9 @@ from .network import (
     drawn,
     logit_gradient,
 )
-from .record import Record
-from .space import Space, block_shares
+from autoparallel.placers.record import Record
+from autoparallel.placers.space import Space, block_shares
+from autoparallel.planner.inter_op.inter_op import Floats
 
 BATCH = 4
 """Episodes side by side."""

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..inter_op.inter_op import Pipeline, StageChoice
-from .space import Space
+from autoparallel.placers.space import Space
+from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 
 FEWEST = 20
 """So many pipelines are priced however little time there is."""

@@ -1,4 +1,4 @@
-"""Values of the planner as bytes and back, without pickle.
+"""Values of the cache as bytes and back, without pickle.
 
 In: frozen dataclasses and named tuples of a given list, tuples, lists, dicts, numpy arrays of
 numbers, texts, numbers. Out: bytes; ``decode`` gives an equal value back, every float bit for
@@ -27,7 +27,7 @@ DTYPES = ("<f8", "<i8", "|b1")
 
 
 class CodecError(Exception):
-    """A value that cannot be written, or bytes that are no value; caught inside the planner."""
+    """A value that cannot be written, or bytes that are no value; no user sees this error."""
 
 
 @dataclass(frozen=True)

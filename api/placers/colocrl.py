@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..inter_op.inter_op import Floats, Pipeline, StageChoice
-from .network import Adam, Ints, Perceptron, chances, drawn, logit_gradient
-from .record import Record
-from .space import Space, block_shares
+from autoparallel.placers.network import Adam, Ints, Perceptron, chances, drawn, logit_gradient
+from autoparallel.placers.record import Record
+from autoparallel.placers.space import Space, block_shares
+from autoparallel.planner.inter_op.inter_op import Floats, Pipeline, StageChoice
 
 BATCH = 10
 """Pipelines drawn per update."""

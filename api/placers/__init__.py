@@ -1,0 +1,1 @@
+"""Learned placers: an extension that finds pipelines in place of the dynamic program."""
