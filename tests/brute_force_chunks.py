@@ -16,8 +16,8 @@ from itertools import combinations, product
 
 from one_stage import plan
 from random_cases import Case
+from recut import recut
 
-from autoparallel.planner.arranged.chunks import chunked
 from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
 from autoparallel.planner.requests.features import features_of
@@ -67,7 +67,7 @@ class EveryPipeline:
             base = self._base(count)
             for schedule, chunks in self._schedules(count):
                 for starts in self._cuts(chunks):
-                    cut = chunked(
+                    cut = recut(
                         base, self.case.graph, self.case.blocks, schedule, chunks, starts=starts
                     )
                     yield from self._recomputed(cut)

@@ -26,7 +26,7 @@ from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.search import plan
+from autoparallel.planner.find_plan import plan
 from autoparallel.report.confidence import confidence
 
 

@@ -18,7 +18,8 @@ from autoparallel.planner.graph import Block, Blocks, Graph, Ref
 from autoparallel.planner.inter_op.submesh import mesh_of
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.requests.request import Request, divisors
-from autoparallel.planner.search.free_axes import WORTH_IT
+
+SAME = 1e-9
 
 CASES = (
     # positions, rows, hosts, bytes per second: mesh
@@ -68,7 +69,7 @@ def test_no_mesh_of_three_axes_is_better_than_the_planners(
     found = plan(graph, blocks, where, request)
     best = EveryMesh(graph, blocks, where, request).best()
     assert best is not None
-    assert found.prediction.step_seconds <= best.step_seconds * (1 + WORTH_IT)
+    assert found.prediction.step_seconds <= best.step_seconds * (1 + SAME)
     (stage,) = found.stages
     assert dict(zip(stage.mesh.axes, stage.mesh.shape, strict=True)) == mesh
     assert best.plan(where, request).stages[0].mesh == stage.mesh

@@ -5,20 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from recut import recut
 from small_graphs import cluster, mlp
 
-from autoparallel.planner.arranged.chunk_search import cut_again
-from autoparallel.planner.arranged.chunks import chunked, plan
-from autoparallel.planner.arranged.forced_chunks import of_one_mesh
-from autoparallel.planner.arranged.priced import Wanted, priced
-from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.evaluate import Evaluator
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.errors import InfeasibleError, TimeLimitError, UsageError
+from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
-from autoparallel.planner.search.search import searched
 
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
@@ -92,37 +88,6 @@ def test_a_name_means_what_its_alias_does() -> None:
     assert one.prediction == other.prediction
 
 
-def test_of_stages_of_several_sizes_one_size_is_asked_for_before_degrees_are() -> None:
-    """The degrees of a stage that has more than its share of the devices are not for all ranks."""
-    asked = Request(8, forced=Forced(pp=2))
-    alike = plan(*mlp(8, rows=8), SLOW, replace(asked, forced=Forced(pp=2, schedule="1f1b")))
-    larger = replace(alike.stages[0], mesh=Mesh(("dp",), (3,)))
-    mixed = replace(alike, stages=(larger, *alike.stages[1:]))
-    every: list[Request] = []
-
-    def found(request: Request) -> Plan:
-        every.append(request)
-        return alike
-
-    assert of_one_mesh(alike, found, asked) == alike
-    assert every == []
-    assert of_one_mesh(mixed, found, asked) == alike
-    assert [each.forced for each in every] == [asked.forced]
-    assert not every[0].features.allows("mixed-stages")
-
-
-def test_where_no_stages_of_one_size_fit_that_is_said() -> None:
-    asked = Request(8, forced=Forced(pp=2))
-    alike = plan(*mlp(8, rows=8), SLOW, replace(asked, forced=Forced(pp=2, schedule="1f1b")))
-    larger = replace(alike.stages[0], mesh=Mesh(("dp",), (3,)))
-
-    def found(request: Request) -> Plan:
-        raise InfeasibleError("AP301", "nothing fits")
-
-    with pytest.raises(UsageError, match="different meshes"):
-        of_one_mesh(replace(alike, stages=(larger, *alike.stages[1:])), found, asked)
-
-
 @pytest.mark.parametrize("pp", [2, None])
 def test_a_schedule_that_can_have_one_stage_per_rank_has_as_many_as_are_forced(
     pp: int | None,
@@ -168,22 +133,16 @@ def test_what_no_pipeline_can_run_is_named() -> None:
 
 
 def test_a_forced_schedule_is_found_after_the_time_limit_too() -> None:
-    graph, blocks = mlp(8, rows=8)
-    found = searched(graph, blocks, SLOW, Request(8, forced=Forced(pp=2, schedule="interleaved")))
-    evaluator = Evaluator(graph, blocks)
-
-    def cut(
-        base: Plan, schedule: str, count: int, wanted: Wanted | None = None,
-        starts: tuple[int, ...] | None = None,
-    ) -> Plan:  # fmt: skip
-        looped = chunked(base, graph, blocks, schedule, count, starts=starts)
-        return priced(looped, evaluator, wanted)
-
-    others = cut_again(found, cut, deadline=0.0)
-    first, lost = others.best, others.lost
-    assert first is not None
-    assert first.num_chunks > 1
-    assert lost == []
+    """What is found within a limit, however short, runs as it was asked to; else that is said."""
+    forced = Forced(pp=2, schedule="interleaved")
+    for limit in (0.001, 0.05, 0.5):
+        try:
+            own = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, time_limit_seconds=limit))
+        except TimeLimitError as error:
+            assert error.code == "AP701"
+            continue
+        assert own.schedule == "interleaved"
+        assert own.num_chunks > 1
 
 
 def test_ranks_of_a_v_have_as_much_each_as_can_be() -> None:
@@ -195,9 +154,9 @@ def test_ranks_of_a_v_have_as_much_each_as_can_be() -> None:
     assert layers[0] + layers[3] == layers[1] + layers[2] == 3
     plain = Forced(pp=2, schedule="1f1b", num_microbatches=own.num_microbatches)
     base = plan(graph, blocks, on, Request(8, forced=plain))
-    even = priced(chunked(base, graph, blocks, "zbv", 2), Evaluator(graph, blocks))
-    assert own.prediction.step_seconds < even.prediction.step_seconds * 0.9
-    assert own.prediction.peak_memory_bytes < even.prediction.peak_memory_bytes
+    even = evaluate(graph, blocks, recut(base, graph, blocks, "zbv", 2), on)
+    assert own.prediction.step_seconds < even.step_seconds * 0.9
+    assert own.prediction.peak_memory_bytes < even.peak_memory_bytes
 
 
 @pytest.mark.parametrize("layer", [0, 3])

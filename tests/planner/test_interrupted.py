@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner.arranged import chunks
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.proposers import uneven_shares
+from autoparallel.planner.proposers.interleaved import Interleaving
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.search import bound
-from autoparallel.planner.search.ranking import Ranking
-from autoparallel.planner.search.standings import Standings
+from autoparallel.planner.search.pool import CandidatePool
 
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
@@ -42,13 +42,14 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_cut_that_is_interrupted_leaves_the_best_so_far(
+def test_an_interleaving_that_is_interrupted_leaves_the_best_so_far(
     monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     whole = found()
     assert whole.num_chunks > 1
     assert whole.solver.stopped == ""
-    monkeypatch.setattr(chunks, "chunked", Interrupting(chunks.chunked, call))
+    make = Interrupting(Interleaving.candidate, call)
+    monkeypatch.setattr(Interleaving, "candidate", lambda self: make(self))
     own = found()
     assert own.solver.stopped == "Ctrl-C"
     assert own.prediction.step_seconds >= whole.prediction.step_seconds
@@ -69,9 +70,9 @@ def test_a_bound_that_is_interrupted_is_that_of_the_work(monkeypatch: pytest.Mon
 def test_a_winner_that_is_simulated_when_ctrl_c_comes_is_still_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, settle = found(), Standings.ranked
+    whole, settle = found(), CandidatePool.settle
     interrupting = Interrupting(settle, 1)
-    monkeypatch.setattr(Standings, "ranked", lambda self: interrupting(self))
+    monkeypatch.setattr(CandidatePool, "settle", lambda self: interrupting(self))
     own = found()
     assert own.solver.stopped == "Ctrl-C"
     assert own.prediction.step_seconds >= whole.prediction.step_seconds
@@ -87,8 +88,8 @@ def test_before_unequal_shares_are_tried_the_bound_knows_of_them(
     request = Request(16, forced=Forced(pp=1), max_tp=1)
     graph = mlp(3, rows=16)
     whole = plan(*graph, unlike, request)
-    share = Ranking._share_out
-    monkeypatch.setattr(Ranking, "_share_out", Interrupting(share, 1))
+    shared = uneven_shares.shared_candidates
+    monkeypatch.setattr(uneven_shares, "shared_candidates", Interrupting(shared, 1))
     own = plan(*graph, unlike, request)
     assert own.solver.stopped == "Ctrl-C"
     assert own.prediction.step_seconds > whole.prediction.step_seconds

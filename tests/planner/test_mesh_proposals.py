@@ -23,7 +23,7 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.inter_op.mesh_proposals import Experts, Proposals, proposals
+from autoparallel.planner.inter_op.submesh import Experts, Proposals, proposals
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request, divisors

@@ -11,9 +11,10 @@ from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.find_plan import search
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search import narrowing, search
-from autoparallel.planner.search.narrowing import narrowed
+from autoparallel.planner.search import narrowing
+from autoparallel.planner.search.narrowing import tightened
 from examples.gpt import GPT, example_batch
 
 
@@ -38,18 +39,17 @@ def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
     limit: float,
     forced: Forced,
 ) -> None:
-    """With the axis "dp" for the batch alone: where it is free, more than layouts is searched."""
     on = parse_cluster(cluster)
     request = Request(
-        32, precision="bf16", memory_limit_bytes=int(limit), forced=forced, max_tp=on.num_devices
+        32, precision="bf16", memory_limit_bytes=int(limit), forced=forced, tolerance=0.0
     )
-    found = search.searched(program.graph, program.blocks, on, request)
-    before = found.ranking[0]
-    after = narrowed(found.job, before)
+    found = search(program.graph, program.blocks, on, request)
+    before = found.pool.ranked()[0]
+    after = tightened(found.job, before)
     assert before.layouts_gap > request.gap >= after.layouts_gap
     assert after.step_seconds <= before.step_seconds
     assert after.peak_bytes <= limit
-    plan = found.judged(found.plan(after))
+    plan = found.best_plan()
     assert plan.solver.layouts_gap == min(after.layouts_gap, plan.solver.gap)
     priced = evaluate(program.graph, program.blocks, plan, on)
     assert priced.step_seconds == pytest.approx(after.step_seconds, rel=1e-9)
@@ -60,20 +60,21 @@ def test_a_gap_that_is_allowed_is_left_alone(program: Program) -> None:
         32, precision="bf16", memory_limit_bytes=int(2.2e9), gap=0.5,
         forced=Forced(pp=1, num_microbatches=4),
     )  # fmt: skip
-    found = search.searched(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
-    assert narrowed(found.job, found.ranking[0]) is found.ranking[0]
+    found = search(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
+    best = found.pool.ranked()[0]
+    assert tightened(found.job, best) is best
 
 
 def test_ctrl_c_leaves_the_winner(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     forced = Forced(pp=1, num_microbatches=4)
     request = Request(32, precision="bf16", memory_limit_bytes=int(2.2e9), gap=0.5, forced=forced)
-    found = search.searched(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
-    asked, best = replace(found.job, request=replace(request, gap=0.0)), found.ranking[0]
+    found = search(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
+    asked, best = replace(found.job, request=replace(request, gap=0.0)), found.pool.ranked()[0]
     assert best.layouts_gap > 0
 
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(narrowing, "candidate", interrupted)
-    assert narrowed(asked, best) is best
+    assert tightened(asked, best) is best
     assert asked.stopped == "Ctrl-C"

@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 from small_graphs import cluster, mlp
 
+from autoparallel.planner import rules
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.find_plan import plan
+from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, plan, run_proposers
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.simplest import Shape, equals, shape_of_plan, simplest_first
+from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.pool import CandidatePool
+from autoparallel.planner.search.simplest import Shape, shape_of, simplest_of
 
 GRAPH, BLOCKS = mlp(6, rows=16)
 ON = cluster(2)
@@ -25,33 +29,53 @@ def planned(tolerance: float, forced: Forced | None = None) -> Plan:
 
 def test_shapes_are_compared_by_their_weightiest_difference() -> None:
     looped, pipeline, plain = (
-        Shape(2, 2, 5, 0, 0, 0, 8),
-        Shape(1, 2, 0, 0, 0, 0, 8),
-        Shape(1, 1, 0, 1, 3, 4, 16),
+        Shape(2, 2, 5, 0, 0, 0),
+        Shape(1, 2, 0, 0, 0, 0),
+        Shape(1, 1, 0, 1, 3, 4),
     )
     assert sorted([looped, pipeline, plain]) == [plain, pipeline, looped]
-    assert looped.more_than(pipeline) == "more stages per rank"
-    assert plain.more_than(pipeline) == ""
+
+
+def pool_of(*steps_and_kinds: tuple[float, str]) -> tuple[Job, CandidatePool]:
+    """A pool of candidates that take so long, with one stage or a pipeline of two."""
+    job = Job.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
+    found = run_proposers(job, ONE_STAGE_PER_RANK)
+    by_kind = {"single": 1, "pipeline": 2}
+    pool = CandidatePool(job)
+    for seconds, kind in steps_and_kinds:
+        like = next(each for each in found.ranked() if len(each.stages) == by_kind[kind])
+        pool.add(replace(like, step_seconds=seconds))
+    return job, pool
 
 
 def test_only_what_is_within_the_tolerance_is_equal_and_the_edge_counts() -> None:
-    assert equals([1.0, 1.02, 1.0201], float, 0.02) == [1.0, 1.02]
-    assert equals([1.0, 1.02], float, 0.0) == [1.0]
+    for seconds, expected in ((1.02, 1.02), (1.0201, 1.0)):
+        job, pool = pool_of((1.0, "pipeline"), (seconds, "single"))
+        winner, why = simplest_of(job, pool, 0.02)
+        assert winner.step_seconds == expected
+        assert (why is None) == (expected == 1.0)
+    job, pool = pool_of((1.0, "pipeline"), (1.01, "single"))
+    assert simplest_of(job, pool, 0.0) == (pool.ranked()[0], None)
 
 
-def test_of_equally_simple_ones_the_faster_comes_first() -> None:
-    alike = Shape(1, 1, 0, 1, 0, 0, 1)
-    assert simplest_first([1.1, 1.0], float, lambda _: alike) == [1.0, 1.1]
+def test_of_equally_simple_ones_the_faster_is_chosen() -> None:
+    job, pool = pool_of((1.1, "single"), (1.0, "single"))
+    winner, why = simplest_of(job, pool, 0.5)
+    assert winner.step_seconds == 1.0
+    assert why is None
 
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.5])
 def test_a_plan_is_no_slower_than_the_tolerance_allows_and_no_less_simple(
     tolerance: float,
 ) -> None:
-    fastest, simple = planned(0.0), planned(tolerance)
-    most = fastest.prediction.step_seconds * (1 + tolerance)
-    assert simple.prediction.step_seconds <= most * (1 + 1e-9)
-    assert shape_of_plan(simple) <= shape_of_plan(fastest)
+    job = Job.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
+    pool = run_proposers(job)
+    (fastest, _), (simple, why) = (simplest_of(job, pool, share) for share in (0.0, tolerance))
+    assert simple.step_seconds <= fastest.step_seconds * (1 + tolerance)
+    assert shape_of(simple) <= shape_of(fastest)
+    assert (why is None) == (simple is fastest)
+    assert planned(tolerance).prediction.step_seconds == pytest.approx(simple.step_seconds)
 
 
 def test_the_fastest_stays_among_the_alternatives() -> None:

@@ -12,9 +12,14 @@ from random_cases import Case, random_case
 from autoparallel.planner import rules
 from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.pricing.basis import DEFAULT
+from autoparallel.planner.proposers.local_search import (
+    MOST_FEW,
+    few_pipelines,
+    promising,
+    shifted,
+)
 from autoparallel.planner.search.candidates import candidates
 from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.nearby import MOST_FEW, few_pipelines, promising, shifted
 
 
 def job_of(case: Case, issue_seconds: float = 0.0) -> Job:

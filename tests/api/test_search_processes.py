@@ -11,24 +11,28 @@ from functools import cache
 from typing import Any
 
 import pytest
-from one_stage import plan
 from small_graphs import cluster, mlp
 
+from autoparallel import search_processes
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
+from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, plan
 from autoparallel.planner.plan import Plan, SolverInfo
 from autoparallel.planner.pricing.basis import DEFAULT
+from autoparallel.planner.proposers import pipelines
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search import beside, ranking
-from autoparallel.planner.search.beside import Beside, Company
 from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.pool import CandidatePool
+from autoparallel.planner.search.workers import serial
+from autoparallel.search_processes import Beside, two_processes
 
 GRAPH, BLOCKS = mlp(14, rows=8, width=512, inner=2048)
 CLUSTER = cluster(8, num_hosts=2)
 
 
 def planned(processes: int, **options: Any) -> Plan:
-    return plan(GRAPH, BLOCKS, CLUSTER, Request(32, processes=processes, **options))
+    method = SearchMethod(ONE_STAGE_PER_RANK, two_processes if processes == 2 else serial)
+    return plan(GRAPH, BLOCKS, CLUSTER, Request(32, **options), method=method)
 
 
 @cache
@@ -50,18 +54,18 @@ def test_a_plan_is_the_same_however_many_processes_search() -> None:
 def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     own: list[tuple[int, ...]] = []
     asked: list[tuple[int, ...]] = []
-    explore, ask = ranking.Ranking._explore, Beside.ask
+    explore, ask = pipelines._explored, Beside.ask
 
-    def explored(self: ranking.Ranking, rows: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        own.append(rows)
-        explore(self, rows, numbers)
+    def explored(job: Job, pool: CandidatePool, sizes: tuple[int, ...]) -> pipelines.Explored:
+        own.append(sizes)
+        return explore(job, pool, sizes)
 
     def asking(self: Beside, function: Any, *args: Any) -> None:
-        if function is ranking.explored:
+        if function is pipelines.explored:
             asked.append(args[0])
         ask(self, function, *args)
 
-    monkeypatch.setattr(ranking.Ranking, "_explore", explored)
+    monkeypatch.setattr(pipelines, "_explored", explored)
     monkeypatch.setattr(Beside, "ask", asking)
     planned(2)
     assert len(own) == len(asked) == 1
@@ -83,7 +87,7 @@ def test_what_a_lost_process_should_have_done_is_done_here(
         return found
 
     monkeypatch.setattr(Beside, "start", staticmethod(start))
-    monkeypatch.setattr(beside, "LATE_SECONDS", 0.0)
+    monkeypatch.setattr(search_processes, "LATE_SECONDS", 0.0)
     limit = 60.0 if how == "killed" else 15.0  # as long is a process waited for that is silent
     found = planned(2, time_limit_seconds=limit)
     assert len(lost) == 1
@@ -112,26 +116,26 @@ def _double(job: Job, rows: tuple[int, ...], more: int) -> tuple[int, int]:
 
 
 def test_a_process_answers_for_its_part_and_ends() -> None:
-    job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32, processes=2), rules=rules, basis=DEFAULT)
-    company = Company.of(job, (1, 2, 4, 8))
+    job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32), rules=rules, basis=DEFAULT)
+    workers = two_processes(job, (1, 2, 4, 8))
 
     def first(rows: tuple[int, ...]) -> tuple[int, int]:
         return _double(job, rows, 1)
 
-    (here, own), (there, other) = company.over(_double, 1, first=first)
+    (here, own), (there, other) = workers.map(_double, 1, first=first)
     assert here == os.getpid() != there
     assert (own, other) == ((1 + 4) * 2 + 1, (2 + 8) * 2 + 1)
-    company.end()
+    workers.end()
     assert not multiprocessing.active_children()
-    assert company.over(_double, 1, first=first) == [(here, 11), (here, 21)]
+    assert workers.map(_double, 1, first=first) == [(here, 11), (here, 21)]
 
 
 def test_a_process_that_does_not_answer_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(32, processes=2, time_limit_seconds=0.01)
+    request = Request(32, time_limit_seconds=0.01)
     job = Job.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
-    company = Company.of(job, (1, 2, 4, 8))
-    monkeypatch.setattr(beside, "LATE_SECONDS", 0.2)
-    assert company.over(named_slowly, "own", first=lambda rows: "first") == ["first", "own"]
+    workers = two_processes(job, (1, 2, 4, 8))
+    monkeypatch.setattr(search_processes, "LATE_SECONDS", 0.2)
+    assert workers.map(named_slowly, "own", first=lambda rows: "first") == ["first", "own"]
     assert not multiprocessing.active_children()
 
 
@@ -145,14 +149,14 @@ def named_slowly(job: Job, rows: tuple[int, ...], name: str) -> str:
 def test_a_search_interrupted_before_its_first_plan_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, own = ranking.Ranking._begin, os.getpid()
+    explore, own = pipelines._explored, os.getpid()
 
-    def interrupted(self: ranking.Ranking, quests: list[Any]) -> None:
+    def interrupted(job: Job, pool: CandidatePool, sizes: tuple[int, ...]) -> pipelines.Explored:
         if os.getpid() == own:
             raise KeyboardInterrupt
-        first(self, quests)
+        return explore(job, pool, sizes)
 
-    monkeypatch.setattr(ranking.Ranking, "_begin", interrupted)
+    monkeypatch.setattr(pipelines, "_explored", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(2)
     assert not multiprocessing.active_children()
