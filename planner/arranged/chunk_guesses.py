@@ -75,7 +75,7 @@ class Base:
         for (cost, answer), stage in zip(costs, candidate.stages, strict=True):
             weights = flops[stage.start : stage.stop]
             weights = weights if weights.any() else np.ones_like(weights)
-            late = answer.figures.late(answer.run)[0]
+            late = answer.table.weight_grads(answer.run)[0]
             figures = (cost.forward_seconds, cost.backward_seconds, late, cost.step_seconds)
             own.append(np.outer(weights / weights.sum(), figures))
         sent = [cost.receive_seconds for cost, _ in costs]

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ..evaluate import BRIEF
 from ..plan import Plan, Recompute, StagePlan
-from ..pricing.whole_stage import together
+from ..pricing.stage_cost import together
 
 MOST_MIXES = 3
 """How often a mix of two ways is made that may not fit yet."""

@@ -23,6 +23,7 @@ import numpy as np
 from ..classes import classes_of
 from ..plan import Recompute
 from ..pricing.recompute import AGAIN
+from ..pricing.seconds import HELD, STEP, objective_weights
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Edge
 from .elimination import (
@@ -66,9 +67,8 @@ class Rates:
 
     @property
     def weights(self) -> Floats:
-        """What a step's fields of ``Seconds`` count per micro-batch."""
-        share = 1 / self.num_microbatches
-        return np.array((1.0,) * 6 + (share,) * 2 + (0.0,) * 2)
+        """What a second of each resource counts."""
+        return objective_weights(self.num_microbatches)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -310,13 +310,13 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Of all decisions' choices: seconds, what recomputation spares ``[mode, choice]``, bytes
-        of states."""
+        """Of all decisions' choices: seconds, those of recomputation ``[mode, choice]``, bytes of
+        states."""
         own = self.tables.decisions
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
-            np.concatenate([decision.spared_seconds[:, :, 0] for decision in own], axis=1),
-            np.concatenate([decision.states[:, :, :3].sum(axis=2) for decision in own], axis=1),
+            np.concatenate([decision.recompute_seconds for decision in own], axis=1),
+            np.concatenate([decision.states[:, :, HELD].sum(axis=2) for decision in own], axis=1),
         )
 
     @cached_property
@@ -332,12 +332,12 @@ class KindTables:
 
     def _own(self, rates: Rates) -> list[Factor]:
         """What each choice costs by itself."""
-        seconds, spared_seconds, states = self._stacked
+        seconds, recompute_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
         own = seconds[zeros] @ rates.weights
         if rates.mode != "none":
-            own = own + seconds[0, :, :2].sum(axis=1) - spared_seconds[AGAIN.index(rates.mode)]
+            own = own + recompute_seconds[AGAIN.index(rates.mode)]
         cost = own[:, None]
         if rates.state_prices:
             prices = rates.prices(saved=False).reshape(shape)
@@ -376,8 +376,8 @@ class KindTables:
         """Of each decision whether it costs the same whatever the ZeRO stage, the micro-batches
         of a step and the price of states."""
         return [
-            not own.states[:, :, :3].any()
-            and not own.seconds[:, :, 6:8].any()
+            not own.states[:, :, HELD].any()
+            and not own.seconds[:, :, STEP].any()
             and bool((own.seconds == own.seconds[:1]).all())
             for own in self.tables.decisions
         ]

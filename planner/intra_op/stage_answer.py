@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..pricing.assembly import Setting, Solution
-from ..pricing.stage_cost import Figures, StageCost
+from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.structure import Run
 
 
@@ -14,7 +14,7 @@ class StageAnswer:
     """A stage's best way: its choices (by kind), setting, objective, and the solver's gap."""
 
     run: Run
-    figures: Figures
+    table: StageTable
     solution: Solution
     setting: Setting
     objective: float
@@ -27,7 +27,7 @@ class StageAnswer:
 
     @property
     def cost(self) -> StageCost:
-        return self.figures.price(self.run, self.setting)
+        return self.table.price(self.run, self.setting)
 
 
 def gap_between(bound: float, objective: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..integer_programs.highs import HIGHS
 from ..integer_programs.program import Solver
 from ..plan import Recompute
-from ..pricing.ladder import MODES
+from ..requests.features import MODES
 
 
 @dataclass(frozen=True, slots=True)

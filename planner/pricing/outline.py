@@ -57,7 +57,7 @@ class Outline:
 
     ``computes`` are the distinct computations, a node with layouts that split alike;
     ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
-    ``rounds`` hold the first, second, … op of each decision as a way, ``spared_rounds`` those
+    ``rounds`` hold the first, second, … op of each decision as a way, ``skipped_rounds`` those
     that recomputation does not run again (in each way of ``AGAIN``), ``held_rounds`` its
     parameters as holdings; one past the last stands for none. ``held`` are the distinct
     parameters as they are held, ``held_as`` says which each holding is. ``alike`` are
@@ -70,7 +70,7 @@ class Outline:
     computes_as: Ints
     inner: tuple[tuple[int, str, Way], ...]
     rounds: tuple[Ints, ...]
-    spared_rounds: tuple[tuple[Ints, ...], ...]
+    skipped_rounds: tuple[tuple[Ints, ...], ...]
     holdings: tuple[Holding, ...]
     held: tuple[tuple[str, Layout], ...]
     held_as: Ints
@@ -105,8 +105,8 @@ def outline(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> Outline:
     """The decisions of a block, in order of their first nodes."""
-    spared = replay(block, graph, prices).spared
-    making = _Making(graph, prices, restriction, tuple(spared[mode] for mode in AGAIN))
+    skipped = replay(block, graph, prices).spared
+    making = _Making(graph, prices, restriction, tuple(skipped[mode] for mode in AGAIN))
     for draft in drafts(block, graph, prices, restriction, merge=merge):
         making.add(draft)
     return making.outline()
@@ -199,7 +199,7 @@ class _Making:
     graph: Graph
     prices: Prices
     restriction: Restriction
-    spared: tuple[frozenset[str], ...]
+    skipped: tuple[frozenset[str], ...]
     decisions: list[Candidates] = field(default_factory=list)
     computes: dict[object, int] = field(default_factory=dict)
     first: list[tuple[str, NodeLayout]] = field(default_factory=list)
@@ -237,13 +237,13 @@ class _Making:
                     for held in held_for(wanted, layouts[ref.name])
                 ]  # fmt: skip
             ops = [self._way(name, way) for name, way in option.items()]
-            spared = [
+            skipped = [
                 [self._way(name, way) for name, way in option.items() if name in own]
-                for own in self.spared
+                for own in self.skipped
             ]
             for own, numbers in partial:
                 choices.append(Choice(own))
-                self.rows.append((ops, spared, numbers))
+                self.rows.append((ops, skipped, numbers))
                 self.broken.append(self._broken(own))
         members = (*draft.members, *(ref.name for _, _, ref in parameters))
         self._compare(members, choices)
@@ -286,7 +286,7 @@ class _Making:
 
     def outline(self) -> Outline:
         sizes = sorted({len(group) for group in self.alike})
-        ops, spared, holdings = zip(*self.rows, strict=True)
+        ops, skipped, holdings = zip(*self.rows, strict=True)
         pairs = [(each.parameter, each.held) for each in self.holdings]
         held = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         return Outline(
@@ -295,7 +295,7 @@ class _Making:
             np.array(self.computes_as),
             tuple(self.inner),
             _rounds(ops, len(self.computes_as)),
-            tuple(_rounds(own, len(self.computes_as)) for own in zip(*spared, strict=True)),
+            tuple(_rounds(own, len(self.computes_as)) for own in zip(*skipped, strict=True)),
             tuple(self.holdings),
             tuple(held),
             np.array([held[pair] for pair in pairs], dtype=np.int64),

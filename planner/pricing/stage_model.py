@@ -31,10 +31,20 @@ from .prices import Prices, Seconds, boundary_layout
 from .recompute import kept_parts, read_parts, replay
 from .same import known
 from .saved import Part, saved_parts, working_bytes
-from .structure import Edge, Structure, Use
+from .structure import Edge, Run, Structure, Use
 from .weight_backward import late_parts, late_seconds
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Boundary:
+    """A value that a stage sends or receives, or its loss: seconds forward and backward by the
+    choice of ``node``'s decision, ``seconds[choice, direction]``."""
+
+    node: str
+    is_received: bool
+    seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,7 @@ class StageModel:
     _kinds: dict[str, KindModel] = field(default_factory=dict, repr=False)
     _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
     _options: dict[object, Options] = field(default_factory=dict, repr=False)
-    _boundaries: dict[object, Floats] = field(default_factory=dict, repr=False)
+    _boundaries: dict[object, Boundary] = field(default_factory=dict, repr=False)
     _targets_of: dict[Edge, _Targets] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
     _late: dict[object, Late] = field(default_factory=dict, repr=False)
@@ -179,7 +189,7 @@ class StageModel:
             if found is None:
                 own = (node.name, splits(layout))
                 if own not in by_split:
-                    by_split[own] = (
+                    by_split[own] = Held(
                         saved_parts(node, layout, graph, prices),
                         working_bytes(node, layout, graph, prices),
                         kept_parts(node, layout, graph, prices, of=again),
@@ -194,11 +204,11 @@ class StageModel:
                 layouts = decision.choices[choice].layouts
                 nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
                 own = [of_layout(node, layouts[node.name]) for node in nodes]
-                by_choice[number, choice] = (
-                    _distinct(saved for saved, _, _, _ in own),
-                    max((size for _, size, _, _ in own), default=0),
-                    _distinct(selected for _, _, selected, _ in own),
-                    _distinct(read for _, _, _, read in own),
+                by_choice[number, choice] = Held(
+                    _distinct(held.saved for held in own),
+                    max((held.working_bytes for held in own), default=0),
+                    _distinct(held.selected for held in own),
+                    _distinct(held.read for held in own),
                 )
             return by_choice[number, choice]
 
@@ -337,29 +347,33 @@ class StageModel:
             self._merged[edge] = found
         return found
 
-    def boundary_seconds(self, name: str, index: int, *, whole: bool = False) -> Floats:
-        """Per source layout, seconds (forward, backward) to bring a value to a boundary.
+    def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
+        """What a run sends, its loss, and what it receives, with how many values of each."""
+        found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
+        if run.has_loss:
+            loss = self.structure.graph.loss
+            template = self.structure.blocks.template[loss.name]
+            found.append((self._outgoing(template, loss.index, is_loss=True), 1))
+        return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
-        ``whole``: to I on every axis, as the loss ends.
-        """
-        key = (name, index, whole)
+    def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
+        """A value that is sent in its boundary layout, or the loss, which ends whole."""
+        key = (name, index, is_loss)
         if key not in self._boundaries:
-            spec = self.structure.graph[name].outputs[index]
-            rows = []
-            for layout in self.made(name, index).layouts:
-                target = loss_layout(layout) if whole else boundary_layout(layout)
-                rows.append(self.prices.conversion(spec, layout, target))
-            self._boundaries[key] = np.array(rows)
+            spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
+            target = loss_layout if is_loss else boundary_layout
+            rows = [self.prices.conversion(spec, own, target(own)) for own in made.layouts]
+            self._boundaries[key] = Boundary(name, False, np.array(rows)[made.of_choice])
         return self._boundaries[key]
 
-    def receive_seconds(self, ref: Ref, first: Use) -> Floats:
-        """Per received layout, seconds (forward, backward) on the link."""
+    def _incoming(self, ref: Ref, first: Use) -> Boundary:
+        """A value that is received as its first use wants it."""
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:
-            layouts = self.received(first).layouts
-            rows = [self.prices.transfer(spec, each, self.link) for each in layouts]
-            self._boundaries[key] = np.array(rows)
+            received = self.received(first)
+            rows = [self.prices.transfer(spec, each, self.link) for each in received.layouts]
+            self._boundaries[key] = Boundary(first.node, True, np.array(rows)[received.of_choice])
         return self._boundaries[key]
 
     def block_sync(self, kind: str, zero: int) -> Seconds:

@@ -58,7 +58,7 @@ def pack(model: KindModel) -> Packed:
     decisions = tuple(
         PackedDecision(
             decision.name, decision.members, _layout_numbers(decision, texts),
-            decision.seconds, decision.states, decision.spared_seconds,
+            decision.seconds, decision.states, decision.skipped_seconds,
         )
         for decision in model.decisions
     )  # fmt: skip

@@ -90,7 +90,7 @@ class Candidate:
         """The configuration in one line, with another schedule, as ``schedule_text`` gives it."""
         ranks = []
         for (model, answer), choice in zip(self.answers, self.stages, strict=True):
-            num_full, num_selective = map(sum, answer.setting.rung)
+            num_full, num_selective = map(sum, answer.setting.policy)
             ranks.append(
                 RankSummary(
                     model.prices.mesh, answer.setting.zero, choice.stop - choice.start,
@@ -221,7 +221,7 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
     choice = best.stages[index]
     run = structure.run(choice.start, choice.stop)
     own = structure.blocks.blocks[choice.start : choice.stop]
-    modes = run.modes(answer.setting.rung)
+    modes = run.modes(answer.setting.policy)
     layouts = stage_layouts(structure, model, answer, (choice.start, choice.stop))
     return StagePlan(
         blocks=tuple(

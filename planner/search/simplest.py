@@ -70,7 +70,7 @@ def shape_of(found: Candidate) -> Shape:
         _schedule_number(found.schedule) if len(found.stages) > 1 else 0,
         max(sum(size > 1 for size in model.prices.mesh.shape) for model, _ in found.answers),
         max(setting.zero for setting in settings),
-        sum(sum(map(sum, setting.rung)) for setting in settings),
+        sum(sum(map(sum, setting.policy)) for setting in settings),
         found.num_microbatches,
     )
 

@@ -26,8 +26,8 @@ from ..plan import Plan, StagePlan
 from ..pricing.assembly import Assembly, Setting
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.branches import stage_starts
-from ..pricing.ladder import NOTHING, Rung
 from ..pricing.prices import Prices, Rules
+from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run, Structure
 from ..requests.request import Forced
@@ -76,7 +76,7 @@ def stage_program(
     if limit is None:
         limit = float(plan.cluster.slowest_device(stage.devices).usable_memory_bytes)
     setting = Setting(
-        plan.num_microbatches, stage.zero, _rung(run, stage), held,
+        plan.num_microbatches, stage.zero, _policy(run, stage), held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
     )  # fmt: skip
     assembly, planned = _assembly(structure, run, stage, plan, rules, basis)
@@ -126,14 +126,14 @@ def _beside(plan: Plan, index: int) -> float:
     )
 
 
-def _rung(run: Run, stage: StagePlan) -> Rung:
+def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
     """How many blocks of each class of a run a stage recomputes, the inverse of ``Run.modes``."""
     modes = Counter(zip(run.classes[1], (block.recompute for block in stage.blocks), strict=True))
     numbers = range(len(run.block_classes))
     full, selective = (
         tuple(modes[number, mode] for number in numbers) for mode in ("full", "selective")
     )
-    return Rung(full, selective) if any((*full, *selective)) else NOTHING
+    return RecomputePolicy(full, selective) if any((*full, *selective)) else NO_RECOMPUTE
 
 
 def _assembly(

@@ -1,7 +1,7 @@
 """What no plan takes less than because its ops have to be computed: known at once, of any job.
 
 In: a job, the sizes of its micro-batches. Out: a lower bound of the step over all cuts, tilings,
-meshes, layouts, ZeRO stages, rungs, schedules and numbers of stages per rank.
+meshes, layouts, ZeRO stages, recomputation policies, schedules and numbers of stages per rank.
 
 Whatever the layouts, the devices that share an op do all of its FLOPs and touch all of its bytes
 between them, at their peak at best (``compute``): of D devices the busiest computes at least

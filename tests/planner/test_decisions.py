@@ -51,7 +51,7 @@ def test_a_mesh_has_the_decisions_that_it_has_without_the_others(seed: int) -> N
             assert [each.members for each in shared] == [each.members for each in own]
             for one, other in zip(shared, own, strict=True):
                 assert one.choices == other.choices
-                for figures in ("seconds", "states", "spared_seconds"):
+                for figures in ("seconds", "states", "skipped_seconds"):
                     assert np.array_equal(getattr(one, figures), getattr(other, figures))
 
 
@@ -69,7 +69,7 @@ def test_a_choice_costs_the_sum_of_its_members(seed: int) -> None:
                         found = {
                             "seconds": decision.seconds[zero, number],
                             "states": decision.states[zero, number],
-                            "spared_seconds": decision.spared_seconds[:, number],
+                            "skipped_seconds": decision.skipped_seconds[:, number],
                         }
                         for name, figures in expected.items():
                             assert found[name] == pytest.approx(figures, rel=1e-12, abs=1e-30)
@@ -104,12 +104,12 @@ def summed(
                 seconds = seconds.plus(
                     Seconds(forward_communication=forward, backward_communication=backward)
                 )
-    return {"seconds": seconds, "states": states, "spared_seconds": spared}
+    return {"seconds": seconds, "states": states, "skipped_seconds": spared}
 
 
 def figures(decision: Decision, number: int) -> np.ndarray:
     own = decision.seconds[:, number].ravel(), decision.states[:, number].ravel()
-    again = decision.seconds[0, number, [0, 8]] - decision.spared_seconds[:, number]
+    again = decision.seconds[0, number, [0, 8]] - decision.skipped_seconds[:, number]
     return np.array([*own[0], *own[1], *again.ravel()])
 
 

@@ -1,20 +1,19 @@
-"""Solutions priced side by side cost what each of them costs by itself."""
+"""Solutions that are priced as arrays cost what each of them costs by itself."""
 
 from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
-from autoparallel.planner.intra_op.side_by_side import SideBySide
+from autoparallel.planner.intra_op.pool import Pool
 from autoparallel.planner.layout import Mesh
-from autoparallel.planner.pricing.assembly import Assembly, Setting
+from autoparallel.planner.pricing.assembly import Assembly, Setting, Solution
 from autoparallel.planner.pricing.choices import Restriction
+from autoparallel.planner.pricing.decisions import ZEROS
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.stage_cost import Figures
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.pricing.structure import Run, Structure
 
@@ -22,10 +21,10 @@ COUNT = 4
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 
 
-def a_solution(model: StageModel, run: Run, rng: random.Random) -> Figures:
+def a_solution(model: StageModel, run: Run, rng: random.Random) -> Solution:
     assembly = Assembly(model, run)
     choices = tuple(rng.randrange(len(each.choices)) for each in assembly.decisions)
-    return Figures(assembly, choices)
+    return assembly.solution(choices)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -41,21 +40,19 @@ def test_every_run_of_a_family_costs_what_each_solution_says(seed: int) -> None:
     first = structure.run(0, rng.randint(1, size))
     runs = [structure.run(a, b) for a in range(size) for b in range(a + 1, size + 1)]
     runs = [run for run in runs if run.family == first.family]
-    together = SideBySide()
-    alone = []
+    pool = Pool(model, first, ZEROS, None)
     for _ in range(4):
-        alone.append(a_solution(model, first, rng))
-        together.add(alone[-1])
+        pool.add(a_solution(model, first, rng))
         for run in runs:
-            found = together.unrecomputed(run)
-            for number, figures in enumerate(alone):
-                for zero in range(4):
-                    own = figures.price(run, Setting(COUNT, zero))
-                    both = found.microbatch_seconds + found.step_seconds / COUNT
-                    held = own.memory_bytes
-                    states = held["parameters"] + held["gradients"] + held["optimizer"]
-                    assert both[number, zero] == pytest.approx(own.objective(COUNT))
-                    assert found.states_bytes[number, zero] == pytest.approx(states)
-                    assert found.kept_bytes[number] == pytest.approx(held["activations"])
-                    assert found.transient_bytes[number, zero] == pytest.approx(held["transient"])
-    assert len(np.unique([figures.choices for figures in alone], axis=0)) > 1
+            for number, entry in enumerate(pool.entries.values()):
+                for zero in ZEROS:
+                    micro, step, states, kept = pool.unrecomputed(run)[number, zero]
+                    cost = entry.table.price(run, Setting(COUNT, zero))
+                    held = cost.memory_bytes
+                    total = held["parameters"] + held["gradients"] + held["optimizer"]
+                    assert micro + step / COUNT == pytest.approx(cost.objective(COUNT))
+                    assert states == pytest.approx(total)
+                    assert kept == pytest.approx(held["activations"])
+                    transient = entry.table.transient_bytes[zero]
+                    assert transient == pytest.approx(held["transient"])
+    assert len(pool.entries) > 1
