@@ -22,6 +22,7 @@ import numpy as np
 
 from ..classes import classes_of
 from ..plan import Recompute
+from ..pricing.price_cache import find
 from ..pricing.recompute import AGAIN
 from ..pricing.seconds import HELD, STEP, objective_weights
 from ..pricing.stage_model import KindModel, StageModel
@@ -223,7 +224,8 @@ class KindTables:
     @staticmethod
     def of(model: StageModel, kind: str) -> KindTables:
         """The tables of a kind, one object for all models in which they are the same."""
-        return model.common(("tables", kind), lambda: KindTables(model, kind))
+        known = model.prices.cache.kind_tables
+        return model.common(known, (kind,), lambda: KindTables(model, kind))
 
     @cached_property
     def tables(self) -> KindModel:
@@ -280,11 +282,10 @@ class KindTables:
         """In which order to eliminate. Raises ``TooWideError`` where tables would be too large."""
         scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
-        key = ("order", tuple(self.sizes), tuple(scopes), self.kept)
-        found: Order | None = self.model.prices.cache.get(key)
-        if found is None:
-            found = find_order(self.sizes, scopes, self.kept)
-            self.model.prices.cache[key] = found
+        key = (tuple(self.sizes), tuple(scopes), self.kept)
+        found = find(
+            self.model.prices.cache.orders, key, lambda: find_order(self.sizes, scopes, self.kept)
+        )
         if found.most_cells > MOST_CELLS:
             raise TooWideError
         return found

@@ -8,7 +8,7 @@ balanced over its ranks or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -38,6 +38,7 @@ from ..strategy import (
     combine,
     keeps_groups,
 )
+from .price_cache import find
 from .prices import Prices
 
 T = TypeVar("T")
@@ -177,12 +178,10 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
     """Every way to run a node on an axis of a size, found once per graph."""
-    key = ("strategies", node.name, size, graph.batch_size)
-    found: tuple[AxisStrategy, ...] | None = prices.cache.get(key)
-    if found is None:
-        found = prices.rules.axis_strategies(node, graph, size)
-        prices.cache[key] = found
-    return found
+    key = (node.name, size, graph.batch_size)
+    return find(
+        prices.cache.strategies, key, lambda: prices.rules.axis_strategies(node, graph, size)
+    )
 
 
 def _axis_strategies(
@@ -216,31 +215,23 @@ def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, .
     """The dimensions of the batch, of a graph whose rows meet as far as they are apart."""
     if graph.batch_dims:
         return graph.batch_dims
-    return _kept(prices, ("rows apart", graph.batch_size), lambda: rows_apart(graph))
+    return find(prices.cache.rows_apart, graph.batch_size, lambda: rows_apart(graph))
 
 
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     """The dimensions of rows and positions, made once per graph and size of an axis."""
-    return _kept(
-        prices, ("positions", size, graph.batch_size),
+    return find(
+        prices.cache.position_dims, (size, graph.batch_size),
         lambda: position_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
     )  # fmt: skip
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
     """What counts experts on an axis of a size, made once per graph."""
-    return _kept(
-        prices, ("experts", size, graph.batch_size),
+    return find(
+        prices.cache.expert_dims, (size, graph.batch_size),
         lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
     )  # fmt: skip
-
-
-def _kept(prices: Prices, key: tuple[object, ...], make: Callable[[], T]) -> T:
-    found: T | None = prices.cache.get(key)
-    if found is None:
-        found = make()
-        prices.cache[key] = found
-    return found
 
 
 def _as_megatron(

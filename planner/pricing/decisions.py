@@ -24,11 +24,11 @@ from ..requests.pins import PENALTY_SECONDS, breaks
 from ..strategy import NodeLayout
 from .choices import Restriction, held_layouts, inner_of, input_specs
 from .outline import Choice as Choice
-from .outline import Ints, Outline, outline
+from .outline import Ints, Outline, outline, structure_key
 from .outline import is_own_parameter as is_own_parameter
+from .price_cache import find
 from .prices import Prices
 from .recompute import AGAIN
-from .same import structure_key
 from .seconds import FORWARD, Resource, State
 
 ZEROS = (0, 1, 2, 3)
@@ -83,11 +83,11 @@ def decide(
     merge: bool = True,
 ) -> tuple[Decision, ...]:
     """The decisions of a block, in order of their first nodes."""
-    key = ("outline", merge, structure_key(block, graph, prices, restriction))
-    own: Outline | None = prices.cache.get(key)
-    if own is None:
-        own = outline(block, graph, prices, restriction, merge=merge)
-        prices.cache[key] = own
+    own = find(
+        prices.cache.outlines,
+        (merge, structure_key(block, graph, prices, restriction)),
+        lambda: outline(block, graph, prices, restriction, merge=merge),
+    )
     every = _priced(own, graph, prices)
     rows = _undominated(own, every)
     seconds, states = every.seconds[:, rows], every.states[:, rows]
@@ -206,9 +206,8 @@ def parameter_decision(node: Node, prices: Prices, restriction: Restriction) -> 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
     """A choice per layout, the same objects for the same layouts."""
-    key = ("held in", name, layouts)
-    found: tuple[Choice, ...] | None = prices.cache.get(key)
-    if found is None:
-        found = tuple(Choice({name: NodeLayout((), (layout,))}) for layout in layouts)
-        prices.cache[key] = found
-    return found
+    return find(
+        prices.cache.held_choices,
+        (name, layouts),
+        lambda: tuple(Choice({name: NodeLayout((), (layout,))}) for layout in layouts),
+    )

@@ -10,7 +10,6 @@ from ..rules.table import packet
 from ..strategy import NodeLayout
 from .choices import dims_on, input_specs
 from .prices import Prices
-from .same import known
 from .saved import Part, saved_parts, storages
 
 SMALLEST_AXIS = 2
@@ -21,11 +20,11 @@ def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
     """What the backward of a block runs again, found once per graph."""
     given, core = (block, graph), prices.assumptions.attention_core
 
-    def find() -> Replay:
+    def make() -> Replay:
         found = find_replay(block, graph, prices.rules, storages(graph, prices))
         return _of_core(found, block, graph, prices) if core else found
 
-    return known(prices.cache, ("replay", core), given, find)
+    return prices.cache.replays.find((core,), given, make)
 
 
 def _of_core(found: Replay, block: Block, graph: Graph, prices: Prices) -> Replay:

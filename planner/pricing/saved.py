@@ -15,6 +15,7 @@ from ..rules.balanced_attention import as_run
 from ..rules.storage import copy_of
 from ..strategy import NodeLayout
 from .choices import input_specs
+from .price_cache import find
 from .prices import Prices
 
 Part = tuple[str, int]
@@ -76,10 +77,7 @@ def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
     """The same of all values, found once."""
-    owners: Mapping[tuple[str, int], tuple[str, int]] | None = prices.cache.get("storage")
-    if owners is None:
-        owners = prices.cache["storage"] = prices.rules.storage_of(graph)
-    return owners
+    return find(prices.cache.storages, None, lambda: prices.rules.storage_of(graph))
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:

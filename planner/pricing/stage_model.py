@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,13 +23,13 @@ from ..layout import INVARIANT, Layout
 from ..strategy import NodeLayout, splits
 from .choices import Restriction
 from .conversions import conversion_seconds
-from .decisions import Decision, Floats, decide, parameter_decision
+from .decisions import Choice, Decision, Floats, decide, parameter_decision
 from .kind_model import Held as Held
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
+from .price_cache import ByIdentity, PriceCache
 from .prices import Prices, Seconds, boundary_layout
 from .recompute import kept_parts, read_parts, replay
-from .same import known
 from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Run, Structure, Use
 from .weight_backward import late_parts, late_seconds
@@ -55,15 +55,15 @@ class Options:
     of_choice: Ints
 
     @staticmethod
-    def of(layouts: Sequence[Layout], cache: dict[Any, Any]) -> Options:
+    def of(layouts: Sequence[Layout], cache: PriceCache) -> Options:
         """``cache`` makes equal lists of distinct layouts the same object."""
         of_choice, firsts = classes_of(layouts)
         distinct = tuple(layouts[first] for first in firsts.tolist())
-        return Options(cache.setdefault(("layouts", distinct), distinct), of_choice)
+        return Options(cache.layouts.setdefault(distinct, distinct), of_choice)
 
 
 @dataclass(frozen=True, slots=True)
-class _Targets:
+class Targets:
     """The distinct layouts that an edge's uses may want; per use the one of each choice.
 
     ``alone``: one decision wants all, and the same of all.
@@ -102,7 +102,7 @@ class StageModel:
     _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
     _options: dict[object, Options] = field(default_factory=dict, repr=False)
     _boundaries: dict[object, Boundary] = field(default_factory=dict, repr=False)
-    _targets_of: dict[Edge, _Targets] = field(default_factory=dict, repr=False)
+    _targets_of: dict[Edge, Targets] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
     _late: dict[object, Late] = field(default_factory=dict, repr=False)
     _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
@@ -110,7 +110,7 @@ class StageModel:
     def kind(self, kind: str) -> KindModel:
         found = self._kinds.get(kind)
         if found is None:
-            found = self.common(("kind", kind), lambda: self._make_kind(kind))
+            found = self.common(self.prices.cache.kinds, (kind,), lambda: self._make_kind(kind))
             self._kinds[kind] = found
         return found
 
@@ -118,10 +118,10 @@ class StageModel:
     def _key(self) -> tuple[object, ...]:
         return self.merge, self.restriction.key, self.prices.key
 
-    def common(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+    def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What ``make`` makes, once for all models that differ in nothing but their links."""
         given = self.structure.graph, self.structure.blocks
-        return known(self.prices.cache, (*key, *self._key), given, make)
+        return table.find((*key, *self._key), given, make)
 
     def late(self, kind: str, number: int, choice: int) -> Late:
         """The weights' half of the backward of one choice of a kind's decision."""
@@ -180,8 +180,7 @@ class StageModel:
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], Held] = {}
         by_layout: dict[tuple[str, int], Held] = {}
-        shared = ("held", graph.batch_size, prices.mesh.shape)
-        by_split: dict[object, Held] = prices.cache.setdefault(shared, {})
+        by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
 
         def of_layout(node: Node, layout: NodeLayout) -> Held:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
@@ -217,34 +216,24 @@ class StageModel:
     def made(self, name: str, index: int) -> Options:
         """The layouts in which a kind's value may be made; ``name`` is a template's."""
         key = ("made", name, index)
-        found = self._options.get(key)
-        if found is None:
-            choices, cache = self.home(name)[1].choices, self.prices.cache
-            found = self._options[key] = known(
-                cache,
-                key,
-                (choices,),
-                lambda: Options.of(
-                    [choice.layouts[name].outputs[index] for choice in choices], cache
-                ),
-            )
-        return found
+        return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
     def wanted(self, use: Use) -> Options:
         """The layouts in which a use may want its value."""
-        key = ("wanted", use.node, use.position)
-        found = self._options.get(key)
-        if found is None:
-            choices, cache = self.home(use.node)[1].choices, self.prices.cache
-            found = self._options[key] = known(
-                cache,
-                key,
-                (choices,),
-                lambda: Options.of(
-                    [choice.layouts[use.node].inputs[use.position] for choice in choices], cache
-                ),
+        node, at = use.node, use.position
+        key = ("wanted", node, at)
+        return self._options_of(key, node, lambda own: own.layouts[node].inputs[at])
+
+    def _options_of(
+        self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
+    ) -> Options:
+        """The layouts of a member's value by the choices of its decision."""
+        if key not in self._options:
+            choices, cache = self.home(member)[1].choices, self.prices.cache
+            self._options[key] = cache.options.find(
+                key, (choices,), lambda: Options.of(list(map(layout, choices)), cache)
             )
-        return found
+        return self._options[key]
 
     def received(self, first: Use) -> Options:
         """The layouts in which a stage may receive a value: as its first use wants it."""
@@ -254,7 +243,7 @@ class StageModel:
             at_boundary = Options.of([boundary_layout(each) for each in wanted.layouts], cache)
             return Options(at_boundary.layouts, at_boundary.of_choice[wanted.of_choice])
 
-        return known(cache, ("received",), (wanted,), make)
+        return cache.options.find(("received",), (wanted,), make)
 
     @cached_property
     def _kind_of(self) -> dict[str, str]:
@@ -295,16 +284,16 @@ class StageModel:
         found = self._targets(edge)
         return found.layouts, found.columns
 
-    def _targets(self, edge: Edge) -> _Targets:
+    def _targets(self, edge: Edge) -> Targets:
         found = self._targets_of.get(edge)
         if found is None:
             found = self._targets_of[edge] = self._make_targets(edge)
         return found
 
-    def _make_targets(self, edge: Edge) -> _Targets:
+    def _make_targets(self, edge: Edge) -> Targets:
         wanted, cache = tuple(map(self.wanted, edge.uses)), self.prices.cache
 
-        def make() -> _Targets:
+        def make() -> Targets:
             distinct: dict[Layout, int] = {}
             columns = []
             for own in wanted:
@@ -312,17 +301,17 @@ class StageModel:
                 columns.append(numbers[own.of_choice])
             alike = all(np.array_equal(column, columns[0]) for column in columns)
             deciding = {self.home(use.node)[1].name for use in edge.uses}
-            layouts = cache.setdefault(("layouts", tuple(distinct)), tuple(distinct))
-            return _Targets(layouts, tuple(columns), alike and len(deciding) == 1)
+            layouts = cache.layouts.setdefault(tuple(distinct), tuple(distinct))
+            return Targets(layouts, tuple(columns), alike and len(deciding) == 1)
 
-        return known(cache, ("targets",), wanted, make)
+        return cache.targets.find((), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
         """Seconds forward and backward from every source layout to every target layout."""
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
-        return known(
-            prices.converted, ("matrix", spec), (sources, targets),
+        return prices.converted.matrices.find(
+            (spec,), (sources, targets),
             lambda: conversion_seconds(prices, spec, sources, targets),
         )  # fmt: skip
 
@@ -331,9 +320,8 @@ class StageModel:
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
-            rows, columns, reduced = known(
-                self.prices.converted, ("classes", self.spec(edge), targets.alone),
-                (source.layouts, targets.layouts),
+            rows, columns, reduced = self.prices.converted.merged.find(
+                (self.spec(edge), targets.alone), (source.layouts, targets.layouts),
                 lambda: merge_classes(
                     np.stack(self.conversions(edge)), merge_columns=targets.alone
                 ),

@@ -90,7 +90,7 @@ def _argument(node: Node, position: int) -> Ref | None:
 
 def _is_of_parameters(ref: Ref, graph: Graph, prices: Prices) -> bool:
     """Whether a value is computed from parameters and nothing else."""
-    known: dict[str, bool] = prices.cache.setdefault("of parameters", {})
+    known = prices.cache.from_parameters
     if ref.name not in known:
         for node in graph:
             known[node.name] = node.kind == "parameter" or (

@@ -26,6 +26,7 @@ from ..plan import Plan, StagePlan
 from ..pricing.assembly import Assembly, Setting
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.branches import stage_starts
+from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices, Rules
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from ..pricing.stage_model import StageModel
@@ -150,7 +151,7 @@ def _assembly(
     """
     prices = Prices(
         stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
-        rules, {}, profile=basis.used,
+        rules, PriceCache(), profile=basis.used,
     )  # fmt: skip
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
     found: list[Assembly] = []
