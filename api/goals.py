@@ -27,7 +27,7 @@ from autoparallel.planner.errors import (
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.precision import check_precision
-from autoparallel.planner.pricing.stage_at import stage_begins
+from autoparallel.planner.pricing.run_classes import stage_begins
 from autoparallel.planner.requests.pins import check_kept
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.rules.table import packet

@@ -18,12 +18,20 @@ from .layout import INVARIANT, Layout, conversion_steps
 from .plan import Recompute
 from .pricing.assembly import GATHERED_BLOCKS
 from .pricing.choices import inner_collectives, input_specs
+from .pricing.kept_bytes import (
+    AGAIN,
+    Part,
+    kept_parts,
+    late_parts,
+    late_seconds,
+    read_parts,
+    replay,
+    saved_parts,
+    working_bytes,
+)
 from .pricing.outline import is_own_parameter
 from .pricing.prices import Prices, Seconds, StateBytes, boundary_layout
-from .pricing.recompute import AGAIN, kept_parts, read_parts, replay
-from .pricing.saved import Part, saved_parts, working_bytes
 from .pricing.slice_costs import carried_bytes, is_attention
-from .pricing.weight_backward import late_parts, late_seconds
 from .strategy import NodeLayout
 
 

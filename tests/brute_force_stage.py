@@ -25,9 +25,17 @@ from autoparallel.cost_model.memory import reserve_bytes
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, Layout
 from autoparallel.planner.plan import Recompute
+from autoparallel.planner.pricing.kept_bytes import (
+    AGAIN,
+    Part,
+    Replay,
+    kept_parts,
+    read_parts,
+    replay,
+    saved_parts,
+    working_bytes,
+)
 from autoparallel.planner.pricing.prices import Prices, boundary_layout
-from autoparallel.planner.pricing.recompute import AGAIN, Replay, kept_parts, read_parts, replay
-from autoparallel.planner.pricing.saved import Part, saved_parts, working_bytes
 from autoparallel.planner.pricing.seconds import Seconds
 from autoparallel.planner.strategy import NodeLayout
 

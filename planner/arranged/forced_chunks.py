@@ -13,7 +13,7 @@ from itertools import accumulate
 from ..errors import InfeasibleError, UsageError
 from ..graph import Blocks, Graph
 from ..plan import Alternative, Plan
-from ..pricing.stage_at import stage_begins
+from ..pricing.run_classes import stage_begins
 from ..requests.features import Features
 from ..requests.request import CHUNKED_NAMES, Forced, Request, divisors
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule

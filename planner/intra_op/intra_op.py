@@ -27,22 +27,65 @@ import numpy as np
 
 from ..errors import TimeLimitError
 from ..integer_programs import ilp
+from ..integer_programs.highs import HIGHS
+from ..integer_programs.program import Solver
 from ..plan import Recompute
 from ..pricing.assembly import Assembly, Setting, Solution, fixed_bytes
 from ..pricing.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
+from ..requests.features import MODES
 from . import closing
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .pool import SAME, Found, Pool
-from .stage_answer import StageAnswer as StageAnswer
-from .stage_answer import gap_between
-from .stage_limits import Effort as Effort
-from .stage_limits import Limits as Limits
+from .pool import SAME, Found, Pool, gap_between
+from .pool import StageAnswer as StageAnswer
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
+
+    ``gap``: a stage may be worse than the best by this part of its cost. ``solver`` solves the
+    integer programs.
+    """
+
+    memory_bytes: float
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: Recompute | None = None
+    gap: float = 0.01
+    modes: tuple[Recompute, ...] = MODES
+    solver: Solver = HIGHS
+
+
+STEPS_PER_PROBLEM = 20
+"""Steps of the recurrence over stages take as long as solving a problem, about."""
+
+
+@dataclass
+class Effort:
+    """Time for solving and what was spent.
+
+    ``work`` is counted, not measured: shares of it are the same on any machine, however busy.
+    """
+
+    deadline: float
+    num_problems: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+    table_seconds: float = 0.0
+
+    @property
+    def work(self) -> float:
+        """Problems that were solved, or what took as long: about a hundredth of a second each."""
+        return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
+
+    @property
+    def left_seconds(self) -> float:
+        return self.deadline - time.perf_counter()
 
 
 _Bounded = tuple[Sequence[Run], Rates]

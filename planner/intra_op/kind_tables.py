@@ -22,8 +22,8 @@ import numpy as np
 
 from ..classes import classes_of
 from ..plan import Recompute
+from ..pricing.kept_bytes import AGAIN
 from ..pricing.price_cache import find
-from ..pricing.recompute import AGAIN
 from ..pricing.seconds import HELD, STEP, objective_weights
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Edge

@@ -8,7 +8,7 @@ balanced over its ranks or not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ from typing import TypeVar
 from ..batch import rows_apart
 from ..expert_dims import ExpertDims, by_experts, expert_dims
 from ..graph import Graph, Node, TensorSpec
-from ..layout import INVARIANT, REPLICATE, Layout, Placement, divides, shard
+from ..layout import INVARIANT, REPLICATE, Layout, Mesh, Placement, divides, shard
 from ..positions import (
     Dims,
     by_entries,
@@ -380,3 +380,45 @@ def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
 def _serves(wanted: Layout, held: Layout) -> bool:
     """Whether every axis on which a split is wanted is held so."""
     return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
+
+
+def undivided(
+    graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
+) -> tuple[str, ...]:
+    """Products and attention that run whole on each rank of an axis that cannot divide them.
+
+    One line per op and axis; ``nodes`` are templates' names.
+    """
+    found = []
+    for name in nodes:
+        node = graph[name]
+        for axis, size in enumerate(prices.mesh.shape):
+            if (
+                size > 1
+                and _is_whole_on(layouts[name], axis)
+                and _is_kept_whole_by(node, graph, size, prices)
+            ):
+                found.append(_describe_undivided(node, graph, prices.mesh, axis))
+    return tuple(found)
+
+
+def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
+    return not any(each[axis].is_shard for each in (*layout.inputs, *layout.outputs))
+
+
+def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
+    """Whether the axis' size, and nothing else, keeps an op that does work from some split."""
+    work = prices.rules.work(node, input_specs(node, graph), node.outputs)
+    if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
+        return False
+    anyhow, divided = (
+        {each.label for each in prices.rules.axis_strategies(node, graph, of)} for of in (1, size)
+    )
+    return bool(anyhow - divided)
+
+
+def _describe_undivided(node: Node, graph: Graph, mesh: Mesh, axis: int) -> str:
+    shapes = ", ".join("×".join(map(str, graph.spec(ref).shape)) for ref in node.inputs)
+    op = node.op.split(".")[1]
+    where = f"{mesh.axes[axis]}={mesh.shape[axis]}"
+    return f"{op} of {node.module or node.name} is whole on {where}, which does not divide {shapes}"

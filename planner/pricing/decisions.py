@@ -23,12 +23,12 @@ from ..layout import Layout
 from ..requests.pins import PENALTY_SECONDS, breaks
 from ..strategy import NodeLayout
 from .choices import Restriction, held_layouts, inner_of, input_specs
+from .kept_bytes import AGAIN
 from .outline import Choice as Choice
 from .outline import Ints, Outline, outline, structure_key
 from .outline import is_own_parameter as is_own_parameter
 from .price_cache import find
 from .prices import Prices
-from .recompute import AGAIN
 from .seconds import FORWARD, Resource, State
 
 ZEROS = (0, 1, 2, 3)

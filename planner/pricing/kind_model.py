@@ -16,7 +16,7 @@ import numpy as np
 
 from ..plan import Recompute
 from .decisions import ZEROS, Decision, Floats
-from .saved import Part
+from .kept_bytes import Part
 from .seconds import HELD, MICROBATCH, STEP, State
 from .structure import Edge
 

@@ -31,9 +31,9 @@ from .choices import (
     strategies_of,
     ways,
 )
+from .kept_bytes import AGAIN, replay
 from .price_cache import find
 from .prices import Prices
-from .recompute import AGAIN, replay
 
 Ints = NDArray[np.int64]
 

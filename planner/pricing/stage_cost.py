@@ -20,8 +20,8 @@ from ..plan import Recompute
 from ..schedules.held import held_bytes
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
 from .decisions import ZEROS, Floats
+from .kept_bytes import AGAIN
 from .kind_model import NO_STATES, RowCost
-from .recompute import AGAIN
 from .recompute_policy import (
     MOST_POLICIES,
     Policies,

@@ -24,15 +24,22 @@ from ..strategy import NodeLayout, splits
 from .choices import Restriction
 from .conversions import conversion_seconds
 from .decisions import Choice, Decision, Floats, decide, parameter_decision
+from .kept_bytes import (
+    Part,
+    kept_parts,
+    late_parts,
+    late_seconds,
+    read_parts,
+    replay,
+    saved_parts,
+    working_bytes,
+)
 from .kind_model import Held as Held
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
 from .price_cache import ByIdentity, PriceCache
 from .prices import Prices, Seconds, boundary_layout
-from .recompute import kept_parts, read_parts, replay
-from .saved import Part, saved_parts, working_bytes
 from .structure import Edge, Run, Structure, Use
-from .weight_backward import late_parts, late_seconds
 
 T = TypeVar("T")
 

@@ -32,8 +32,7 @@ from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices, Rules
-from ..pricing.run_classes import RunClasses, run_classes
-from ..pricing.stage_at import stage_begins, without_inner
+from ..pricing.run_classes import RunClasses, run_classes, stage_begins, without_inner
 from ..pricing.stage_model import StageModel
 from ..pricing.step import KnownSteps
 from ..pricing.structure import Structure

@@ -28,12 +28,11 @@ from ..plan import (
     StagePlan,
 )
 from ..pricing.branches import Places, stage_edges
-from ..pricing.choices import input_specs
+from ..pricing.choices import input_specs, undivided
 from ..pricing.prices import Prices, boundary_layout
 from ..pricing.stage_model import StageModel
 from ..pricing.step import prediction_of, send_seconds
 from ..pricing.structure import Structure
-from ..pricing.undivided import undivided
 from ..requests.request import Request
 from ..strategy import NodeLayout
 from ..summary import RankSummary, schedule_text, summary_text

@@ -15,8 +15,8 @@ from autoparallel.planner.intra_op.intra_op import IntraOp
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.choices import inner_collectives, input_specs
 from autoparallel.planner.pricing.decisions import ZEROS, Decision, decide
+from autoparallel.planner.pricing.kept_bytes import AGAIN, Replay, replay
 from autoparallel.planner.pricing.prices import Prices, Seconds
-from autoparallel.planner.pricing.recompute import AGAIN, Replay, replay
 from autoparallel.planner.search.job import Job
 from autoparallel.planner.strategy import NodeLayout
 
