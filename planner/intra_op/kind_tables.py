@@ -22,7 +22,7 @@ import numpy as np
 
 from ..classes import classes_of
 from ..plan import Recompute
-from ..pricing.kept_bytes import AGAIN
+from ..pricing.kept_bytes import RECOMPUTE_MODES
 from ..pricing.price_cache import find
 from ..pricing.seconds import HELD, STEP, objective_weights
 from ..pricing.stage_model import KindModel, StageModel
@@ -104,7 +104,7 @@ class EdgeTables:
     """An edge over the distinct sides of it: where each is, its classes, seconds per class.
 
     The first is the source, the others are the uses: ``forward[source, use]``. ``repeats``
-    says whether a recomputed block converts the value again, in each of ``AGAIN``.
+    says whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``.
     """
 
     nodes: tuple[str, ...]
@@ -115,7 +115,7 @@ class EdgeTables:
 
     def is_repeated(self, mode: Recompute) -> bool:
         """Whether the forward runs once more where blocks are recomputed in a mode."""
-        return mode in AGAIN and self.repeats[AGAIN.index(mode)]
+        return mode in RECOMPUTE_MODES and self.repeats[RECOMPUTE_MODES.index(mode)]
 
     def seconds(self, *, twice: bool) -> Floats:
         """Forward, or ``twice``, and backward."""
@@ -338,7 +338,7 @@ class KindTables:
         zeros = list(rates.zeros[:: shape[1]])
         own = seconds[zeros] @ rates.weights
         if rates.mode != "none":
-            own = own + recompute_seconds[AGAIN.index(rates.mode)]
+            own = own + recompute_seconds[RECOMPUTE_MODES.index(rates.mode)]
         cost = own[:, None]
         if rates.state_prices:
             prices = rates.prices(saved=False).reshape(shape)

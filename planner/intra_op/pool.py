@@ -16,7 +16,7 @@ import numpy as np
 from ..plan import Recompute
 from ..pricing.assembly import Assembly, Setting, Solution, constant_bytes, reserve
 from ..pricing.decisions import ZEROS
-from ..pricing.kept_bytes import AGAIN
+from ..pricing.kept_bytes import RECOMPUTE_MODES
 from ..pricing.recompute_policy import NO_RECOMPUTE, Ints
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import Boundary, StageModel
@@ -163,7 +163,7 @@ class Pool:
         """The modes in which blocks may be recomputed."""
         if self.recompute is not None:
             return (self.recompute,)
-        return tuple(mode for mode in AGAIN if mode in self.modes)
+        return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
         """What recomputing until it fits costs at least, infinite where it cannot fit."""

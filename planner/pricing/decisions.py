@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..requests.pins import PENALTY_SECONDS, breaks
 from ..strategy import NodeLayout
 from .choices import Restriction, held_layouts, inner_of, input_specs
-from .kept_bytes import AGAIN
+from .kept_bytes import RECOMPUTE_MODES
 from .outline import Choice as Choice
 from .outline import Ints, Outline, outline, structure_key
 from .outline import is_own_parameter as is_own_parameter
@@ -48,7 +48,7 @@ class Decision:
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` hold the fields of ``Seconds`` and
     ``StateBytes``; ``skipped_seconds[mode, choice]`` the part of the forward, of device and
-    host, that recomputation in a mode (``AGAIN``) does not run again.
+    host, that recomputation in a mode (``RECOMPUTE_MODES``) does not run again.
     """
 
     name: str
@@ -109,7 +109,7 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     total = np.zeros((number, len(Resource)))
     for ways in own.rounds:
         total += ops[ways]
-    skipped = np.zeros((len(AGAIN), number, 2))
+    skipped = np.zeros((len(RECOMPUTE_MODES), number, 2))
     for mode, rounds in enumerate(own.skipped_rounds):
         for ways in rounds:
             skipped[mode] += ops[ways][:, _RECOMPUTED]
@@ -200,7 +200,7 @@ def parameter_decision(node: Node, prices: Prices, restriction: Restriction) -> 
     return Decision(
         node.name, (node.name,), _held_choices(node.name, layouts, prices), seconds,
         np.array([[states for _, states in each] for each in costs]),
-        np.zeros((len(AGAIN), len(layouts), 2)),
+        np.zeros((len(RECOMPUTE_MODES), len(layouts), 2)),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 from ..graph import Block, Graph, Node, Ref, TensorSpec
 from ..layout import Layout
-from ..replay import AGAIN as AGAIN
+from ..replay import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..replay import Replay as Replay
 from ..replay import find_replay
 from ..rules.balanced_attention import as_run
@@ -155,7 +155,7 @@ def _of_core(found: Replay, block: Block, graph: Graph, prices: Prices) -> Repla
     kept = frozenset(name for name in block.nodes if not is_core(graph[name]))
     uses = ((name, at) for name in block.nodes for at in range(len(graph[name].inputs)))
     return Replay(
-        kept, {**found.spared, "selective": kept}, {**found.unread, "selective": frozenset(uses)}
+        kept, {**found.skipped, "selective": kept}, {**found.unread, "selective": frozenset(uses)}
     )
 
 
@@ -212,20 +212,22 @@ POSITIONS = {
 """Of the ops that put weight gradients off, where among the arguments data and weights are."""
 
 
-def late_seconds(
+def weight_grad_seconds(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[float, float]:
     """Seconds of a node's backward that a split schedule may put off: computing and issuing."""
-    share = late_share(node, graph, prices)
+    share = weight_grad_share(node, graph, prices)
     if not share:
         return 0.0, 0.0
     own = prices.op(node, input_specs(node, graph), layout)
     return share * own.backward_compute, share * own.backward_issue
 
 
-def late_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
+def weight_grad_parts(
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices
+) -> tuple[Part, ...]:
     """What is kept for it: each storage's name and local bytes."""
-    if not late_share(node, graph, prices):
+    if not weight_grad_share(node, graph, prices):
         return ()
     data = node.args[POSITIONS[packet(node.op)][0]]
     root, spec = memory_of(data, node, graph, prices)
@@ -237,7 +239,7 @@ def late_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
     return tuple(found)
 
 
-def late_share(node: Node, graph: Graph, prices: Prices) -> float:
+def weight_grad_share(node: Node, graph: Graph, prices: Prices) -> float:
     """The part of a node's backward that is gradients of weights: none, half or all of it."""
     positions = POSITIONS.get(packet(node.op)) if node.kind == "op" else None
     if positions is None or node.kwargs:

@@ -31,7 +31,7 @@ from .choices import (
     strategies_of,
     ways,
 )
-from .kept_bytes import AGAIN, replay
+from .kept_bytes import RECOMPUTE_MODES, replay
 from .price_cache import find
 from .prices import Prices
 
@@ -69,7 +69,7 @@ class Outline:
     ``computes`` are the distinct computations, a node with layouts that split alike;
     ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
     ``rounds`` hold the first, second, … op of each decision as a way, ``skipped_rounds`` those
-    that recomputation does not run again (in each way of ``AGAIN``), ``held_rounds`` its
+    that recomputation does not run again (in each way of ``RECOMPUTE_MODES``), ``held_rounds`` its
     parameters as holdings; one past the last stands for none. ``held`` are the distinct
     parameters as they are held, ``held_as`` says which each holding is. ``alike`` are
     candidates of a decision that look the same to others, ``[group, member]``, those of one
@@ -116,8 +116,8 @@ def outline(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> Outline:
     """The decisions of a block, in order of their first nodes."""
-    skipped = replay(block, graph, prices).spared
-    making = _Making(graph, prices, restriction, tuple(skipped[mode] for mode in AGAIN))
+    skipped = replay(block, graph, prices).skipped
+    making = _Making(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
     for draft in drafts(block, graph, prices, restriction, merge=merge):
         making.add(draft)
     return making.outline()

@@ -20,7 +20,7 @@ from ..plan import Recompute
 from ..schedules.held import held_bytes
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
 from .decisions import ZEROS, Floats
-from .kept_bytes import AGAIN
+from .kept_bytes import RECOMPUTE_MODES
 from .kind_model import NO_STATES, RowCost
 from .recompute_policy import (
     MOST_POLICIES,
@@ -36,8 +36,8 @@ from .structure import Edge, Row, Run
 
 N = TypeVar("N", int, float)
 
-MODES = 1 + len(AGAIN)
-"""The ways to run a block: nothing recomputed, and the two of ``AGAIN``."""
+MODES = 1 + len(RECOMPUTE_MODES)
+"""The ways to run a block: nothing recomputed, and the two of ``RECOMPUTE_MODES``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,9 @@ class StageTable:
         seconds += [self.model.block_sync(kind, zero) for zero in ZEROS]
         skipped = sum(
             (decision.skipped_seconds[:, choice] for decision, choice in pairs),
-            np.zeros((len(AGAIN), 2)),
+            np.zeros((len(RECOMPUTE_MODES), 2)),
         )
-        skipped_sent = np.zeros(len(AGAIN))
+        skipped_sent = np.zeros(len(RECOMPUTE_MODES))
         for edge in model.edges:
             forward, backward = self._conversion(edge)
             seconds[:, :, Resource.FORWARD_COMMUNICATION] += forward
@@ -200,7 +200,7 @@ class StageTable:
         """An edge between blocks: the block that reads the value keeps it if it is recomputed."""
         forward, backward = self._conversion(edge)
         recompute = forward * np.array(self.model.repeats(edge))
-        seconds = np.zeros((MODES, len(ZEROS), len(Resource)))
+        seconds = np.zeros((MODES, 1, len(Resource)))
         seconds[:, :, Resource.FORWARD_COMMUNICATION] = forward
         seconds[:, :, Resource.BACKWARD_COMMUNICATION] = backward
         seconds[1:, :, Resource.BACKWARD_COMMUNICATION] += recompute[:, None]
@@ -208,7 +208,8 @@ class StageTable:
         if edge.is_held:
             layout = self.model.source(edge).layouts[self._source_class(edge)]
             kept[1:] = self.model.prices.local_bytes(self.model.spec(edge), layout)
-        return RowCost(seconds, recompute, kept)
+        of_zeros = np.broadcast_to(seconds, (MODES, len(ZEROS), len(Resource)))
+        return RowCost(of_zeros, recompute, kept)
 
     def _source_class(self, edge: Edge) -> int:
         maker = edge.name if edge.first is None else edge.first.node
@@ -232,7 +233,9 @@ class StageTable:
         """A parameter of several blocks."""
         decision, choice = self.model.shared(name), self._choice(name)
         seconds = np.stack([decision.seconds[:, choice]] * MODES)
-        return RowCost(seconds, np.zeros(len(AGAIN)), np.zeros(MODES), decision.states[:, choice])
+        return RowCost(
+            seconds, np.zeros(len(RECOMPUTE_MODES)), np.zeros(MODES), decision.states[:, choice]
+        )
 
     def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
         """Seconds forward and backward of what a run sends with its loss, and of what it
@@ -307,7 +310,7 @@ class StageTable:
             saved, _, selected = kind.kept_bytes.tolist()
             for mode, saves in (("full", saved), ("selective", saved - selected)):
                 if mode in modes and saves > 0:
-                    rates.append(kind.recompute_seconds[AGAIN.index(mode)] / saves)
+                    rates.append(kind.recompute_seconds[RECOMPUTE_MODES.index(mode)] / saves)
                     shares.append(saves / saved)
         return min(rates, default=0.0), max(shares, default=0.0)
 
@@ -367,7 +370,7 @@ class StageTable:
         if kind not in self._weight_grads:
             start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])
-            found = [self.model.late(kind, at, choice) for at, choice in choices]
+            found = [self.model.weight_grads(kind, at, choice) for at, choice in choices]
             parts = {part for _, _, own in found for part in own}
             seconds = np.array([own[:2] for own in found]).sum(axis=0)
             self._weight_grads[kind] = seconds, _total(parts)

@@ -27,11 +27,11 @@ from .decisions import Choice, Decision, Floats, decide, parameter_decision
 from .kept_bytes import (
     Part,
     kept_parts,
-    late_parts,
-    late_seconds,
     read_parts,
     replay,
     saved_parts,
+    weight_grad_parts,
+    weight_grad_seconds,
     working_bytes,
 )
 from .kind_model import Held as Held
@@ -91,7 +91,7 @@ class Merged:
     backward: Floats
 
 
-Late = tuple[float, float, tuple[Part, ...]]
+WeightGrads = tuple[float, float, tuple[Part, ...]]
 """Of a choice: seconds of the gradients of weights, of the device and of the host, and what is
 kept for them."""
 
@@ -111,7 +111,7 @@ class StageModel:
     _boundaries: dict[object, Boundary] = field(default_factory=dict, repr=False)
     _targets_of: dict[Edge, Targets] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
-    _late: dict[object, Late] = field(default_factory=dict, repr=False)
+    _weight_grads: dict[object, WeightGrads] = field(default_factory=dict, repr=False)
     _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
 
     def kind(self, kind: str) -> KindModel:
@@ -130,19 +130,19 @@ class StageModel:
         given = self.structure.graph, self.structure.blocks
         return table.find((*key, *self._key), given, make)
 
-    def late(self, kind: str, number: int, choice: int) -> Late:
+    def weight_grads(self, kind: str, number: int, choice: int) -> WeightGrads:
         """The weights' half of the backward of one choice of a kind's decision."""
         key = (kind, number, choice)
-        if key not in self._late:
+        if key not in self._weight_grads:
             decision = self.kind(kind).decisions[number]
             layouts, graph = decision.choices[choice].layouts, self.structure.graph
             nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
             asked = [(node, layouts[node.name], graph, self.prices) for node in nodes]
-            parts = [part for each in asked for part in late_parts(*each)]
-            seconds = [late_seconds(*each) for each in asked]
+            parts = [part for each in asked for part in weight_grad_parts(*each)]
+            seconds = [weight_grad_seconds(*each) for each in asked]
             computed, issued = (sum(own) for own in zip((0.0, 0.0), *seconds, strict=True))
-            self._late[key] = computed, issued, tuple(parts)
-        return self._late[key]
+            self._weight_grads[key] = computed, issued, tuple(parts)
+        return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
         """The decision of a parameter of several blocks."""
@@ -276,7 +276,7 @@ class StageModel:
         return self.made(edge.name, edge.index)
 
     def repeats(self, edge: Edge) -> tuple[bool, bool]:
-        """Whether a recomputed block converts the value again, in each of ``AGAIN``."""
+        """Whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
             own = replay(block, self.structure.graph, self.prices)

@@ -15,7 +15,7 @@ from autoparallel.planner.intra_op.intra_op import IntraOp
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.choices import inner_collectives, input_specs
 from autoparallel.planner.pricing.decisions import ZEROS, Decision, decide
-from autoparallel.planner.pricing.kept_bytes import AGAIN, Replay, replay
+from autoparallel.planner.pricing.kept_bytes import RECOMPUTE_MODES, Replay, replay
 from autoparallel.planner.pricing.prices import Prices, Seconds
 from autoparallel.planner.search.job import Job
 from autoparallel.planner.strategy import NodeLayout
@@ -84,7 +84,7 @@ def summed(
     again: Replay,
 ) -> dict[str, Any]:
     """Seconds and bytes of a choice, member by member."""
-    seconds, states, spared = Seconds(), np.zeros(4), np.zeros((2, 2))
+    seconds, states, skipped = Seconds(), np.zeros(4), np.zeros((2, 2))
     for name in decision.members:
         node, layout = graph[name], layouts[name]
         if node.kind == "parameter":
@@ -94,9 +94,9 @@ def summed(
         inner = inner_collectives(node, graph, prices, layout)
         own = prices.op(node, input_specs(node, graph), layout, inner)
         seconds = seconds.plus(own)
-        for number, mode in enumerate(AGAIN):
-            if name in again.spared[mode]:
-                spared[number] += own.forward_compute, own.forward_issue
+        for number, mode in enumerate(RECOMPUTE_MODES):
+            if name in again.skipped[mode]:
+                skipped[number] += own.forward_compute, own.forward_issue
         for ref, wanted in zip(node.inputs, layout.inputs, strict=True):
             if ref.name in layouts and graph[ref.name].kind == "parameter":
                 source = layouts[ref.name].outputs[0]
@@ -104,7 +104,7 @@ def summed(
                 seconds = seconds.plus(
                     Seconds(forward_communication=forward, backward_communication=backward)
                 )
-    return {"seconds": seconds, "states": states, "skipped_seconds": spared}
+    return {"seconds": seconds, "states": states, "skipped_seconds": skipped}
 
 
 def figures(decision: Decision, number: int) -> np.ndarray:
