@@ -33,8 +33,7 @@ from ..plan import Precision
 from ..rules.balanced_attention import as_run
 from ..rules_protocol import Rules as Rules
 from ..strategy import InnerCollective, NodeLayout, balanced_axes
-from .asked import Asked, AskedOp
-from .assumptions import RUNTIME, CostAssumptions
+from .basis import RUNTIME, Asked, AskedOp, CostAssumptions
 from .op_case import op_case
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced

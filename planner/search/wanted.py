@@ -15,8 +15,7 @@ from ...cost_model.cluster import Cluster
 from .. import rules as default_rules
 from ..evaluate import evaluate
 from ..graph import Blocks, Graph
-from ..pricing.asked import Asked, AskedOp, AskedTransfer, uses_of
-from ..pricing.basis import DEFAULT, Basis
+from ..pricing.basis import DEFAULT, Asked, AskedOp, AskedTransfer, Basis, uses_of
 from ..requests.request import Request
 from .report_plan import Candidate, make_plan
 from .search import Observe, ranked

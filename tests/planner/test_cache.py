@@ -17,8 +17,7 @@ from autoparallel.planner.cache.cache import Cache, UnkeyedError, digest, graph_
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.graph import OpRule
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planner.pricing.asked import Asked
-from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.basis import Asked, Basis
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.stage_model import StageModel

@@ -17,9 +17,8 @@ from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.intra_op.intra_op import StageAnswer
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.asked import Asked
 from autoparallel.planner.pricing.assembly import Assembly, Setting
-from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.basis import Asked, Basis
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.recompute_policy import RecomputePolicy, policies
