@@ -210,7 +210,7 @@ def test_the_keys_know_every_field_that_a_solver_has() -> None:
         "mesh", "groups", "speed", "device", "policy", "precision", "optimizer", "rules",
         "profile", "cluster", "assumptions",
         # what tells only who asks, or keeps what was asked:
-        "ranks", "cache", "asked", "only",
+        "ranks", "cache", "converted", "asked", "only",
         # what only says which device is the slowest:
         "own",
     }  # fmt: skip
