@@ -32,8 +32,7 @@ from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.asked import Asked
-from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.basis import Asked, Basis
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.pricing.whole_block import block_case, seconds_by_ops
 from autoparallel.planning import PlanOptions, own_update, plan_program

@@ -19,13 +19,21 @@ from .layout import INVARIANT, Layout, NodeLayout, conversion_steps
 from .plan import Recompute
 from .pricing.assembly import GATHERED_BLOCKS
 from .pricing.choices import inner_collectives, input_specs
+from .pricing.kept_bytes import (
+    RECOMPUTE_MODES,
+    Part,
+    kept_parts,
+    read_parts,
+    replay,
+    saved_parts,
+    weight_grad_parts,
+    weight_grad_seconds,
+    working_bytes,
+)
 from .pricing.outline import is_own_parameter
 from .pricing.prices import Prices, Seconds, StateBytes, boundary_layout
-from .pricing.recompute import AGAIN, kept_parts, read_parts, replay
-from .pricing.saved import Part, saved_parts, working_bytes
 from .pricing.slice_costs import carried_bytes, is_attention
 from .pricing.structure import Structure
-from .pricing.weight_backward import late_parts, late_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ class _BlockWalk:
         self.made = {ref: layout for ref, layout in values if layout is not None}
         self.parameters = dict(zip(self.reads.parameters, self.layouts.parameters, strict=True))
         self.replay = replay(self.reads.block, self.graph, self.prices)
-        self.spared = self.replay.spared.get(self.mode, frozenset(self.reads.block.nodes))
+        self.skipped = self.replay.skipped.get(self.mode, frozenset(self.reads.block.nodes))
         self.leaves = dict(zip(self.reads.leaves, self.layouts.leaves, strict=True))
 
     def cost(self) -> BlockCost:
@@ -163,8 +171,8 @@ class _BlockWalk:
                     dict.fromkeys(kept_parts(node, layout, graph, prices, of=self.replay))
                 )
             batch.update(dict.fromkeys(read_parts(node, layout, graph, prices)))
-            late.update(dict.fromkeys(late_parts(node, layout, graph, prices)))
-            for at, own in enumerate(late_seconds(node, layout, graph, prices)):
+            late.update(dict.fromkeys(weight_grad_parts(node, layout, graph, prices)))
+            for at, own in enumerate(weight_grad_seconds(node, layout, graph, prices)):
                 self.late[at] += own
             size = working_bytes(node, layout, graph, prices)
             self.working_bytes = max(self.working_bytes, size)
@@ -203,7 +211,7 @@ class _BlockWalk:
         if self.mode == "none":
             return
         self._add(Seconds(backward_communication=own.forward_communication))
-        if node.name not in self.spared:
+        if node.name not in self.skipped:
             again = Seconds(backward_compute=own.forward_compute, backward_issue=own.forward_issue)
             self._add(again)
 
@@ -224,7 +232,7 @@ class _BlockWalk:
         kind, reader = self.graph[ref.name].kind, self.graph[uses[0][0]]
         if kind != "op" and (kind != "parameter" or is_own_parameter(ref, reader, self.graph)):
             return True
-        return self.replay.repeats(uses)[AGAIN.index(self.mode)]
+        return self.replay.repeats(uses)[RECOMPUTE_MODES.index(self.mode)]
 
     def _convert(self, ref: Ref, target: Layout, *, twice: bool) -> None:
         node = self.graph[ref.name]

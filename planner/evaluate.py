@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
@@ -19,11 +18,11 @@ from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
 from .pricing.basis import DEFAULT, Basis
 from .pricing.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
+from .pricing.price_cache import PriceCache
 from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
-from .pricing.stage_cost import StageCost
+from .pricing.stage_cost import BRIEF, StageCost
 from .pricing.step import Pipeline, latency_seconds, prediction_of, send_seconds, simulate_stages
-from .pricing.whole_stage import BRIEF
 from .replicas import with_replica_sums
 from .schedules.held import Halves, halves, stage_halves
 from .shares import coordinate_ranks, slowest
@@ -205,7 +204,7 @@ def _walks(
         own = []
         for rows, ranks in _groups(stage, walked.graph.batch_size):
             # one that asks must hear of every stage's groups
-            cache = {} if basis.asked is not None else walked.cache(plan.cluster)
+            cache = PriceCache() if basis.asked is not None else walked.cache(plan.cluster)
             prices = _prices(plan, stage, ranks, cache, rules=rules, basis=basis)
             part = walked.graph.with_batch_size(rows)
             own.append(StageWalk(walked, part, plan, index, prices, start, held[index]))
@@ -271,7 +270,7 @@ def _prices(
     plan: Plan,
     stage: StagePlan,
     ranks: tuple[int, ...],
-    cache: dict[Any, Any],
+    cache: PriceCache,
     *,
     rules: Rules,
     basis: Basis,

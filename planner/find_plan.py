@@ -21,8 +21,7 @@ from .graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
 from .plan import Plan, SolverInfo
 from .price_sources import with_sources
-from .pricing.asked import Asked, uses_of
-from .pricing.basis import DEFAULT, Basis
+from .pricing.basis import DEFAULT, Asked, Basis, uses_of
 from .pricing.prices import Rules
 from .pricing.weight_versions import is_asynchronous
 from .proposers.alike import is_alike

@@ -15,8 +15,7 @@ from ..cost_model.cluster import Source
 from .evaluate import evaluate
 from .graph import Blocks, Graph
 from .plan import Plan, ProfileUse, StagePrediction
-from .pricing.asked import Asked
-from .pricing.basis import Basis
+from .pricing.basis import Asked, Basis
 from .pricing.prices import Rules
 
 PARTS = ("compute", "communication")

@@ -16,8 +16,7 @@ from . import rules as default_rules
 from .evaluate import evaluate
 from .find_plan import search
 from .graph import Blocks, Graph
-from .pricing.asked import Asked, AskedOp, AskedTransfer, uses_of
-from .pricing.basis import DEFAULT, Basis
+from .pricing.basis import DEFAULT, Asked, AskedOp, AskedTransfer, Basis, uses_of
 from .requests.request import Request
 from .search.candidates import Candidate
 from .search.job import Observe, ignore

@@ -26,7 +26,7 @@ from .plan import Recompute
 from .rules.table import packet
 from .rules_protocol import Rules
 
-AGAIN: tuple[Recompute, Recompute] = ("full", "selective")
+RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
 """The ways to recompute, as arrays over them have them."""
 
 _COSTLY = frozenset(
@@ -56,27 +56,27 @@ def is_costly(node: Node) -> bool:
 class Replay:
     """What the backward of a recomputed block does to have again what gradients read.
 
-    ``kept``: the ops whose results ``selective`` keeps. By mode ``spared``: the ops that are not
+    ``kept``: the ops whose results ``selective`` keeps. By mode ``skipped``: the ops that are not
     run again, those among them; ``unread``: the uses (an op and the position of its input)
     whose value is not brought again to the layout that the op wants.
     """
 
     kept: frozenset[str]
-    spared: Mapping[Recompute, frozenset[str]]
+    skipped: Mapping[Recompute, frozenset[str]]
     unread: Mapping[Recompute, frozenset[tuple[str, int]]]
 
     def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
-        """Whether a value is converted again, in each of ``AGAIN``.
+        """Whether a value is converted again, in each of ``RECOMPUTE_MODES``.
 
         ``uses`` are all those in the block: an op and the position of its input.
         """
         uses = tuple(uses)
-        full, selective = (not self.unread[mode].issuperset(uses) for mode in AGAIN)
+        full, selective = (not self.unread[mode].issuperset(uses) for mode in RECOMPUTE_MODES)
         return full, selective
 
 
 def find_replay(block: Block, graph: Graph, rules: Rules, storages: Storages) -> Replay:
-    """What the backward of a block runs again, in each of ``AGAIN``."""
+    """What the backward of a block runs again, in each of ``RECOMPUTE_MODES``."""
     return _Replays(block, graph, rules, storages).found
 
 
@@ -104,11 +104,11 @@ class _Replays:
             replaced |= sums
         names = list(self.nodes)
         full = frozenset(names[: self._stop])
-        spared: dict[Recompute, frozenset[str]] = {
+        skipped: dict[Recompute, frozenset[str]] = {
             "full": frozenset(names) - full, "selective": frozenset(names) - again
         }  # fmt: skip
-        unread = {mode: frozenset(self._unread(own)) for mode, own in spared.items()}
-        return Replay(frozenset(kept), spared, unread)
+        unread = {mode: frozenset(self._unread(own)) for mode, own in skipped.items()}
+        return Replay(frozenset(kept), skipped, unread)
 
     @cached_property
     def _saved(self) -> dict[str, tuple[Ref, ...]]:
@@ -230,9 +230,9 @@ class _Replays:
         """Whether a value has the batch's rows: one without is smaller in larger batches."""
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
-    def _unread(self, spared: frozenset[str]) -> Iterator[tuple[str, int]]:
+    def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:
         """Uses by what does not run again; costly ops are called for what they keep."""
-        for name in spared - self._called:
+        for name in skipped - self._called:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:
                     yield name, position

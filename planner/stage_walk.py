@@ -18,6 +18,7 @@ from .errors import PlanError
 from .graph import Block, Blocks, Graph, Ref
 from .layout import INVARIANT, Layout, NodeLayout
 from .plan import Plan, Recompute
+from .pricing.price_cache import PriceCache
 from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure
@@ -37,16 +38,18 @@ class Walked:
     layouts: list[NodeLayout] = field(default_factory=list)
     _numbers: dict[NodeLayout, int] = field(default_factory=dict)
     _of_object: dict[int, tuple[NodeLayout, int]] = field(default_factory=dict)
-    _caches: dict[int, tuple[Cluster, dict[Any, Any]]] = field(default_factory=dict)
+    _caches: dict[int, tuple[Cluster, PriceCache]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
         return self.forms.graph
 
-    def cache(self, cluster: Cluster) -> dict[Any, Any]:
+    def cache(self, cluster: Cluster) -> PriceCache:
         """The cache of unit prices on a cluster."""
         if id(cluster) not in self._caches:
-            known = {"storage": self.forms.storages, "of parameters": self.forms.of_parameters}
+            known = PriceCache(
+                storages={None: self.forms.storages}, from_parameters=self.forms.of_parameters
+            )
             self._caches[id(cluster)] = cluster, known  # it lives as long as its id is used
         return self._caches[id(cluster)][1]
 

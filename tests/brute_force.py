@@ -50,6 +50,7 @@ from autoparallel.planner.plan import (
     StagePrediction,
 )
 from autoparallel.planner.precision import with_precision
+from autoparallel.planner.pricing.price_cache import PriceCache
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.step import latency_seconds
 from autoparallel.planner.requests.request import SCHEDULES, Request
@@ -151,7 +152,8 @@ class BruteForce:
     request: Request
     free: bool = False
     schedules: Sequence[str] = SCHEDULES
-    cache: dict[Any, Any] = field(default_factory=dict)
+    cache: PriceCache = field(default_factory=PriceCache)
+    tables: dict[Any, Any] = field(default_factory=dict)
     stages: dict[Any, Stage] = field(default_factory=dict)
     ways: dict[Any, list[Way]] = field(default_factory=dict)
     num_simulated: int = 0
@@ -162,7 +164,7 @@ class BruteForce:
         found: Best | None = None
         for order in host_orders(self.cluster):
             cluster, ranks = reordered(self.cluster, order)
-            own = replace(self, cluster=cluster, cache={}, stages={}, ways={})
+            own = replace(self, cluster=cluster, cache=PriceCache(), stages={}, ways={})
             better = own.best_in_order(below if found is None else found.step_seconds)
             if better is not None:
                 found = replace(better, ranks=ranks)
@@ -240,8 +242,8 @@ class BruteForce:
             forward, backward, _, _, end = figures[0]
             return count * (forward + backward) + end
         key = ("table", schedule, len(figures), count)
-        if key not in self.cache:
-            self.cache[key] = build_schedule(schedule, len(figures), count)
+        if key not in self.tables:
+            self.tables[key] = build_schedule(schedule, len(figures), count)
         forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
         costs = StageCosts(
             forward, backward, send_seconds=receive[1:],
@@ -249,7 +251,7 @@ class BruteForce:
             send_latency_seconds=[latency_seconds(self.cluster)] * (len(figures) - 1),
             weight_backward_seconds=late[0] if late else (),
         )  # fmt: skip
-        return simulate(self.cache[key], costs).step_seconds
+        return simulate(self.tables[key], costs).step_seconds
 
     def _ways(self, rows: int, stage: tuple[int, int, int, int], in_flight: Held) -> list[Way]:
         """The ways of a stage that fit, on every mesh, without those worse in everything."""

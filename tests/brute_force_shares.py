@@ -24,6 +24,7 @@ from autoparallel.planner import rules
 from autoparallel.planner.graph import Ref
 from autoparallel.planner.layout import Layout, Mesh, shard
 from autoparallel.planner.precision import with_precision
+from autoparallel.planner.pricing.price_cache import PriceCache
 from autoparallel.planner.pricing.prices import Prices
 
 ALONE = ((1, 0),)
@@ -64,7 +65,7 @@ def best_shared(force: BruteForce, below: float = math.inf) -> Shared | None:
         return None
     for order in host_orders(force.cluster):
         cluster, _ = reordered(force.cluster, order)
-        own = replace(force, cluster=cluster, cache={}, stages={}, ways={})
+        own = replace(force, cluster=cluster, cache=PriceCache(), stages={}, ways={})
         for mesh in own.meshes(range(cluster.num_devices)):
             if mesh.axes[0] == "dp" and mesh.shape[0] > 1:
                 space = SharedSpace(own, mesh)

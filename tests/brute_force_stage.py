@@ -25,9 +25,17 @@ from autoparallel.cost_model.memory import reserve_bytes
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, Layout, NodeLayout
 from autoparallel.planner.plan import Recompute
+from autoparallel.planner.pricing.kept_bytes import (
+    RECOMPUTE_MODES,
+    Part,
+    Replay,
+    kept_parts,
+    read_parts,
+    replay,
+    saved_parts,
+    working_bytes,
+)
 from autoparallel.planner.pricing.prices import Prices, boundary_layout
-from autoparallel.planner.pricing.recompute import AGAIN, Replay, kept_parts, read_parts, replay
-from autoparallel.planner.pricing.saved import Part, saved_parts, working_bytes
 from autoparallel.planner.pricing.seconds import Seconds
 
 LEAVES = ("input", "constant", "buffer")
@@ -79,7 +87,7 @@ class Stage(Choices):
     def _price(self) -> None:
         num = self.num_assignments
         self.passes: list[Floats] = []
-        self.spared: list[dict[Recompute, Floats]] = []
+        self.skipped: list[dict[Recompute, Floats]] = []
         self.bytes: list[dict[Recompute, Floats]] = []
         self.late = np.zeros(num)
         self.late_passes: list[Floats] = []
@@ -97,7 +105,7 @@ class Stage(Choices):
 
     def _price_block(self, block: Block) -> None:
         seconds = np.zeros((len(PASSES), self.num_assignments))
-        spared = {mode: np.zeros((len(PASSES), self.num_assignments)) for mode in AGAIN}
+        skipped = {mode: np.zeros((len(PASSES), self.num_assignments)) for mode in RECOMPUTE_MODES}
         again = self._replay(block)
         late = np.zeros((2, self.num_assignments))
         uses: dict[Ref, list[tuple[str, int]]] = {}
@@ -106,9 +114,9 @@ class Stage(Choices):
             own = self._op(name)
             seconds += own
             late += self._late(name) * own[[1, 5]]
-            for mode in AGAIN:
-                if self.key(name) in again.spared[mode]:
-                    spared[mode][[0, 4]] += own[[0, 4]]
+            for mode in RECOMPUTE_MODES:
+                if self.key(name) in again.skipped[mode]:
+                    skipped[mode][[0, 4]] += own[[0, 4]]
             for position, ref in enumerate(node.inputs):
                 if self.graph[ref.name].kind not in LEAVES:
                     uses.setdefault(ref, []).append((name, position))
@@ -117,11 +125,11 @@ class Stage(Choices):
             source = self._source(ref, where[0])
             converting = self._conversions(ref, source, where)
             seconds[2:4] += converting
-            for mode in AGAIN:
+            for mode in RECOMPUTE_MODES:
                 alone = self.graph[ref.name].kind == "parameter" and len(where) == 1
                 unread = all((self.key(n), at) in again.unread[mode] for n, at in where)
                 if unread and not (alone and self.num_blocks(ref.name) == 1):
-                    spared[mode][2] += converting[0]
+                    skipped[mode][2] += converting[0]
             is_new = ref not in self.read
             if self.graph[ref.name].kind == "op" and ref.name not in block.nodes and is_new:
                 self.read.add(ref)
@@ -129,7 +137,7 @@ class Stage(Choices):
                 held = [self.prices.local_bytes(self.graph.spec(ref), each) for each in layouts]
                 read += np.array(held, dtype=float)[ids]
         self.passes.append(seconds)
-        self.spared.append(spared)
+        self.skipped.append(skipped)
         self.late_passes.append(late)
         self.late += late.max(axis=0)
         self._hold(block, read)
@@ -330,8 +338,11 @@ class Stage(Choices):
 
     def _figures(self, block: int) -> list[Floats]:
         held = [self.bytes[block][mode] for mode in MODES]
-        spared, late = [self.spared[block][mode] for mode in AGAIN], self.late_passes[block]
-        return [self.passes[block], *spared, late, *held, self.gathered[:, block]]
+        skipped, late = (
+            [self.skipped[block][mode] for mode in RECOMPUTE_MODES],
+            self.late_passes[block],
+        )
+        return [self.passes[block], *skipped, late, *held, self.gathered[:, block]]
 
     def seconds(self, zero: int, modes: Modes, *, halved: bool = False) -> Floats:
         """Forward, backward, receive forward and backward, end: a row per assignment.
@@ -361,13 +372,13 @@ class Stage(Choices):
     def _without(self, every_late: Sequence[Floats]) -> list[dict[Recompute, Floats]]:
         """Per block and mode, seconds forward, and backward but for what is late."""
         found: list[dict[Recompute, Floats]] = []
-        for own, spared, late in zip(self.passes, self.spared, every_late, strict=True):
+        for own, skipped, late in zip(self.passes, self.skipped, every_late, strict=True):
             by_mode: dict[Recompute, Floats] = {}
             for mode in MODES:
                 passes = own.copy()
                 passes[[1, 5]] -= late
                 if mode != "none":
-                    passes[1::2] += passes[::2] - spared[mode][::2]
+                    passes[1::2] += passes[::2] - skipped[mode][::2]
                 compute, communication, issue = passes.reshape(3, 2, -1)
                 by_mode[mode] = np.maximum(compute, issue) + communication
             found.append(by_mode)

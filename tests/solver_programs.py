@@ -32,8 +32,8 @@ from autoparallel.planner.integer_programs.ilp import (
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.pricing.assembly import Assembly, Setting
 from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.ladder import NOTHING, forced
 from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.recompute_policy import NO_RECOMPUTE, uniform_policy
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.pricing.structure import Structure
 
@@ -174,9 +174,9 @@ def _of_graph(seed: int, graph: Graph, blocks: Blocks, meshes: tuple[Mesh, ...] 
     mesh = rng.choice(meshes)
     on = cluster(4, bytes_per_second=rng.choice((1e8, 1e9)), flops=rng.choice((1e10, 1e11)))
     own = assembly(graph, blocks, mesh, on)
-    rung = rng.choice((NOTHING, forced("full", own.run.class_counts[0])))
+    policy = rng.choice((NO_RECOMPUTE, uniform_policy("full", own.run.class_counts[0])))
     zero = rng.choice((0, 1, 3)) if "dp" in mesh.axes else 0
-    setting = Setting(rng.choice((1, 4)), zero, rung, rng.choice((1, 3)), limit_bytes=np.inf)
+    setting = Setting(rng.choice((1, 4)), zero, policy, rng.choice((1, 3)), limit_bytes=np.inf)
     return own.problem(setting)
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from autoparallel.planner.asynchronous import num_updates
 from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes
 from autoparallel.planner.plan import Alternative, Plan, StagePlan
-from autoparallel.planner.pricing.stage_cost import together
-from autoparallel.planner.pricing.whole_stage import BRIEF
+from autoparallel.planner.pricing.stage_cost import BRIEF, together
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import SEPARATOR
 from autoparallel.report.words import bytes_text, held_text, seconds_text

@@ -17,8 +17,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Precision
-from autoparallel.planner.pricing.assumptions import CostAssumptions
-from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.basis import Basis, CostAssumptions
 from autoparallel.register import registered_rules
 
 from .depth import FEWEST_LAYERS, deeper

@@ -15,7 +15,7 @@ from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.pricing.assumptions import CostAssumptions
+from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster

@@ -14,7 +14,7 @@ from pathlib import Path
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.memory import PrecisionPolicy, policy
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.pricing.assumptions import RUNTIME, CostAssumptions
+from autoparallel.planner.pricing.basis import RUNTIME, CostAssumptions
 
 from .models import Shape
 from .sources import Program

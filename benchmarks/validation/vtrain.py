@@ -17,7 +17,7 @@ from functools import cache
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.pricing.assumptions import CostAssumptions
+from autoparallel.planner.pricing.basis import CostAssumptions
 
 from .clusters import make_cluster
 from .models import Kernels, Shape

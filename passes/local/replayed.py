@@ -43,7 +43,7 @@ class Replayed:
 
         Ops that run again may have such kernels inside, as a layer of experts has.
         """
-        if node.name not in self.replay.spared[self.mode]:
+        if node.name not in self.replay.skipped[self.mode]:
             is_plain = is_pointwise(node.op) or is_view(node.op)
             return None if self.mode == "full" or is_plain else AGAIN
         is_kept = self.mode == "selective" and node.name in self.replay.kept

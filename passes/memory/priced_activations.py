@@ -21,7 +21,7 @@ from functools import cached_property
 from ...cost_model.memory import exchange_bytes
 from ...planner.block_walk import BlockCost
 from ...planner.pricing.assembly import GATHERED_BLOCKS
-from ...planner.pricing.whole_stage import together
+from ...planner.pricing.stage_cost import together
 from ...planner.stage_walk import StageWalk
 from .saved_tensors import BUFFERS, Moment, StageActivations
 from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS

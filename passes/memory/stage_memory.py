@@ -29,8 +29,8 @@ from ...planner.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan, StagePlan
 from ...planner.plan_schedule import schedule_of, splits_backward
 from ...planner.pricing.slice_costs import carried_bytes
+from ...planner.pricing.stage_cost import BRIEF, together
 from ...planner.pricing.weight_versions import version_bytes
-from ...planner.pricing.whole_stage import BRIEF, together
 from ...planner.replicas import stages_of_ranks
 from ...planner.schedules.held import MessageBytes, sends_kept
 from ...planner.stage_walk import StageWalk

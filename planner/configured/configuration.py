@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 from ...cost_model.cluster import Cluster
 from ...cost_model.stage_costs import Overlap
@@ -42,6 +41,7 @@ from ..plan import (
 )  # fmt: skip
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
+from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices
 from ..pricing.slice_costs import even_lengths
 from ..pricing.stage_cost import StageCost, together
@@ -148,7 +148,7 @@ class ConfigurationPricer:
     _structures: dict[object, Structure] = field(default_factory=dict, repr=False)
     solvers: dict[object, IntraOp] = field(default_factory=dict, repr=False)
     _evaluators: dict[object, Evaluator] = field(default_factory=dict, repr=False)
-    _prices: dict[object, tuple[Cluster, dict[Any, Any]]] = field(default_factory=dict, repr=False)
+    _prices: dict[object, tuple[Cluster, PriceCache]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.blocks = pinned_blocks(self.graph, self.blocks, self.pins)
@@ -270,7 +270,9 @@ class ConfigurationPricer:
         before, here = (range(first, first + own.mesh.size) for first in firsts)
         link = cluster.send_link(before, here)
         # the cluster lives as long as its id is used
-        known = self._prices.setdefault((id(cluster), own.precision, own.compiled), (cluster, {}))
+        known = self._prices.setdefault(
+            (id(cluster), own.precision, own.compiled), (cluster, PriceCache())
+        )
         prices = Prices(
             own.mesh, cluster, tuple(here), own.precision, own.optimizer, default_rules, known[1],
             profile=self.basis.used, assumptions=self.basis.assumptions,

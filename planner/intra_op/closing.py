@@ -1,11 +1,11 @@
-"""Which ZeRO stages and rungs can still hold a better plan than the one found.
+"""Which ZeRO stages and recomputation policies can still hold a better plan than the one found.
 
-In: a run, its kinds' tables, the memory limit. Out: for every ZeRO stage and rung of the
-recompute ladder a lower bound of the objective of what fits in memory,
+In: a run, its kinds' tables, the memory limit. Out: for every ZeRO stage and
+recomputation policy a lower bound of the objective of what fits in memory,
 
     max over λ of  Σ_kinds Σ_modes n·min T_kind(mode, λ) − λ·(limit − fixed bytes)
 
-where T are the tables of ``kind_tables`` with a price λ per byte, n the blocks that the rung
+where T are the tables of ``kind_tables`` with a price λ per byte, n the blocks that the policy
 runs in that mode, and conversions between kinds count nothing. The integer program need only
 be solved where the bound is below the best found, the lowest first (best-first branch and
 bound over the few discrete choices outside of the program).
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from ..plan import Recompute
-from ..pricing.ladder import Rungs, forced, rungs
+from ..pricing.recompute_policy import Policies, policies
 from ..pricing.structure import Run
 from .elimination import Floats
 from .families import Family
@@ -61,35 +61,32 @@ def rounded(price: float) -> float:
     return float(10 ** (round(2 * np.log10(price)) / 2))
 
 
-def allowed_rungs(run: Run, recompute: Recompute | None, modes: Sequence[Recompute]) -> Rungs:
-    """The rungs of a run in allowed modes, or the only one that a forced recomputation leaves."""
-    found = rungs(*run.class_counts)
-    if recompute is None:
-        own = found.within(modes)
-        return Rungs(found.full[own], found.selective[own])
-    only = forced(recompute, run.class_counts[0])
-    return Rungs(np.array([only.full]), np.array([only.selective]))
+def allowed_policies(run: Run, forced: Recompute | None, modes: Sequence[Recompute]) -> Policies:
+    """The policies that a forced mode for all blocks, or else the allowed modes leave."""
+    listed = policies(*run.class_counts)
+    return Policies(listed.blocks[:, listed.allowed(forced, modes, run.class_counts[0])])
 
 
 def bounds(
     family: Family,
     run: Run,
     ways: Mapping[Recompute, Rates],
-    on: Rungs,
+    listed: Policies,
     *,
     num_zeros: int,
     free_bytes: float,
 ) -> Floats:
-    """The lower bound ``[zero, rung]``; ``free_bytes`` are the limit's without what is fixed."""
+    """The lower bound ``[zero, policy]``; ``free_bytes`` are the limit's without what is fixed."""
     rates = next(iter(ways.values()))
     prices = np.array(rates.state_prices).reshape(num_zeros, -1)
-    total = np.zeros((*prices.shape, len(on.full)))
+    total = np.zeros((*prices.shape, len(listed)))
     _, kinds = run.class_counts
     for kind, tables in family.kinds.items():
         own = np.array([each == kind for each in kinds])
-        full, some = on.full @ own, on.selective @ own
+        full, selective = listed.blocks @ own
         counts: dict[Recompute, Floats] = {
-            "full": full, "selective": some, "none": run.counts[kind] - full - some
+            "full": full, "selective": selective,
+            "none": run.counts[kind] - full - selective,
         }  # fmt: skip
         for mode, way in ways.items():
             table = tables.solve(way).table
@@ -132,7 +129,7 @@ def lagrangian(
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
-    """(bound, zero's number, rung's number), ascending."""
+    """(bound, zero's number, policy's number), ascending."""
     for flat in np.argsort(values, axis=None, kind="stable").tolist():
-        zero, rung = divmod(flat, values.shape[1])
-        yield float(values[zero, rung]), zero, rung
+        zero, policy = divmod(flat, values.shape[1])
+        yield float(values[zero, policy]), zero, policy

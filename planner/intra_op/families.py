@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..pricing.assembly import Solution
+from ..pricing.seconds import HELD
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run
 from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
@@ -140,7 +141,7 @@ class Family:
     ) -> list[Factor]:
         factors = [self._weighted(kind, table, runs) for kind, table in tables.items()]
         factors += self._crossings_of(runs, rates)
-        factors += self._ends_of(runs)
+        factors += self._boundaries_of(runs)
         factors += self._shared_parameters(rates)
         return factors
 
@@ -172,28 +173,15 @@ class Family:
                 factors.append(Factor((own.source,), held * _column(counts, 3)))
         return factors
 
-    def _ends_of(self, runs: Sequence[Run]) -> list[Factor]:
+    def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
         """What is sent, received, and the loss."""
-        model, factors = self.model, []
-        for name, index in dict.fromkeys(key for run in runs for key in run.sent):
-            variable, choices = self._place(name)
-            seconds = model.boundary_seconds(name, index).sum(axis=1)
-            own = seconds[model.made(name, index).of_choice[choices]]
-            counts = _column([run.sent.get((name, index), 0) for run in runs], 3)
-            factors.append(Factor((variable,), own[None, None] * counts))
-        for ref, first in runs[0].received:
-            variable, choices = self._place(first.node)
-            seconds = model.receive_seconds(ref, first).sum(axis=1)
-            own = seconds[model.received(first).of_choice[choices]]
-            factors.append(Factor((variable,), own[None, None]))
-        if runs[0].has_loss:
-            structure = model.structure
-            loss = structure.graph.loss
-            name, index = structure.blocks.template[loss.name], loss.index
-            variable, choices = self._place(name)
-            seconds = model.boundary_seconds(name, index, whole=True).sum(axis=1)
-            own = seconds[model.made(name, index).of_choice[choices]]
-            factors.append(Factor((variable,), own[None, None]))
+        counts = [dict(self.model.boundaries(run)) for run in runs]
+        factors = []
+        for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
+            variable, choices = self._place(boundary.node)
+            seconds = boundary.seconds.sum(axis=1)[choices]
+            column = _column([own.get(boundary, 0) for own in counts], 3)
+            factors.append(Factor((variable,), seconds[None, None] * column))
         return factors
 
     def _shared_parameters(self, rates: Rates) -> list[Factor]:
@@ -202,7 +190,7 @@ class Family:
         for name in self.shared:
             decision = self.model.shared(name)
             cost = decision.seconds[zeros] @ rates.weights
-            states = decision.states[zeros, :, :3].sum(axis=2)
+            states = decision.states[zeros, :, HELD].sum(axis=2)
             cost = cost + rates.prices(saved=False)[:, None] * states
             factors.append(Factor((self.first[name],), cost[None]))
         return factors

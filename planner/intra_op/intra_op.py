@@ -7,9 +7,9 @@ Where memory does not bind, the answer is exact for every run and ZeRO stage: ea
 block is solved once for every layout at its ends, and runs are put together from that
 (``families``). Where it binds, the same is done with a price λ per byte, for several λ and
 with blocks recomputed or not; what is found goes into a pool, and each solution of the pool
-is priced under every ZeRO stage on every rung of the recompute ladder (``pool``). For any λ
+is priced under every ZeRO stage and recomputation policy (``pool``). For any λ
 
-    min over layouts, ZeRO and rungs of  seconds + λ·(bytes − limit)
+    min over layouts, ZeRO and policies of  seconds + λ·(bytes − limit)
 
 is a lower bound (Lagrangian relaxation: Everett, Operations Research 11, 1963): the gap.
 ``refine`` closes it with the integer program, whose memory limit is a constraint, where it is
@@ -27,23 +27,64 @@ import numpy as np
 
 from ..errors import TimeLimitError
 from ..integer_programs import ilp
+from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
 from ..pricing.assembly import Assembly, Setting, Solution, fixed_bytes
-from ..pricing.ladder import forced, num_rungs
-from ..pricing.ladder_front import MOST_RUNGS
+from ..pricing.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
+from ..requests.features import MODES
 from . import closing
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .pool import SAME, Found, Pool
-from .stage_answer import StageAnswer as StageAnswer
-from .stage_answer import gap_between
-from .stage_limits import Effort as Effort
-from .stage_limits import Limits as Limits
+from .pool import SAME, Found, Pool, gap_between
+from .pool import StageAnswer as StageAnswer
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
+
+    ``gap``: a stage may be worse than the best by this part of its cost. ``solver`` solves the
+    integer programs.
+    """
+
+    memory_bytes: float
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: Recompute | None = None
+    gap: float = 0.01
+    modes: tuple[Recompute, ...] = MODES
+    solver: Solver = HIGHS
+
+
+STEPS_PER_PROBLEM = 20
+"""Steps of the recurrence over stages take as long as solving a problem, about."""
+
+
+@dataclass
+class Effort:
+    """Time for solving and what was spent.
+
+    ``work`` is counted, not measured: shares of it are the same on any machine, however busy.
+    """
+
+    deadline: float
+    num_problems: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+    table_seconds: float = 0.0
+
+    @property
+    def work(self) -> float:
+        """Problems that were solved, or what took as long: about a hundredth of a second each."""
+        return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
+
+    @property
+    def left_seconds(self) -> float:
+        return self.deadline - time.perf_counter()
 
 
 _Bounded = tuple[Sequence[Run], Rates]
@@ -168,7 +209,7 @@ class IntraOp:
         self.effort.seconds += time.perf_counter() - began
 
     def bound_seconds(self, run: Run, num_microbatches: int) -> float:
-        """A lower bound of the objective over all layouts, ZeRO stages and rungs.
+        """A lower bound of the objective over all layouts, ZeRO stages and policies.
 
         The memory limit is left out. 0 where nothing was proven in time.
         """
@@ -215,8 +256,8 @@ class IntraOp:
         if best is None:
             return None
         gap = self._gap(run, num_microbatches, best)
-        figures, solution = best.entry.figures, best.entry.solution
-        return StageAnswer(run, figures, solution, best.setting, best.objective, gap)
+        table, solution = best.entry.table, best.entry.solution
+        return StageAnswer(run, table, solution, best.setting, best.objective, gap)
 
     def _make_fit(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
@@ -316,22 +357,22 @@ class IntraOp:
         """The best after up to ``most`` integer programs, until the gap is no more than asked."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
-        if family is None or num_rungs(*run.class_counts) > MOST_RUNGS:
+        if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
             return found
-        on = closing.allowed_rungs(run, self.limits.recompute, self.limits.modes)
+        listed = closing.allowed_policies(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
         values = closing.bounds(
-            family, run, self._ways(count, base.in_flight, self.zeros, prices), on,
+            family, run, self._ways(count, base.in_flight, self.zeros, prices), listed,
             num_zeros=len(self.zeros), free_bytes=free,
         )  # fmt: skip
         least = found.objective
         solved: list[float] = []
-        for number, (value, zero, rung) in enumerate(closing.lowest_first(values)):
+        for number, (value, zero, policy) in enumerate(closing.lowest_first(values)):
             bound = max(bound, min([value, *solved]))
             if min(value, least) >= least * (1 - gap) or number >= most:
                 break
-            setting = replace(base, zero=self.zeros[zero], rung=on[rung])
+            setting = replace(base, zero=self.zeros[zero], policy=listed[policy])
             answer = self._program(
                 run, setting, gap=gap / 2, cutoff=least * (1 - gap), start=found.solution
             )
@@ -388,9 +429,9 @@ class IntraOp:
         ordered = sorted(runs, key=lambda run: run.num_blocks)
         some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}
         for run in some.values():
-            rung = forced(rates.mode, run.class_counts[0])
+            policy = uniform_policy(rates.mode, run.class_counts[0])
             answers = [
-                self._program(run, Setting(rates.num_microbatches, zero, rung))
+                self._program(run, Setting(rates.num_microbatches, zero, policy))
                 for zero in rates.zeros
             ]
             bounds = [answer.bound for answer in answers if answer is not None]
@@ -399,8 +440,9 @@ class IntraOp:
 
     def _thriftiest_program(self, run: Run, rates: Rates, in_flight: int) -> None:
         """Without tables: the integer program in which almost only memory counts."""
+        policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = Setting(
-            rates.num_microbatches, rates.zeros[-1], forced(rates.mode, run.class_counts[0]),
-            in_flight, limit_bytes=float("inf"), memory_weight=rates.state_prices[-1],
+            rates.num_microbatches, rates.zeros[-1], policy, in_flight, limit_bytes=float("inf"),
+            memory_weight=rates.state_prices[-1],
         )  # fmt: skip
         self._program(run, setting)

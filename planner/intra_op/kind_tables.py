@@ -22,7 +22,9 @@ import numpy as np
 
 from ..classes import classes_of
 from ..plan import Recompute
-from ..pricing.recompute import AGAIN
+from ..pricing.kept_bytes import RECOMPUTE_MODES
+from ..pricing.price_cache import find
+from ..pricing.seconds import HELD, STEP, objective_weights
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Edge
 from .elimination import (
@@ -66,9 +68,8 @@ class Rates:
 
     @property
     def weights(self) -> Floats:
-        """What a step's fields of ``Seconds`` count per micro-batch."""
-        share = 1 / self.num_microbatches
-        return np.array((1.0,) * 6 + (share,) * 2 + (0.0,) * 2)
+        """What a second of each resource counts."""
+        return objective_weights(self.num_microbatches)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -103,7 +104,7 @@ class EdgeTables:
     """An edge over the distinct sides of it: where each is, its classes, seconds per class.
 
     The first is the source, the others are the uses: ``forward[source, use]``. ``repeats``
-    says whether a recomputed block converts the value again, in each of ``AGAIN``.
+    says whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``.
     """
 
     nodes: tuple[str, ...]
@@ -114,7 +115,7 @@ class EdgeTables:
 
     def is_repeated(self, mode: Recompute) -> bool:
         """Whether the forward runs once more where blocks are recomputed in a mode."""
-        return mode in AGAIN and self.repeats[AGAIN.index(mode)]
+        return mode in RECOMPUTE_MODES and self.repeats[RECOMPUTE_MODES.index(mode)]
 
     def seconds(self, *, twice: bool) -> Floats:
         """Forward, or ``twice``, and backward."""
@@ -223,7 +224,8 @@ class KindTables:
     @staticmethod
     def of(model: StageModel, kind: str) -> KindTables:
         """The tables of a kind, one object for all models in which they are the same."""
-        return model.common(("tables", kind), lambda: KindTables(model, kind))
+        known = model.prices.cache.kind_tables
+        return model.common(known, (kind,), lambda: KindTables(model, kind))
 
     @cached_property
     def tables(self) -> KindModel:
@@ -280,11 +282,10 @@ class KindTables:
         """In which order to eliminate. Raises ``TooWideError`` where tables would be too large."""
         scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
-        key = ("order", tuple(self.sizes), tuple(scopes), self.kept)
-        found: Order | None = self.model.prices.cache.get(key)
-        if found is None:
-            found = find_order(self.sizes, scopes, self.kept)
-            self.model.prices.cache[key] = found
+        key = (tuple(self.sizes), tuple(scopes), self.kept)
+        found = find(
+            self.model.prices.cache.orders, key, lambda: find_order(self.sizes, scopes, self.kept)
+        )
         if found.most_cells > MOST_CELLS:
             raise TooWideError
         return found
@@ -310,13 +311,13 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Of all decisions' choices: seconds, what recomputation spares ``[mode, choice]``, bytes
-        of states."""
+        """Of all decisions' choices: seconds, those of recomputation ``[mode, choice]``, bytes of
+        states."""
         own = self.tables.decisions
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
-            np.concatenate([decision.spared_seconds[:, :, 0] for decision in own], axis=1),
-            np.concatenate([decision.states[:, :, :3].sum(axis=2) for decision in own], axis=1),
+            np.concatenate([decision.recompute_seconds for decision in own], axis=1),
+            np.concatenate([decision.states[:, :, HELD].sum(axis=2) for decision in own], axis=1),
         )
 
     @cached_property
@@ -332,12 +333,12 @@ class KindTables:
 
     def _own(self, rates: Rates) -> list[Factor]:
         """What each choice costs by itself."""
-        seconds, spared_seconds, states = self._stacked
+        seconds, recompute_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
         own = seconds[zeros] @ rates.weights
         if rates.mode != "none":
-            own = own + seconds[0, :, :2].sum(axis=1) - spared_seconds[AGAIN.index(rates.mode)]
+            own = own + recompute_seconds[RECOMPUTE_MODES.index(rates.mode)]
         cost = own[:, None]
         if rates.state_prices:
             prices = rates.prices(saved=False).reshape(shape)
@@ -376,8 +377,8 @@ class KindTables:
         """Of each decision whether it costs the same whatever the ZeRO stage, the micro-batches
         of a step and the price of states."""
         return [
-            not own.states[:, :, :3].any()
-            and not own.seconds[:, :, 6:8].any()
+            not own.states[:, :, HELD].any()
+            and not own.seconds[:, :, STEP].any()
             and bool((own.seconds == own.seconds[:1]).all())
             for own in self.tables.decisions
         ]

@@ -1,9 +1,9 @@
 """The solutions found for a family of runs, and the cheapest that fits for each of its runs.
 
 In: solutions (choices by kind), a run, micro-batches per step and in flight, a limit of bytes.
-Out: the best of every solution, ZeRO stage and rung of the recompute ladder. With nothing
-recomputed all solutions and stages are compared at once, as arrays (``side_by_side``); the
-ladder is climbed only by those that do not fit and would otherwise be faster than what does.
+Out: the best of every solution, ZeRO stage and recomputation policy. With nothing recomputed all
+solutions and stages are compared at once, as arrays; policies are tried only for those that do
+not fit and would otherwise be faster than what does.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..plan import Recompute
 from ..pricing.assembly import Assembly, Setting, Solution, constant_bytes, reserve
-from ..pricing.ladder import MODES, Ints, Ladder, forced
-from ..pricing.stage_cost import Figures
-from ..pricing.stage_model import StageModel
-from ..pricing.structure import Run
+from ..pricing.decisions import ZEROS
+from ..pricing.kept_bytes import RECOMPUTE_MODES
+from ..pricing.recompute_policy import NO_RECOMPUTE, Ints
+from ..pricing.stage_cost import StageCost, StageTable
+from ..pricing.stage_model import Boundary, StageModel
+from ..pricing.structure import Row, Run
+from ..requests.features import MODES
 from .elimination import Floats
-from .side_by_side import SideBySide
 
 SAME = 1 + 1e-9
 """Two objectives within this factor are equal."""
@@ -29,9 +30,9 @@ SAME = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solution with its figures."""
+    """A solution with its costs."""
 
-    figures: Figures
+    table: StageTable
     solution: Solution
 
 
@@ -42,6 +43,36 @@ class Found:
     entry: Entry
     setting: Setting
     objective: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageAnswer:
+    """A stage's best way: its choices (by kind), setting, objective, and the solver's gap."""
+
+    run: Run
+    table: StageTable
+    solution: Solution
+    setting: Setting
+    objective: float
+    gap: float
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The rows of each coordinate of "dp"; () where they are split evenly."""
+        return ()
+
+    @property
+    def cost(self) -> StageCost:
+        return self.table.price(self.run, self.setting)
+
+
+def gap_between(bound: float, objective: float) -> float:
+    """By what part of it an objective may be more than the least; 0 where it is nothing.
+
+    >>> gap_between(3.0, 4.0), gap_between(5.0, 4.0), gap_between(0.0, 0.0)
+    (0.25, 0.0, 0.0)
+    """
+    return max(0.0, 1 - bound / objective) if objective > 0 else 0.0
 
 
 @dataclass
@@ -55,7 +86,9 @@ class Pool:
     modes: tuple[Recompute, ...] = MODES
     entries: dict[tuple[int, ...], Entry] = field(default_factory=dict)
     excess_bytes: dict[object, float] = field(default_factory=dict)
-    _figures: SideBySide = field(default_factory=SideBySide)
+    _totals: dict[int, Floats] = field(default_factory=dict)
+    _rows: dict[Row | Boundary, Floats] = field(default_factory=dict)
+    _transient_bytes: list[Floats] = field(default_factory=list)
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
     @cached_property
@@ -66,8 +99,10 @@ class Pool:
         """Takes a solution in, unless it is there already."""
         choices = self._assembly.choices(solution)
         if choices not in self.entries:
-            self.entries[choices] = Entry(Figures(self._assembly, choices), solution)
-            self._figures.add(self.entries[choices].figures)
+            table = StageTable(self._assembly, choices)
+            self.entries[choices] = Entry(table, solution)
+            self._transient_bytes.append(table.transient_bytes)
+            self._per_byte.append(table.seconds_per_byte(self._recomputing))
         return self.entries[choices]
 
     def cheapest(
@@ -77,12 +112,11 @@ class Pool:
         if not self.entries:
             return None
         base = Setting(num_microbatches, in_flight=in_flight)
-        own = self._figures.unrecomputed(run)
         zeros = list(self.zeros)
-        seconds = (own.microbatch_seconds + own.step_seconds / num_microbatches)[:, zeros]
-        kept = own.kept_bytes[:, None] * in_flight
+        micro, step, states, kept = np.moveaxis(self.unrecomputed(run)[:, zeros], 2, 0)
+        seconds, kept = micro + step / num_microbatches, kept[:, :1] * in_flight
         fixed = constant_bytes(self.model, run) + reserve(self.model)
-        over = (own.states_bytes + kept + own.transient_bytes)[:, zeros] + (fixed - limit_bytes)
+        over = (states + kept + np.array(self._transient_bytes)[:, zeros]) + (fixed - limit_bytes)
         fits = (over <= 0) & (self.recompute in (None, "none"))
         fitting = np.where(fits, seconds, np.inf)
         least = float(fitting.min())
@@ -95,32 +129,49 @@ class Pool:
         wanted = np.flatnonzero(~fits & (lower * SAME < least))
         if len(wanted):
             order = wanted[np.argsort(lower.ravel()[wanted], kind="stable")]
-            best = self._climbed(run, order, (seconds, lower, over), base, best)
+            best = self._best_policy(run, order, (seconds, lower, over), base, best)
         if best is None:
-            self._note_excess(run, base, float((over - self._rates[:, 1:] * kept).min()))
+            self._note_excess(
+                run, base, float((over - np.array(self._per_byte)[:, 1:] * kept).min())
+            )
         return best
 
     @property
     def _listed(self) -> list[Entry]:
         return list(self.entries.values())
 
+    def unrecomputed(self, run: Run) -> Floats:
+        """With nothing recomputed, ``[solution, zero, figure]`` of ``RowCost.unrecomputed``."""
+        totals = self._totals.get(run.key)
+        if totals is None or len(totals) < len(self.entries):
+            rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
+            weighted = [*rows, *self.model.boundaries(run)]
+            totals = np.sum([count * self._row(row) for row, count in weighted], axis=0)
+            self._totals[run.key] = totals
+        return totals
+
+    def _row(self, row: Row | Boundary) -> Floats:
+        """What a row adds in every solution; found once for each."""
+        known = self._rows.get(row, np.zeros((0, len(ZEROS), 4)))
+        if len(known) < len(self.entries):
+            new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
+            known = self._rows[row] = np.concatenate([known, new])
+        return known
+
     @property
-    def _rates(self) -> Floats:
-        """Per solution: seconds per byte that recomputing saves at best, and the share of what
-        is kept that it can save."""
-        both = tuple(mode for mode in ("full", "selective") if mode in self.modes)
-        modes: tuple[Recompute, ...] = both if self.recompute is None else (self.recompute,)
-        for entry in self._listed[len(self._per_byte) :]:
-            self._per_byte.append(entry.figures.seconds_per_byte(modes))
-        return np.array(self._per_byte)
+    def _recomputing(self) -> tuple[Recompute, ...]:
+        """The modes in which blocks may be recomputed."""
+        if self.recompute is not None:
+            return (self.recompute,)
+        return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
         """What recomputing until it fits costs at least, infinite where it cannot fit."""
-        rate, share = self._rates[:, :1], self._rates[:, 1:]
+        rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)
 
-    def _climbed(
+    def _best_policy(
         self,
         run: Run,
         order: Ints,
@@ -128,7 +179,7 @@ class Pool:
         base: Setting,
         best: Found | None,
     ) -> Found | None:
-        """The best rung of the solutions that do not fit as they are, the likeliest first.
+        """The best recomputation policy of solutions that do not fit without, in this order.
 
         ``figures``: by solution and ZeRO stage the seconds with nothing recomputed, a lower
         bound of those with enough recomputed, the bytes over the limit.
@@ -139,30 +190,22 @@ class Pool:
             if best is not None and lower[at, place] * SAME >= best.objective:
                 break
             zero, entry = self.zeros[place], self._listed[at]
-            ladder = entry.figures.ladder(run)
-            transient = ladder.transient_bytes[zero]
-            over = ladder.kept_bytes * base.in_flight + (transient - transient[0])
+            costs = entry.table.policy_costs(run)
+            transient = costs.transient_bytes[zero]
+            over = costs.kept_bytes * base.in_flight + (transient - transient[0])
             over += over_limit[at, place]
-            over[~self._allowed(run, ladder)] = np.inf
-            again = np.where(over <= 0, ladder.again_seconds, np.inf)
-            rung = int(again.argmin())
-            if not np.isfinite(again[rung]):
+            counts, _ = run.class_counts
+            over[~costs.policies.allowed(self.recompute, self.modes, counts)] = np.inf
+            added = np.where(over <= 0, costs.seconds, np.inf)
+            number = int(added.argmin())
+            if not np.isfinite(added[number]):
                 self._note_excess(run, base, float(over.min()))
                 continue
-            objective = float(seconds[at, place] + again[rung])
+            objective = float(seconds[at, place] + added[number])
             if best is None or objective * SAME < best.objective:
-                setting = replace(base, zero=zero, rung=ladder.rungs[rung])
+                setting = replace(base, zero=zero, policy=costs.policies[number])
                 best = Found(entry, setting, objective)
         return best
-
-    def _allowed(self, run: Run, ladder: Ladder) -> NDArray[np.bool_]:
-        """Which rungs the forced recomputation, or the allowed modes leave."""
-        if self.recompute is None:
-            return ladder.rungs.within(self.modes)
-        rung = forced(self.recompute, run.class_counts[0])
-        same = (ladder.rungs.full == rung.full) & (ladder.rungs.selective == rung.selective)
-        found: NDArray[np.bool_] = same.all(axis=1)
-        return found
 
     def _note_excess(self, run: Run, base: Setting, excess: float) -> None:
         key = (run.key, base.num_microbatches, base.in_flight)

@@ -19,10 +19,10 @@ import numpy as np
 from ...cost_model.memory import reserve_bytes
 from ..integer_programs.ilp import Alternative, Coupling, Memory, Problem, SharedBytes, Side
 from .decisions import Decision, Floats
-from .ladder import NOTHING, Rung
-from .prices import Seconds
+from .recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from .seconds import HELD, State, objective_weights
 from .stage_model import Kept, StageModel
-from .structure import Edge, Run, Weights
+from .structure import Edge, Occurrences, Row, Run
 
 Solution = Mapping[str, tuple[int, ...]]
 """For each kind the choice of each of its decisions; for each shared parameter its own."""
@@ -35,7 +35,7 @@ GATHERED_BLOCKS = 2
 class Setting:
     """How a run is trained: ZeRO stage, micro-batches per step and in flight, blocks recomputed.
 
-    ``rung`` says how many blocks of each of the run's classes are recomputed. ``limit_bytes``
+    ``policy`` says how many blocks of each of the run's classes are recomputed. ``limit_bytes``
     limits its memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
     schedule that splits backwards, how many micro-batches at once wait for their backward, and
     how many for their weights' gradients only (``schedules.held``).
@@ -43,7 +43,7 @@ class Setting:
 
     num_microbatches: int = 1
     zero: int = 0
-    rung: Rung = NOTHING
+    policy: RecomputePolicy = NO_RECOMPUTE
     in_flight: int = 1
     limit_bytes: float | None = None
     memory_weight: float = 0.0
@@ -65,6 +65,13 @@ class Assembly:
             self.start[name] = len(self.decisions)
             self.decisions.append(model.shared(name))
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self.run.counts)
+
+    def _edges(self, kind: str) -> tuple[Edge, ...]:
+        return self.model.kind(kind).edges
+
     def position(self, name: str) -> int:
         """Where the decision of a member is in the list."""
         structure = self.model.structure
@@ -75,29 +82,23 @@ class Assembly:
 
     def problem(self, setting: Setting) -> Problem:
         """The integer program."""
-        weight = self.run.weights(setting.rung)
-        costs = [
-            self._own_cost(position, weight, setting) for position in range(len(self.decisions))
-        ]
-        self._add_boundaries(costs)
-        couplings = []
-        for kind, count in weight.kinds.items():
-            for edge in self.model.kind(kind).edges:
-                again = weight.repeated_inside(kind, self.model.repeats(edge))
-                couplings.append(self._coupling(edge, count, again))
-        for edge, count in weight.edges.items():
-            again = weight.repeated(edge, self.model.repeats(edge))
-            couplings.append(self._coupling(edge, count, again))
+        rows = self.run.occurrences(setting.policy)
+        costs = [self._own_cost(position, rows, setting) for position in range(len(self.decisions))]
+        for boundary, count in self.model.boundaries(self.run):
+            costs[self.position(boundary.node)] += count * boundary.seconds.sum(axis=1)
+        inside = [(edge, rows[kind]) for kind in self.kinds for edge in self._edges(kind)]
+        between = [(row, own) for row, own in rows.items() if isinstance(row, Edge)]
+        couplings = [self._coupling(edge, own) for edge, own in (*inside, *between)]
         memory = None
         if setting.limit_bytes is not None:
-            memory = self._memory(setting, weight)
+            memory = self._memory(setting, rows)
         return Problem(
             tuple(costs), tuple(couplings), memory, setting.memory_weight, self._sync(setting)
         )
 
     def _sync(self, setting: Setting) -> float:
         """The latencies of gradient synchronization, which no choice changes."""
-        share = np.array((1.0,) * 6 + (1 / setting.num_microbatches,) * 2 + (0.0,) * 2)
+        share = objective_weights(setting.num_microbatches)
         return float(
             sum(
                 count * (np.array(self.model.block_sync(kind, setting.zero)) @ share)
@@ -111,47 +112,20 @@ class Assembly:
             key=lambda name: self.start[name],
         )
 
-    def _own_cost(self, position: int, weight: Weights, setting: Setting) -> Floats:
-        owner = self.owner(position)
-        count = weight.kinds.get(owner, 1)
-        again = weight.kinds_again.get(owner, 0)
-        microbatches = setting.num_microbatches
-        per = Seconds(
-            count + again, count + again, count, count, count, count,
-            count / microbatches, count / microbatches,
-        )  # fmt: skip
-        decision = self.decisions[position]
-        partly = weight.kinds_selective.get(owner, 0)
-        cost: Floats = decision.seconds[setting.zero] @ np.array(per)
-        if not again:
-            return cost
-        spared: Floats = np.array([again - partly, partly]) @ decision.spared_seconds[:, :, 0]
-        return cost - spared
-
-    def _add_boundaries(self, costs: list[Floats]) -> None:
-        model = self.model
-        for (name, index), count in self.run.sent.items():
-            seconds = model.boundary_seconds(name, index).sum(axis=1) * count
-            costs[self.position(name)] += seconds[model.made(name, index).of_choice]
-        for ref, first in self.run.received:
-            seconds = model.receive_seconds(ref, first).sum(axis=1)
-            costs[self.position(first.node)] += seconds[model.received(first).of_choice]
-        if self.run.has_loss:
-            name, index = self.loss
-            seconds = model.boundary_seconds(name, index, whole=True).sum(axis=1)
-            costs[self.position(name)] += seconds[model.made(name, index).of_choice]
-
-    @property
-    def loss(self) -> tuple[str, int]:
-        loss = self.model.structure.graph.loss
-        return self.model.structure.blocks.template[loss.name], loss.index
+    def _own_cost(self, position: int, rows: Mapping[Row, Occurrences], setting: Setting) -> Floats:
+        decision, (kept, *recomputed) = self.decisions[position], rows[self.owner(position)]
+        weights = (kept + sum(recomputed)) * objective_weights(setting.num_microbatches)
+        cost: Floats = decision.seconds[setting.zero] @ weights
+        return cost + np.array(recomputed) @ decision.recompute_seconds
 
     def _source(self, edge: Edge) -> Side:
         options = self.model.source(edge)
         name = edge.name if edge.first is None else edge.first.node
         return Side(self.position(name), options.of_choice)
 
-    def _coupling(self, edge: Edge, count: int, again: int) -> Coupling:
+    def _coupling(self, edge: Edge, occurrences: Occurrences) -> Coupling:
+        count = sum(occurrences)
+        again = int(np.dot(occurrences[1:], self.model.repeats(edge)))
         merged = self.model.merged(edge)
         name = edge.name if edge.first is None else edge.first.node
         sides = tuple(
@@ -178,35 +152,31 @@ class Assembly:
         """The inverse of ``solution``."""
         return tuple(choice for owner in self.start for choice in solution[owner])
 
-    def _memory(self, setting: Setting, weight: Weights) -> Memory:
+    def _memory(self, setting: Setting, rows: Mapping[Row, Occurrences]) -> Memory:
         linear = [
-            decision.states[setting.zero, :, :3].sum(axis=1)
-            * weight.kinds.get(self.owner(position), 1)
+            decision.states[setting.zero, :, HELD].sum(axis=1) * sum(rows[self.owner(position)])
             for position, decision in enumerate(self.decisions)
         ]
         shared: list[SharedBytes] = []
-        for kind, count in weight.kinds.items():
-            model = self.model.kind(kind)
-            again, partly = weight.kinds_again.get(kind, 0), weight.kinds_selective.get(kind, 0)
-            kept = count - again
-            if again > partly:
-                fully = (again - partly) * setting.in_flight
-                shared += self._saved(kind, model.read, float(fully))
+        for kind in self.kinds:
+            model, (kept, full, selective) = self.model.kind(kind), rows[kind]
+            if full:
+                shared += self._saved(kind, model.read, float(full * setting.in_flight))
             if kept:
                 shared += self._saved(kind, model.saved, float(kept * setting.in_flight))
-            if partly:
-                shared += self._saved(kind, model.selected, float(partly * setting.in_flight))
-        for edge, again in weight.edges_again.items():
-            if edge.is_held:
+            if selective:
+                shared += self._saved(kind, model.selected, float(selective * setting.in_flight))
+        for edge, (_, *recomputed) in rows.items():
+            if isinstance(edge, Edge) and edge.is_held and any(recomputed):
                 side = self._source(edge)
-                held = self._held_bytes(edge) * (again * setting.in_flight)
+                held = self._held_bytes(edge) * (sum(recomputed) * setting.in_flight)
                 linear[side.decision] = linear[side.decision] + held[side.classes]
         return Memory(
             float(setting.limit_bytes or 0.0),
             float(constant_bytes(self.model, self.run) + reserve(self.model)),
             tuple(linear),
             tuple(shared),
-            self._peaks(weight, setting.zero),
+            self._peaks(rows, setting.zero),
         )
 
     def _held_bytes(self, edge: Edge) -> Floats:
@@ -239,28 +209,29 @@ class Assembly:
                 sides.append(Side(self.start[kind] + number, np.array(classes)))
         return SharedBytes(tuple(sides), np.array(sizes, dtype=np.float64) * factor)
 
-    def _peaks(self, weight: Weights, zero: int) -> tuple[tuple[Alternative, ...], ...]:
+    def _peaks(
+        self, rows: Mapping[Row, Occurrences], zero: int
+    ) -> tuple[tuple[Alternative, ...], ...]:
         """Transient bytes: the largest op; the whole parameters and recomputed block."""
         working, blocks = [], []
-        for kind in weight.kinds:
+        for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
+            _, full, selective = rows[kind]
             for number, sizes in enumerate(model.working_bytes):
                 working.append(Alternative(((start + number, sizes),)))
             gathered = tuple(
-                (start + number, GATHERED_BLOCKS * decision.states[zero, :, 3])
+                (start + number, GATHERED_BLOCKS * decision.states[zero, :, State.GATHERED])
                 for number, decision in enumerate(model.decisions)
             )
-            partly = weight.kinds_selective.get(kind, 0)
-            fully = weight.kinds_again.get(kind, 0) - partly
-            if fully:
+            if full:
                 blocks.append(Alternative(gathered, tuple(self._saved(kind, model.saved, 1.0))))
-            elif partly:
-                blocks.append(self._partly(kind, gathered))
+            elif selective:
+                blocks.append(self._made_again(kind, gathered))
             else:
                 blocks.append(Alternative(gathered))
         return tuple(working), tuple(blocks)
 
-    def _partly(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
+    def _made_again(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
         """What a selectively recomputed block makes again: all that it keeps or needs, less
         what it has kept."""
         model = self.model.kind(kind)

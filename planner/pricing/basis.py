@@ -1,14 +1,134 @@
-"""What prices rest on besides the cluster's own figures."""
+"""What prices rest on besides the cluster's own figures: measurements, and how a program trains.
+
+A search records in ``Asked`` what it asks a profile for: the ops and collectives whose times it
+needs, each with where its answer came from and how much of the predicted time depends on it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ...cost_model.cluster import Source
+from ...cost_model.collectives import CollectiveKind, Group
+from ...cost_model.memory import PrecisionPolicy
+from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
-from .asked import Asked
-from .assumptions import RUNTIME, CostAssumptions
+from ..graph import Blocks
+
+Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
+Partition = tuple[tuple[int, ...], ...]
+"""Groups of cluster ranks that run a collective at the same time."""
+
+
+@dataclass(slots=True)
+class AskedOp:
+    """An op: ``seconds`` is its predicted time over all its uses, ``error`` relative."""
+
+    case: OpCase
+    source: Source
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+@dataclass(slots=True)
+class AskedTransfer:
+    """A collective, or a message, on a group: the least and the most bytes asked for."""
+
+    kind: Kind
+    group: Group
+    partition: Partition
+    least_bytes: float
+    most_bytes: float
+    sources: dict[Source, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass
+class Asked:
+    """All that was asked so far. ``uses`` says how often a node occurs in the model."""
+
+    uses: Mapping[str, int] = field(default_factory=dict)
+    num_microbatches: int = 1
+    ops: dict[OpCase, AskedOp] = field(default_factory=dict)
+    transfers: dict[tuple[Kind, Group], AskedTransfer] = field(default_factory=dict)
+    unwritten: set[str] = field(default_factory=set)
+    """Ops that do work but cannot be measured by themselves (an argument has no place in a
+    profile)."""
+
+    def of(self, num_microbatches: int) -> Asked:
+        """The same record, for questions about one of so many micro-batches."""
+        return Asked(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
+
+    def op(self, name: str, found: AskedOp, seconds: float) -> None:
+        """A node's op was asked for; ``seconds`` of one use."""
+        found = self.ops.setdefault(found.case, found)
+        found.seconds += seconds * self.uses.get(name, 1) * self.num_microbatches
+
+    def transfer(
+        self, what: tuple[Kind, Group, Partition], num_bytes: float, seconds: float, source: Source
+    ) -> None:
+        """A collective or message was asked for."""
+        kind, group, partition = what
+        entry = self.transfers.get((kind, group))
+        if entry is None:
+            entry = AskedTransfer(kind, group, partition, num_bytes, num_bytes)
+            self.transfers[kind, group] = entry
+        entry.least_bytes = min(entry.least_bytes, num_bytes)
+        entry.most_bytes = max(entry.most_bytes, num_bytes)
+        entry.sources[source] = entry.sources.get(source, 0) + 1
+        entry.seconds += seconds
+
+    def add(self, other: Asked) -> None:
+        """Takes over what another record has and this one lacks."""
+        for case, op in other.ops.items():
+            self.ops.setdefault(case, op)
+        for key, transfer in other.transfers.items():
+            self.transfers.setdefault(key, transfer)
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """The ops and collectives whose answer was no measurement, with how many of each."""
+        counts: dict[str, int] = {}
+        for op in self.ops.values():
+            if op.source != "measured":
+                counts[op.case.op] = counts.get(op.case.op, 0) + 1
+        for name in self.unwritten:
+            counts[name] = counts.get(name, 0) + 1
+        for transfer in self.transfers.values():
+            if "spec" in transfer.sources:
+                name = f"{transfer.kind} of {transfer.group.num_ranks} ranks"
+                counts[name] = counts.get(name, 0) + transfer.sources["spec"]
+        return [f"{name} ({count})" for name, count in sorted(counts.items())]
+
+
+def uses_of(blocks: Blocks) -> dict[str, int]:
+    """For each node of a kind's first block how many blocks are of that kind."""
+    counts: dict[str, int] = {}
+    for block in blocks.blocks:
+        counts[block.kind] = counts.get(block.kind, 0) + 1
+    return {name: counts[kind] for kind, block in blocks.kinds.items() for name in block.nodes}
+
+
+@dataclass(frozen=True, slots=True)
+class CostAssumptions:
+    """How a program trains.
+
+    ``policy``: the bytes per parameter, where they are not those of the precision and the
+    optimizer. ``attention_core``: selective recomputation runs the core of attention again and
+    nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5). ``shards_over_context``:
+    ZeRO shards the bytes of states over context-parallel ranks too, as Megatron-LM's distributed
+    optimizer does.
+    """
+
+    policy: PrecisionPolicy | None = None
+    attention_core: bool = False
+    shards_over_context: bool = False
+
+
+RUNTIME = CostAssumptions()
+"""This package's own runtime."""
 
 Mode = Literal["auto", "measured", "analytic"]
 """``auto``: measured, else interpolated, else from specifications; ``measured``: every op that

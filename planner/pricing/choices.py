@@ -8,7 +8,7 @@ balanced over its ranks or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -24,6 +24,7 @@ from ..layout import (
     AxisStrategy,
     InnerCollective,
     Layout,
+    Mesh,
     NodeLayout,
     Placement,
     balanced_axes,
@@ -43,6 +44,7 @@ from ..positions import (
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
 from ..requests.pins import Pins, kept
+from .price_cache import find
 from .prices import Prices
 
 T = TypeVar("T")
@@ -182,12 +184,10 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
     """Every way to run a node on an axis of a size, found once per graph."""
-    key = ("strategies", node.name, size, graph.batch_size)
-    found: tuple[AxisStrategy, ...] | None = prices.cache.get(key)
-    if found is None:
-        found = prices.rules.axis_strategies(node, graph, size)
-        prices.cache[key] = found
-    return found
+    key = (node.name, size, graph.batch_size)
+    return find(
+        prices.cache.strategies, key, lambda: prices.rules.axis_strategies(node, graph, size)
+    )
 
 
 def _axis_strategies(
@@ -221,31 +221,23 @@ def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, .
     """The dimensions of the batch, of a graph whose rows meet as far as they are apart."""
     if graph.batch_dims:
         return graph.batch_dims
-    return _kept(prices, ("rows apart", graph.batch_size), lambda: rows_apart(graph))
+    return find(prices.cache.rows_apart, graph.batch_size, lambda: rows_apart(graph))
 
 
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     """The dimensions of rows and positions, made once per graph and size of an axis."""
-    return _kept(
-        prices, ("positions", size, graph.batch_size),
+    return find(
+        prices.cache.position_dims, (size, graph.batch_size),
         lambda: position_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
     )  # fmt: skip
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
     """What counts experts on an axis of a size, made once per graph."""
-    return _kept(
-        prices, ("experts", size, graph.batch_size),
+    return find(
+        prices.cache.expert_dims, (size, graph.batch_size),
         lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
     )  # fmt: skip
-
-
-def _kept(prices: Prices, key: tuple[object, ...], make: Callable[[], T]) -> T:
-    found: T | None = prices.cache.get(key)
-    if found is None:
-        found = make()
-        prices.cache[key] = found
-    return found
 
 
 def _as_megatron(
@@ -394,3 +386,45 @@ def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
 def _serves(wanted: Layout, held: Layout) -> bool:
     """Whether every axis on which a split is wanted is held so."""
     return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
+
+
+def undivided(
+    graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
+) -> tuple[str, ...]:
+    """Products and attention that run whole on each rank of an axis that cannot divide them.
+
+    One line per op and axis; ``nodes`` are templates' names.
+    """
+    found = []
+    for name in nodes:
+        node = graph[name]
+        for axis, size in enumerate(prices.mesh.shape):
+            if (
+                size > 1
+                and _is_whole_on(layouts[name], axis)
+                and _is_kept_whole_by(node, graph, size, prices)
+            ):
+                found.append(_describe_undivided(node, graph, prices.mesh, axis))
+    return tuple(found)
+
+
+def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
+    return not any(each[axis].is_shard for each in (*layout.inputs, *layout.outputs))
+
+
+def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
+    """Whether the axis' size, and nothing else, keeps an op that does work from some split."""
+    work = prices.rules.work(node, input_specs(node, graph), node.outputs)
+    if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
+        return False
+    anyhow, divided = (
+        {each.label for each in prices.rules.axis_strategies(node, graph, of)} for of in (1, size)
+    )
+    return bool(anyhow - divided)
+
+
+def _describe_undivided(node: Node, graph: Graph, mesh: Mesh, axis: int) -> str:
+    shapes = ", ".join("×".join(map(str, graph.spec(ref).shape)) for ref in node.inputs)
+    op = node.op.split(".")[1]
+    where = f"{mesh.axes[axis]}={mesh.shape[axis]}"
+    return f"{op} of {node.module or node.name} is whole on {where}, which does not divide {shapes}"

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ..graph import TensorSpec
 from ..layout import Layout, conversion_steps, held_layout
+from .price_cache import find
 from .prices import CONVERSION_SECONDS, Prices
-from .same import known
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -107,9 +107,7 @@ class Changes:
 
 def changes_of(prices: Prices) -> Changes:
     """The pairs of layouts on meshes of as many axes as this."""
-    key = ("changes", len(prices.mesh.shape))
-    found: Changes = prices.cache.setdefault(key, Changes())
-    return found
+    return find(prices.cache.changes, len(prices.mesh.shape), Changes)
 
 
 def conversion_seconds(
@@ -127,7 +125,7 @@ def conversion_seconds(
             own = layouts if has_gradient else [held_layout(each) for each in layouts]
             return changes.number(own)
 
-        return known(prices.cache, ("numbers", has_gradient), (layouts,), make)
+        return prices.cache.layout_numbers.find((has_gradient,), (layouts,), make)
 
     pairs = changes.between(numbers(sources), numbers(targets))
     there, back = changes.there[:, pairs], changes.back[:, pairs]

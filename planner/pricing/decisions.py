@@ -13,6 +13,7 @@ arrays over all candidates of a kind, and loses those that another betters.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +22,20 @@ from ..graph import Block, Graph, Node
 from ..layout import Layout, NodeLayout
 from ..requests.pins import PENALTY_SECONDS, breaks
 from .choices import Restriction, held_layouts, inner_of, input_specs
+from .kept_bytes import RECOMPUTE_MODES
 from .outline import Choice as Choice
-from .outline import Ints, Outline, outline
+from .outline import Ints, Outline, outline, structure_key
 from .outline import is_own_parameter as is_own_parameter
-from .prices import Prices, Seconds, StateBytes
-from .recompute import AGAIN
-from .same import structure_key
+from .price_cache import find
+from .prices import Prices
+from .seconds import FORWARD, Resource, State
 
 ZEROS = (0, 1, 2, 3)
 
 Floats = NDArray[np.float64]
 
-_FORWARD, _FORWARD_SENT, _BACKWARD_SENT, _ISSUE = 0, 1, 3, 8
-"""Places of fields in ``Seconds``."""
+_RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
+"""What recomputation may skip: seconds of the device and of the host."""
 
 MOST_COMPARED = 1 << 22
 """Figures that are compared at once."""
@@ -44,8 +46,8 @@ class Decision:
     """Nodes that are decided together. ``members`` are op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` hold the fields of ``Seconds`` and
-    ``StateBytes``; ``spared_seconds[mode, choice]`` the part of the forward, of device and
-    host, that recomputation in a mode (``AGAIN``) does not run again.
+    ``StateBytes``; ``skipped_seconds[mode, choice]`` the part of the forward, of device and
+    host, that recomputation in a mode (``RECOMPUTE_MODES``) does not run again.
     """
 
     name: str
@@ -53,7 +55,13 @@ class Decision:
     choices: tuple[Choice, ...]
     seconds: Floats = field(repr=False)
     states: Floats = field(repr=False)
-    spared_seconds: Floats = field(repr=False)
+    skipped_seconds: Floats = field(repr=False)
+
+    @cached_property
+    def recompute_seconds(self) -> Floats:
+        """What recomputation in a mode runs again on the device, ``[mode, choice]``."""
+        again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - self.skipped_seconds[:, :, 0]
+        return again
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,7 @@ class _Priced:
 
     seconds: Floats
     states: Floats
-    spared_seconds: Floats
+    skipped_seconds: Floats
 
 
 def decide(
@@ -74,21 +82,21 @@ def decide(
     merge: bool = True,
 ) -> tuple[Decision, ...]:
     """The decisions of a block, in order of their first nodes."""
-    key = ("outline", merge, structure_key(block, graph, prices, restriction))
-    own: Outline | None = prices.cache.get(key)
-    if own is None:
-        own = outline(block, graph, prices, restriction, merge=merge)
-        prices.cache[key] = own
+    own = find(
+        prices.cache.outlines,
+        (merge, structure_key(block, graph, prices, restriction)),
+        lambda: outline(block, graph, prices, restriction, merge=merge),
+    )
     every = _priced(own, graph, prices)
     rows = _undominated(own, every)
     seconds, states = every.seconds[:, rows], every.states[:, rows]
-    spared_seconds, decisions, start = every.spared_seconds[:, rows], [], 0
+    skipped_seconds, decisions, start = every.skipped_seconds[:, rows], [], 0
     for each in own.kept(rows):
         stop = start + len(each.choices)
         decisions.append(
             Decision(
                 each.members[0], each.members, each.choices,
-                seconds[:, start:stop], states[:, start:stop], spared_seconds[:, start:stop],
+                seconds[:, start:stop], states[:, start:stop], skipped_seconds[:, start:stop],
             )
         )  # fmt: skip
         start = stop
@@ -97,15 +105,15 @@ def decide(
 
 def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     ops, number = _op_seconds(own, graph, prices), len(own.broken)
-    total = np.zeros((number, len(Seconds._fields)))
+    total = np.zeros((number, len(Resource)))
     for ways in own.rounds:
         total += ops[ways]
-    spared = np.zeros((len(AGAIN), number, 2))
-    for mode, rounds in enumerate(own.spared_rounds):
+    skipped = np.zeros((len(RECOMPUTE_MODES), number, 2))
+    for mode, rounds in enumerate(own.skipped_rounds):
         for ways in rounds:
-            spared[mode] += ops[ways][:, [_FORWARD, _ISSUE]]
+            skipped[mode] += ops[ways][:, _RECOMPUTED]
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
-    states = np.zeros((len(ZEROS), number, len(StateBytes._fields)))
+    states = np.zeros((len(ZEROS), number, len(State)))
     if own.held_rounds:
         converting, held, held_bytes = _holding_costs(own, graph, prices)
         for holdings in own.held_rounds:
@@ -113,8 +121,8 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
             seconds += held[:, holdings]
             states += held_bytes[:, holdings]
     if own.broken.any():
-        seconds[:, :, _FORWARD] += own.broken * PENALTY_SECONDS
-    return _Priced(seconds, states, spared)
+        seconds[:, :, Resource.FORWARD_COMPUTE] += own.broken * PENALTY_SECONDS
+    return _Priced(seconds, states, skipped)
 
 
 def _op_seconds(own: Outline, graph: Graph, prices: Prices) -> Floats:
@@ -123,7 +131,7 @@ def _op_seconds(own: Outline, graph: Graph, prices: Prices) -> Floats:
         prices.op(graph[name], input_specs(graph[name], graph), layout)
         for name, layout in own.computes
     ]
-    found = np.zeros((len(own.computes_as) + 1, len(Seconds._fields)))
+    found = np.zeros((len(own.computes_as) + 1, len(Resource)))
     found[:-1] = np.array(computes)[own.computes_as]
     for number, name, way in own.inner:
         node = graph[name]
@@ -136,8 +144,8 @@ def _holding_costs(own: Outline, graph: Graph, prices: Prices) -> tuple[Floats, 
     """Of every holding, and of none: ``Seconds`` of its conversion, ``[holding, field]``, and
     what holding takes, ``[zero, holding, field]``."""
     none = len(own.holdings)
-    converting = np.zeros((none + 1, len(Seconds._fields)))
-    converting[:none, [_FORWARD_SENT, _BACKWARD_SENT]] = [
+    converting = np.zeros((none + 1, len(Resource)))
+    converting[:none, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = [
         prices.conversion(graph[each.parameter].spec, each.held, each.wanted)
         for each in own.holdings
     ]
@@ -145,8 +153,8 @@ def _holding_costs(own: Outline, graph: Graph, prices: Prices) -> tuple[Floats, 
         [prices.parameter(graph[name].spec, layout, zero) for name, layout in own.held]
         for zero in ZEROS
     ]
-    seconds = np.zeros((len(ZEROS), none + 1, len(Seconds._fields)))
-    states = np.zeros((len(ZEROS), none + 1, len(StateBytes._fields)))
+    seconds = np.zeros((len(ZEROS), none + 1, len(Resource)))
+    states = np.zeros((len(ZEROS), none + 1, len(State)))
     seconds[:, :none] = np.array([[each for each, _ in row] for row in costs])[:, own.held_as]
     states[:, :none] = np.array([[each for _, each in row] for row in costs])[:, own.held_as]
     return converting, seconds, states
@@ -157,7 +165,7 @@ def _undominated(own: Outline, every: _Priced) -> Ints:
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:
-        again = every.seconds[0, :, [_FORWARD, _ISSUE]].T - every.spared_seconds
+        again = every.seconds[0, :, _RECOMPUTED].T - every.skipped_seconds
         figures = np.column_stack([*every.seconds, *every.states, *again])
         figures = figures[:, (figures != figures[:1]).any(axis=0)]
         for groups in own.alike:
@@ -187,19 +195,18 @@ def parameter_decision(node: Node, prices: Prices, restriction: Restriction) -> 
     broken = [
         breaks(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts
     ]
-    seconds[:, :, _FORWARD] += np.array(broken) * PENALTY_SECONDS
+    seconds[:, :, Resource.FORWARD_COMPUTE] += np.array(broken) * PENALTY_SECONDS
     return Decision(
         node.name, (node.name,), _held_choices(node.name, layouts, prices), seconds,
         np.array([[states for _, states in each] for each in costs]),
-        np.zeros((len(AGAIN), len(layouts), 2)),
+        np.zeros((len(RECOMPUTE_MODES), len(layouts), 2)),
     )  # fmt: skip
 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
     """A choice per layout, the same objects for the same layouts."""
-    key = ("held in", name, layouts)
-    found: tuple[Choice, ...] | None = prices.cache.get(key)
-    if found is None:
-        found = tuple(Choice({name: NodeLayout((), (layout,))}) for layout in layouts)
-        prices.cache[key] = found
-    return found
+    return find(
+        prices.cache.held_choices,
+        (name, layouts),
+        lambda: tuple(Choice({name: NodeLayout((), (layout,))}) for layout in layouts),
+    )

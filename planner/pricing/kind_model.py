@@ -1,7 +1,8 @@
 """One kind of block on a mesh: its decisions, its edges, what each choice keeps.
 
 In: priced decisions, and what finds the storages of a choice. Out: a ``KindModel``; bytes that
-choices keep from forward to backward, as blocks are recomputed.
+choices keep from forward to backward, as blocks are recomputed; the type that holds what one
+block costs (``RowCost``).
 """
 
 from __future__ import annotations
@@ -9,22 +10,62 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from ..plan import Recompute
-from .decisions import Decision, Floats
-from .saved import Part
+from .decisions import ZEROS, Decision, Floats
+from .kept_bytes import Part
+from .seconds import HELD, MICROBATCH, STEP, State
 from .structure import Edge
+
+NO_STATES = np.zeros((len(ZEROS), len(State)))
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """What one occurrence of a row costs, for given layouts.
+
+    The first axis of ``seconds[mode, zero, RESOURCE]``, ``kept_bytes[mode]`` and
+    ``transient_bytes[mode, zero]`` is how its block is recomputed: not, fully or selectively.
+    ``recompute_seconds[mode]`` are those that the last two add on the device. ``transient_bytes``
+    are parameters gathered whole, and what a recomputed block makes again; ``working_bytes`` are
+    the largest op's.
+    """
+
+    seconds: Floats
+    recompute_seconds: Floats
+    kept_bytes: Floats
+    states: Floats = field(default_factory=lambda: NO_STATES)
+    working_bytes: float = 0.0
+    transient_bytes: Floats = field(default_factory=lambda: NO_STATES)
+
+    @cached_property
+    def unrecomputed(self) -> Floats:
+        """Without recomputation, ``[zero, figure]``: seconds per micro-batch and per step, bytes
+        of states and bytes kept."""
+        seconds = self.seconds[0]
+        return np.stack(
+            [
+                seconds[:, MICROBATCH].sum(axis=1), seconds[:, STEP].sum(axis=1),
+                self.states[:, HELD].sum(axis=1), np.full(len(ZEROS), self.kept_bytes[0]),
+            ], axis=1,
+        )  # fmt: skip
+
 
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Per decision and choice the storages that are kept, with their bytes."""
 
 
-Held = tuple[tuple[Part, ...], int, tuple[Part, ...], tuple[Part, ...]]
-"""Of a choice: what autograd keeps, the most that a member works on, what is selected, what is
-read of the batch."""
+class Held(NamedTuple):
+    """What a choice holds: the (storage, bytes) that autograd keeps, the most that a member's
+    inputs and outputs take, what selective recomputation keeps, what is read of the batch."""
+
+    saved: tuple[Part, ...]
+    working_bytes: int
+    selected: tuple[Part, ...]
+    read: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -32,12 +73,9 @@ class KindModel:
     """One kind of block on the mesh.
 
     ``where`` finds the decision of a member. ``edges`` are the values read inside the block
-    by another decision. ``saved`` lists per decision and choice the (storage, bytes) that
-    autograd keeps, ``selected`` those that selective recomputation keeps, ``read`` those of
-    the batch, which any keeps; ``working_bytes``
-    per decision and choice the most that a member's inputs and outputs take. ``held`` finds
-    the four for one choice of a decision: most meshes never need them for all. ``priced`` keeps
-    what is found of a choice of every decision.
+    by another decision. ``held`` finds what one choice of a decision holds: most meshes never
+    need it for all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list it per decision
+    and choice. ``costs`` keeps the cost of a block by the choice of every decision.
     """
 
     kind: str
@@ -46,31 +84,35 @@ class KindModel:
     edges: tuple[Edge, ...]
     has_parameters: bool
     held: Callable[[int, int], Held] = field(repr=False)
-    priced: dict[tuple[int, ...], Any] = field(
+    costs: dict[tuple[int, ...], RowCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def _every(self, part: int) -> tuple[tuple[Any, ...], ...]:
+    @cached_property
+    def _held(self) -> tuple[tuple[Held, ...], ...]:
         return tuple(
-            tuple(self.held(number, choice)[part] for choice in range(len(decision.choices)))
+            tuple(self.held(number, choice) for choice in range(len(decision.choices)))
             for number, decision in enumerate(self.decisions)
         )
 
     @cached_property
     def saved(self) -> Kept:
-        return self._every(0)
+        return tuple(tuple(held.saved for held in choices) for choices in self._held)
 
     @cached_property
     def working_bytes(self) -> tuple[Floats, ...]:
-        return tuple(np.array(sizes, dtype=np.float64) for sizes in self._every(1))
+        return tuple(
+            np.array([held.working_bytes for held in choices], dtype=np.float64)
+            for choices in self._held
+        )
 
     @cached_property
     def selected(self) -> Kept:
-        return self._every(2)
+        return tuple(tuple(held.selected for held in choices) for choices in self._held)
 
     @cached_property
     def read(self) -> Kept:
-        return self._every(3)
+        return tuple(tuple(held.read for held in choices) for choices in self._held)
 
     def parts(self, mode: Recompute) -> Kept:
         """What a block keeps from its forward to its backward, but for other blocks' values."""

@@ -8,7 +8,7 @@ prices in nothing, so one serves every mesh and number of rows with the same ``s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -16,12 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Block, Graph, Node, Ref
-from ..layout import Layout, NodeLayout, splits
+from ..layout import AxisStrategy, Layout, NodeLayout, splits
+from ..positions import Dims
 from ..requests.pins import breaks
-from .choices import Restriction, Way, held_for, held_layouts, ways
+from .choices import (
+    Restriction,
+    Way,
+    dims_on,
+    experts_on,
+    held_for,
+    held_layouts,
+    input_specs,
+    strategies_of,
+    ways,
+)
+from .kept_bytes import RECOMPUTE_MODES, replay
+from .price_cache import find
 from .prices import Prices
-from .recompute import AGAIN, replay
-from .same import is_light
 
 Ints = NDArray[np.int64]
 
@@ -56,8 +67,8 @@ class Outline:
 
     ``computes`` are the distinct computations, a node with layouts that split alike;
     ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
-    ``rounds`` hold the first, second, … op of each decision as a way, ``spared_rounds`` those
-    that recomputation does not run again (in each way of ``AGAIN``), ``held_rounds`` its
+    ``rounds`` hold the first, second, … op of each decision as a way, ``skipped_rounds`` those
+    that recomputation does not run again (in each way of ``RECOMPUTE_MODES``), ``held_rounds`` its
     parameters as holdings; one past the last stands for none. ``held`` are the distinct
     parameters as they are held, ``held_as`` says which each holding is. ``alike`` are
     candidates of a decision that look the same to others, ``[group, member]``, those of one
@@ -69,7 +80,7 @@ class Outline:
     computes_as: Ints
     inner: tuple[tuple[int, str, Way], ...]
     rounds: tuple[Ints, ...]
-    spared_rounds: tuple[tuple[Ints, ...], ...]
+    skipped_rounds: tuple[tuple[Ints, ...], ...]
     holdings: tuple[Holding, ...]
     held: tuple[tuple[str, Layout], ...]
     held_as: Ints
@@ -104,8 +115,8 @@ def outline(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> Outline:
     """The decisions of a block, in order of their first nodes."""
-    spared = replay(block, graph, prices).spared
-    making = _Making(graph, prices, restriction, tuple(spared[mode] for mode in AGAIN))
+    skipped = replay(block, graph, prices).skipped
+    making = _Making(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
     for draft in drafts(block, graph, prices, restriction, merge=merge):
         making.add(draft)
     return making.outline()
@@ -198,7 +209,7 @@ class _Making:
     graph: Graph
     prices: Prices
     restriction: Restriction
-    spared: tuple[frozenset[str], ...]
+    skipped: tuple[frozenset[str], ...]
     decisions: list[Candidates] = field(default_factory=list)
     computes: dict[object, int] = field(default_factory=dict)
     first: list[tuple[str, NodeLayout]] = field(default_factory=list)
@@ -236,13 +247,13 @@ class _Making:
                     for held in held_for(wanted, layouts[ref.name])
                 ]  # fmt: skip
             ops = [self._way(name, way) for name, way in option.items()]
-            spared = [
+            skipped = [
                 [self._way(name, way) for name, way in option.items() if name in own]
-                for own in self.spared
+                for own in self.skipped
             ]
             for own, numbers in partial:
                 choices.append(Choice(own))
-                self.rows.append((ops, spared, numbers))
+                self.rows.append((ops, skipped, numbers))
                 self.broken.append(self._broken(own))
         members = (*draft.members, *(ref.name for _, _, ref in parameters))
         self._compare(members, choices)
@@ -285,7 +296,7 @@ class _Making:
 
     def outline(self) -> Outline:
         sizes = sorted({len(group) for group in self.alike})
-        ops, spared, holdings = zip(*self.rows, strict=True)
+        ops, skipped, holdings = zip(*self.rows, strict=True)
         pairs = [(each.parameter, each.held) for each in self.holdings]
         held = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         return Outline(
@@ -294,7 +305,7 @@ class _Making:
             np.array(self.computes_as),
             tuple(self.inner),
             _rounds(ops, len(self.computes_as)),
-            tuple(_rounds(own, len(self.computes_as)) for own in zip(*spared, strict=True)),
+            tuple(_rounds(own, len(self.computes_as)) for own in zip(*skipped, strict=True)),
             tuple(self.holdings),
             tuple(held),
             np.array([held[pair] for pair in pairs], dtype=np.int64),
@@ -320,3 +331,132 @@ def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
         if read_outside or reads_outside or name == graph.loss.name:
             found.append(name)
     return tuple(found)
+
+
+def structure_key(
+    block: Block, graph: Graph, prices: Prices, restriction: Restriction
+) -> tuple[object, ...]:
+    """Key of a block kind's decision space, which does not depend on prices.
+
+    It is equal for all meshes and numbers of rows on which the kind has the same ways to run its
+    nodes: the same strategies on every axis (bytes of their collectives apart), and dimensions
+    that the same products of axes divide. ``prices.cache`` is of one graph and its batch sizes.
+    """
+    sizes = prices.mesh.shape
+    axes = tuple(_axis_key(block, graph, axis, prices, restriction) for axis in range(len(sizes)))
+    pins = (prices.mesh, tuple(restriction.pins.items())) if restriction.pins else None
+    rows = None if graph.batch_dims else graph.batch_size
+    return (
+        block.nodes, axes, _divided(block, graph, prices), _light(block, graph, prices),
+        restriction.sequence_parallel, restriction.features.denied, pins, rows,
+    )  # fmt: skip
+
+
+def _axis_key(
+    block: Block, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> tuple[object, ...]:
+    """What an axis is for, and which strategies the nodes have on it."""
+    size = prices.mesh.shape[axis]
+    given = (
+        restriction.split_batch, restriction.split_parameters, restriction.split_positions,
+        restriction.split_experts, restriction.gathers,
+    )  # fmt: skip
+    roles = tuple(axis in each for each in given)
+    if size == 1:
+        return (1, roles)
+    rows_fit = bool(graph.batch_dims) or graph.batch_size % size == 0
+    denied = restriction.features.denied
+    by_positions = bool(denied) or (roles[1] or roles[2])
+    return (
+        roles, rows_fit, _strategies_key(block, graph, size, prices),
+        _dims_key(block, graph, size, prices) if by_positions else None,
+        _experts_key(block, graph, size, prices) if roles[3] else None,
+    )  # fmt: skip
+
+
+def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
+    """A number that is equal where what ``make`` gives is."""
+    numbers = prices.cache.trait_numbers
+    number: int = find(
+        prices.cache.traits, key,
+        lambda: numbers.setdefault((*key[:2], make()), len(numbers) + 1),
+    )  # fmt: skip
+    return number
+
+
+def _strategies_key(block: Block, graph: Graph, size: int, prices: Prices) -> int:
+    def make() -> object:
+        return tuple(
+            tuple(map(_form, strategies_of(graph[name], graph, size, prices)))
+            for name in block.nodes
+        )
+
+    return _trait_number(prices, ("strategies of", block.nodes, size, graph.batch_size), make)
+
+
+def _form(strategy: AxisStrategy) -> tuple[object, ...]:
+    """A strategy without the bytes of its collectives."""
+    inner = tuple((each.kind, each.backward) for each in strategy.collectives)
+    return strategy.label, strategy.inputs, strategy.outputs, inner, strategy.groups
+
+
+def _dims_key(block: Block, graph: Graph, size: int, prices: Prices) -> int:
+    def make() -> object:
+        dims: Dims = dims_on(graph, size, prices)
+        return tuple(dims.get(ref) for ref in _refs(block, graph))
+
+    return _trait_number(prices, ("dims of", block.nodes, size, graph.batch_size), make)
+
+
+def _experts_key(block: Block, graph: Graph, size: int, prices: Prices) -> int:
+    def make() -> object:
+        found = experts_on(graph, size, prices)
+        return tuple((found.dims.get(ref), ref in found.views) for ref in _refs(block, graph))
+
+    return _trait_number(prices, ("experts of", block.nodes, size, graph.batch_size), make)
+
+
+def _refs(block: Block, graph: Graph) -> list[Ref]:
+    found: list[Ref] = []
+    for name in block.nodes:
+        node = graph[name]
+        found += [*node.inputs, *(Ref(name, index) for index in range(len(node.outputs)))]
+    return found
+
+
+def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
+    """Which products of axes divide each dimension of each tensor that the block's nodes see."""
+
+    def make() -> Ints:
+        nodes = [graph[name] for name in block.nodes]
+        specs = [spec for node in nodes for spec in (*input_specs(node, graph), *node.outputs)]
+        return np.array([size for spec in specs for size in spec.shape], dtype=np.int64)
+
+    dims: Ints = find(prices.cache.traits, ("sizes", block.nodes, graph.batch_size), make)
+    products = [1]
+    for size in prices.mesh.shape:
+        products += [size * each for each in products]
+    divides = dims[:, None] % np.array(products[1:])[None, :] == 0
+    return np.packbits(np.column_stack([divides, dims == 0])).tobytes()
+
+
+def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
+    """Of each node whether it is a view of what it reads (``is_light``)."""
+    light: tuple[bool, ...] = find(
+        prices.cache.traits,
+        ("light", block.nodes, graph.batch_size),
+        lambda: tuple(is_light(graph[name], graph, prices) for name in block.nodes),
+    )
+    return light
+
+
+def is_light(node: Node, graph: Graph, prices: Prices) -> bool:
+    """Whether an op does no work, and makes nothing larger than what it reads."""
+    read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
+    if not read or any(graph[ref.name].kind != "op" for ref in read):
+        return False
+    num_bytes = sum(spec.num_bytes for spec in node.outputs)
+    if num_bytes > max(graph.spec(ref).num_bytes for ref in read):
+        return False
+    work = prices.rules.work(node, input_specs(node, graph), node.outputs)
+    return not work.flops_forward and not work.bytes_forward

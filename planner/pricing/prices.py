@@ -41,9 +41,9 @@ from ..layout import boundary_layout as boundary_layout
 from ..plan import Precision
 from ..rules.balanced_attention import as_run
 from ..rules_protocol import Rules as Rules
-from .asked import Asked, AskedOp
-from .assumptions import RUNTIME, CostAssumptions
+from .basis import RUNTIME, Asked, AskedOp, CostAssumptions
 from .op_case import op_case
+from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
@@ -71,7 +71,7 @@ class Prices:
     precision: Precision
     optimizer: str
     rules: Rules
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    cache: PriceCache = field(default_factory=PriceCache, repr=False)
     profile: Profile | None = None
     asked: Asked | None = field(default=None, repr=False)
     only: Source | None = None
@@ -81,7 +81,7 @@ class Prices:
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
     speed: str = field(init=False, repr=False)
-    _converted: dict[Any, Any] = field(init=False, repr=False, compare=False)
+    converted: ConversionCache = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -90,13 +90,8 @@ class Prices:
         set_field(self, "groups", self._slowest_groups())
         given = self.assumptions.policy
         set_field(self, "policy", given or policy(self.precision, self.optimizer))
-        key = ("conversions", self.mesh, self.groups, self.profile, self.only)
-        set_field(self, "_converted", self.cache.setdefault(key, {}))
-
-    @property
-    def converted(self) -> dict[Any, Any]:
-        """What is known of conversions, of all prices of this mesh and these groups."""
-        return self._converted
+        key = (self.mesh, self.groups, self.profile, self.only)
+        set_field(self, "converted", find(self.cache.conversions, key, ConversionCache))
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -108,11 +103,12 @@ class Prices:
 
     def _slowest_groups(self) -> tuple[Group, ...]:
         """Of every axis, found once per cluster and ranks: a large mesh has many groups."""
-        key = ("groups", id(self.cluster), self.mesh, self.ranks)
-        if key not in self.cache:
-            found = tuple(self._slowest_group(axis) for axis in range(len(self.mesh.axes)))
-            self.cache[key] = self.cluster, found  # the cluster lives as long as its id is used
-        groups: tuple[Group, ...] = self.cache[key][1]
+        key = (id(self.cluster), self.mesh, self.ranks)
+        axes = range(len(self.mesh.axes))
+        # the cluster lives as long as its id is used
+        _, groups = find(
+            self.cache.groups, key, lambda: (self.cluster, tuple(map(self._slowest_group, axes)))
+        )
         return groups
 
     def _slowest_group(self, axis: int) -> Group:
@@ -130,13 +126,12 @@ class Prices:
         ``measured_as`` is the kind under which a profile has it, if another.
         """
         group, name = self.groups[axis], measured_as or kind
-        key = ("collective", name, num_bytes, group, self.profile)
-        found: Priced | None = self.cache.get(key)
+        key = (name, num_bytes, group, self.profile)
+        found = self.cache.collectives.get(key)
         if found is None:
             known = self.profile.collective(name, num_bytes, group) if self.profile else None
             seconds, source = known or (collective_seconds(kind, int(num_bytes), group), "spec")
-            found = Priced(seconds, 0.0, source)
-            self.cache[key] = found
+            found = self.cache.collectives[key] = Priced(seconds, 0.0, source)
             if self.asked is not None and group.num_ranks > 1 and num_bytes > 0:
                 what = (name, group, self._partition(axis))
                 self.asked.transfer(what, num_bytes, seconds, source)
@@ -163,11 +158,7 @@ class Prices:
         if source == target:
             return 0.0, 0.0
         key = (spec, source, target)
-        found = self._converted.get(key)
-        if found is None:
-            found = self._conversion(spec, source, target)
-            self._converted[key] = found
-        return found
+        return find(self.converted.seconds, key, lambda: self._conversion(spec, source, target))
 
     def _conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
         forward = backward = 0.0
@@ -215,7 +206,7 @@ class Prices:
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
         sizes = self.mesh.shape
         key = (
-            "op", node.name, self.speed, self.profile, balanced_axes(layout),
+            node.name, self.speed, self.profile, balanced_axes(layout),
             tuple([
                 local_shape(spec.shape, each, sizes)
                 for spec, each in zip(
@@ -223,7 +214,7 @@ class Prices:
                 )
             ]),
         )  # fmt: skip
-        found: Priced | None = self.cache.get(key)
+        found = self.cache.ops.get(key)
         if found is None:
             local_inputs = tuple(
                 self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
@@ -233,7 +224,7 @@ class Prices:
                 for spec, each in zip(node.outputs, layout.outputs, strict=True)
             )
             found = self._compute(as_run(node, layout, sizes), local_inputs, local_outputs)
-            self.cache[key] = found
+            self.cache.ops[key] = found
         return self._counted(found)
 
     def _compute(
@@ -342,22 +333,18 @@ class Prices:
 
     def _update(self, numel: float) -> float:
         """Seconds of the optimizer's step on one parameter."""
-        key = ("update", numel, self.optimizer, self.policy, self.speed, self.profile)
-        found: Priced | None = self.cache.get(key)
-        if found is None:
-            curve = update_curve(self.profile, self.optimizer) if self.profile else None
-            if curve is not None:
-                seconds, source = curve.at(numel * self.policy.parameter_bytes)
-                found = Priced(seconds, 0.0, source)
-            else:
-                moved = numel * step_bytes(self.policy)
-                share = self.device.efficiency.get("copy", 1.0)
-                rate = self.device.memory_bytes_per_second * share
-                found = Priced(moved / rate, 0.0, "spec")
-                if self.asked is not None:
-                    self.asked.unwritten.add("the optimizer's step")
-            self.cache[key] = found
-        return self._counted(found).forward
+        key = (numel, self.optimizer, self.policy, self.speed, self.profile)
+        return self._counted(find(self.cache.updates, key, lambda: self._step(numel))).forward
+
+    def _step(self, numel: float) -> Priced:
+        curve = update_curve(self.profile, self.optimizer) if self.profile else None
+        if curve is not None:
+            seconds, source = curve.at(numel * self.policy.parameter_bytes)
+            return Priced(seconds, 0.0, source)
+        if self.asked is not None:
+            self.asked.unwritten.add("the optimizer's step")
+        rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
+        return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
     def _frozen(self, numel: int, zero: int, shards: int) -> tuple[Seconds, StateBytes]:
         """A parameter that is not trained: sharded and gathered like others, and no more."""
@@ -412,13 +399,12 @@ class Prices:
         library: Library = "nccl" if self.device.kind == "cuda" else "gloo"
         per_host, hosts = (1, 2) if is_inter else (2, 1)
         group = Group(2, per_host, hosts, link, link, library=library)
-        key = ("p2p", num_bytes, group, self.profile)
-        found: Priced | None = self.cache.get(key)
+        key = (num_bytes, group, self.profile)
+        found = self.cache.messages.get(key)
         if found is None:
             known = self.profile.p2p(num_bytes, level_of(group), library) if self.profile else None
             seconds, source = known or (p2p_seconds(num_bytes, link), "spec")
-            found = Priced(seconds, 0.0, source)
-            self.cache[key] = found
+            found = self.cache.messages[key] = Priced(seconds, 0.0, source)
             if self.asked is not None and num_bytes > 0:
                 self.asked.transfer(("p2p", group, ()), num_bytes, seconds, source)
         return self._counted(found).forward

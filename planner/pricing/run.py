@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ..graph import Ref
 from ..plan import Recompute
-from .ladder import Rung
+from .recompute_policy import RecomputePolicy
 
-T = TypeVar("T")
 Origin = Literal["block", "parameter", "received"]
 
 
@@ -53,36 +52,12 @@ class Edge:
         return self.origin != "parameter" and not self.again
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """How often kinds and edges occur: in all, and in recomputed blocks.
+Row = str | Edge
+"""What a stage's cost is a sum over: a kind of block, a parameter of several blocks (both by name),
+or an edge between blocks."""
 
-    ``kinds_selective`` and ``edges_selective`` count those of ``kinds_again`` and
-    ``edges_again`` that are selectively recomputed.
-    """
-
-    kinds: Mapping[str, int]
-    kinds_again: Mapping[str, int]
-    edges: Mapping[Edge, int]
-    edges_again: Mapping[Edge, int]
-    kinds_selective: Mapping[str, int] = field(default_factory=dict)
-    edges_selective: Mapping[Edge, int] = field(default_factory=dict)
-
-    def repeated(self, edge: Edge, repeats: tuple[bool, bool]) -> int:
-        """In how many blocks an edge's value is converted again; ``repeats``: whether a block is
-        one of them that is recomputed fully, and selectively."""
-        return _repeated(self.edges_again, self.edges_selective, edge, repeats)
-
-    def repeated_inside(self, kind: str, repeats: tuple[bool, bool]) -> int:
-        """The same of a value that blocks of a kind make and read themselves."""
-        return _repeated(self.kinds_again, self.kinds_selective, kind, repeats)
-
-
-def _repeated(
-    again: Mapping[T, int], partly: Mapping[T, int], of: T, repeats: tuple[bool, bool]
-) -> int:
-    selective = partly.get(of, 0)
-    return (again.get(of, 0) - selective) * repeats[0] + selective * repeats[1]
+Occurrences = tuple[int, int, int]
+"""How often a row occurs: in blocks that are not, fully and selectively recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +102,9 @@ class Run:
     has_loss: bool
     key: int = -1
     family: int = -1
-    _weights: dict[Rung, Weights] = field(default_factory=dict, repr=False, compare=False)
+    _occurrences: dict[RecomputePolicy, Mapping[Row, Occurrences]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -172,38 +149,39 @@ class Run:
         classes = self.block_classes
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
 
-    def modes(self, rung: Rung) -> tuple[Recompute, ...]:
+    def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
         """How each block is recomputed: of a class the first fully, then selectively."""
-        if not rung.num_blocks:
+        if not policy.num_blocks:
             return tuple("none" for _ in self.kinds)
         seen: Counter[int] = Counter()
         found: list[Recompute] = []
         for number in self.classes[1]:
-            full, selective = rung.full[number], rung.selective[number]
+            full, selective = policy.full[number], policy.selective[number]
             place = seen[number]
             seen[number] += 1
             found.append("full" if place < full else
                          "selective" if place < full + selective else "none")  # fmt: skip
         return tuple(found)
 
-    def weights(self, rung: Rung) -> Weights:
-        """The occurrences when so many blocks of each class are recomputed."""
-        if rung not in self._weights:
-            again: Counter[str] = Counter()
-            partly: Counter[str] = Counter()
-            edges: Counter[Edge] = Counter()
-            edges_partly: Counter[Edge] = Counter()
-            numbers = zip(self.block_classes, rung.full, rung.selective, strict=True)
-            for own, full, some in numbers if rung.num_blocks else ():
-                again[own.kind] += full + some
-                partly[own.kind] += some
-                for edge in own.edges:
-                    edges[edge] += full + some
-                    edges_partly[edge] += some
-            self._weights[rung] = Weights(
-                self.counts, again, self.edges, edges, partly, edges_partly
-            )
-        return self._weights[rung]
+    def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
+        """How often every row occurs when so many blocks of each class are recomputed."""
+        if policy not in self._occurrences:
+            recomputed: dict[Row, list[int]] = {}
+            numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)
+            for own, full, selective in numbers if policy.num_blocks else ():
+                own_rows: tuple[Row, ...] = (own.kind, *own.edges)
+                for row in own_rows:
+                    so_far = recomputed.setdefault(row, [0, 0])
+                    so_far[0] += full
+                    so_far[1] += selective
+            rows: dict[Row, Occurrences] = {}
+            counts: list[tuple[Row, int]] = [*self.counts.items(), *self.edges.items()]
+            for row, count in counts:
+                full, selective = recomputed.get(row, (0, 0))
+                rows[row] = count - full - selective, full, selective
+            rows |= dict.fromkeys(self.shared, (1, 0, 0))
+            self._occurrences[policy] = rows
+        return self._occurrences[policy]
 
     @cached_property
     def edges(self) -> Counter[Edge]:

@@ -1,377 +1,385 @@
-"""What a run of blocks costs on a mesh with given layouts, from the tables.
+"""What a stage costs with given layouts: seconds per micro-batch and per step, bytes.
 
-In: an assembly and its choices. Out: seconds per micro-batch and per step, bytes on the
-worst rank, for any number of equal blocks, any ZeRO stage and any part recomputed: all are
-sums of the same few figures, taken once per solution.
+In: the decisions of a stage and the choice of each. Out: ``StageCost``, for any number of equal
+blocks, any ZeRO stage and any recomputation policy. A cost is a sum over rows (kinds of blocks,
+edges between blocks), each weighted by how often it occurs in blocks that are not, fully and
+selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. A row's
+costs are found once for a choice of layouts (``RowCost``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from ..plan import Recompute
 from ..schedules.held import held_bytes
-from .assembly import (
-    GATHERED_BLOCKS,
-    Assembly,
-    Setting,
-    constant_bytes,
-    reserve,
-)
+from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
 from .decisions import ZEROS, Floats
-from .ladder import Ladder, Rungs, num_rungs, only, rungs
-from .ladder_front import MOST_RUNGS, Blocks, front
-from .prices import Seconds
-from .recompute import AGAIN
-from .stage_model import StageModel
-from .structure import Edge, Run, Use, Weights
-from .whole_stage import StageCost as StageCost
-from .whole_stage import together as together
+from .kept_bytes import RECOMPUTE_MODES
+from .kind_model import NO_STATES, RowCost
+from .recompute_policy import (
+    MOST_POLICIES,
+    Policies,
+    RecomputeCosts,
+    efficient_policies,
+    num_policies,
+    policies,
+)
+from .seconds import FORWARD, HELD, Resource, Seconds, State, objective_weights
+from .stage_model import Boundary, StageModel
+from .structure import Edge, Row, Run
 
-STATES = ("parameters", "gradients", "optimizer")
-SECONDS = len(Seconds._fields)
+N = TypeVar("N", int, float)
+
+BRIEF = ("transient", "reserve", "communicators")
+"""Memory that the stages of a rank take in turn, or once. The prices of the search have the
+communicators of a stage's mesh in its reserve, and those of messages not at all."""
+
+MODES = 1 + len(RECOMPUTE_MODES)
+"""The ways to run a block: nothing recomputed, and the two of ``RECOMPUTE_MODES``."""
 
 
 @dataclass(frozen=True, slots=True)
-class _KindFigures:
-    """Of one block: seconds by ZeRO stage, states by ZeRO stage, bytes.
+class StageCost:
+    """A stage's seconds and bytes. ``seconds`` per micro-batch and per step, see ``Seconds``.
 
-    ``spared_seconds[mode]`` (``AGAIN``) is what recomputation does not run again, of device, of
-    host and of conversions inside; ``selected_bytes`` what the selective one keeps, of which
-    ``overlap_bytes`` are of ``saved_bytes``, and ``read_bytes`` are parts of the batch, which the
-    full one keeps too.
+    ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
+    micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
+    backward are the gradients of weights, where they are deferred; None where that is not known.
     """
 
+    seconds: Seconds
+    receive_seconds: tuple[float, float]
+    memory_bytes: Mapping[str, float]
+    activation_bytes: float
+    late_seconds: float | None = None
+
+    @property
+    def compute_seconds(self) -> tuple[float, float]:
+        """Forward and backward: until the device has computed and the host issued each block."""
+        own = self.seconds
+        forward = max(own.forward_compute, own.forward_issue)
+        return forward, max(own.backward_compute, own.backward_issue)
+
+    @property
+    def forward_seconds(self) -> float:
+        own = self.seconds
+        return self.compute_seconds[0] + own.forward_communication + own.forward_states
+
+    @property
+    def backward_seconds(self) -> float:
+        own = self.seconds
+        return self.compute_seconds[1] + own.backward_communication + own.backward_states
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds.gradient_sync + self.seconds.optimizer
+
+    def objective(self, num_microbatches: int) -> float:
+        """Seconds per micro-batch with the step's share: what the solvers minimize.
+
+        The device's alone: that the host may take longer to issue a pass is no sum of ops.
+        """
+        weights = objective_weights(num_microbatches)
+        return float(np.array(self.seconds) @ weights) + sum(self.receive_seconds)
+
+    def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
+        """What a pipeline waits for the stage once, and what it waits besides if the stage is its
+        slowest: messages overlap with the compute of other micro-batches."""
+        micro = self.forward_seconds + self.backward_seconds
+        rest = (num_microbatches - 1) * micro + self.step_seconds
+        return micro + sum(self.receive_seconds), rest
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.memory_bytes.values())
+
+
+def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
+    """The bytes by category of a rank that runs several stages; those of ``once`` count once.
+
+    >>> together(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
+    ...          once=("transient",))
+    {'parameters': 4, 'transient': 4}
+    """
+    found: dict[str, N] = {}
+    for stage in stages:
+        for name, size in stage.items():
+            if name in found:
+                found[name] = max(found[name], size) if name in once else found[name] + size
+            else:
+                found[name] = size
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCosts:
+    """What each policy costs beside the stage with nothing recomputed.
+
+    By policy: ``seconds`` of a micro-batch, ``kept_bytes`` that a micro-batch keeps more (less
+    than 0 where it saves); all ``transient_bytes[zero, policy]``.
+    """
+
+    policies: Policies
     seconds: Floats
-    states: Floats
-    saved_bytes: float
-    working_bytes: float
-    spared_seconds: Floats
-    selected_bytes: float
-    overlap_bytes: float
-    read_bytes: float
-
-    def again_seconds(self, mode: int) -> float:
-        """What recomputation in a mode takes on the device, without what is read from outside."""
-        spared = float(self.spared_seconds[mode, ::2].sum())
-        return float(self.seconds[0, :2].sum()) - spared
+    kept_bytes: Floats
+    transient_bytes: Floats
 
 
-class Figures:
-    """A solution's figures on a mesh, from which any run of its family is priced."""
+class StageTable:
+    """The costs of a stage's rows with given layouts, from which any run of its family is priced.
+
+    ``choices`` are those of the assembly's decisions.
+    """
 
     def __init__(self, assembly: Assembly, choices: tuple[int, ...]) -> None:
         self.model: StageModel = assembly.model
         self.assembly = assembly
         self.choices = choices
         self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
-        self._ladders: dict[object, Ladder] = {}
-        self._late: dict[str, tuple[Floats, float]] = {}
+        self.rows: dict[Row, RowCost] = {}
+        for name in assembly.run.shared:
+            self.rows[name] = self._shared(name)
+        self._policy_costs: dict[int, PolicyCosts] = {}
+        self._weight_grads: dict[str, tuple[Floats, float]] = {}
         self._priced: dict[tuple[int, Setting], StageCost] = {}
-        self._per_byte: dict[tuple[Recompute, ...], tuple[float, float]] = {}
-        self.edges: dict[Edge, tuple[float, float, float]] = {}
-        self._shared = [
-            (assembly.decisions[assembly.start[name]], choices[assembly.start[name]])
-            for name in assembly.run.shared
-        ]
+
+    def row(self, row: Row) -> RowCost:
+        """The cost of one occurrence of a row."""
+        if row not in self.rows:
+            self.rows[row] = self._edge(row) if isinstance(row, Edge) else self.kinds[row]
+        return self.rows[row]
 
     def _choice(self, name: str) -> int:
         return self.choices[self.assembly.position(name)]
 
-    def _kind(self, kind: str) -> _KindFigures:
-        model, start = self.model.kind(kind), self.assembly.start[kind]
-        own = self.choices[start : start + len(model.decisions)]
-        if own not in model.priced:
-            model.priced[own] = self._kind_figures(kind, own)
-        found: _KindFigures = model.priced[own]
-        return found
-
-    def _kind_figures(self, kind: str, own: tuple[int, ...]) -> _KindFigures:
+    def _kind(self, kind: str) -> RowCost:
         model = self.model.kind(kind)
-        pairs = list(zip(model.decisions, own, strict=True))
-        seconds = sum((d.seconds[:, c] for d, c in pairs), np.zeros((len(ZEROS), SECONDS)))
-        for zero in ZEROS:
-            seconds[zero] += self.model.block_sync(kind, zero)
-        spared = np.zeros((len(AGAIN), 3))
-        for decision, choice in pairs:
-            spared[:, :2] += decision.spared_seconds[:, choice]
-        for edge in model.edges:
-            forward, backward, _ = self._edge(edge)
-            seconds[:, 1] += forward
-            seconds[:, 3] += backward
-            spared[:, 2] += forward * ~np.array(self.model.repeats(edge))
-        held = [model.held(number, choice) for number, choice in enumerate(own)]
-        saved = {part for parts, _, _, _ in held for part in parts}
-        selected = {part for _, _, parts, _ in held for part in parts}
-        read = {part for _, _, _, parts in held for part in parts}
-        return _KindFigures(
-            seconds,
-            sum((d.states[:, c] for d, c in pairs), np.zeros((len(ZEROS), 4))),
-            float(sum(size for _, size in saved)),
-            float(max((size for _, size, _, _ in held), default=0)),
-            spared,
-            float(sum(size for _, size in selected)),
-            float(sum(size for _, size in saved & selected)),
-            float(sum(size for _, size in read)),
+        choices = self.choices[self.assembly.start[kind] :][: len(model.decisions)]
+        if choices not in model.costs:
+            model.costs[choices] = self._kind_cost(kind, choices)
+        return model.costs[choices]
+
+    def _kind_cost(self, kind: str, choices: tuple[int, ...]) -> RowCost:
+        model = self.model.kind(kind)
+        pairs = list(zip(model.decisions, choices, strict=True))
+        seconds = np.zeros((MODES, len(ZEROS), len(Resource)))
+        seconds[:] = sum(decision.seconds[:, choice] for decision, choice in pairs)
+        seconds += [self.model.block_sync(kind, zero) for zero in ZEROS]
+        skipped = sum(
+            (decision.skipped_seconds[:, choice] for decision, choice in pairs),
+            np.zeros((len(RECOMPUTE_MODES), 2)),
         )
+        skipped_sent = np.zeros(len(RECOMPUTE_MODES))
+        for edge in model.edges:
+            forward, backward = self._conversion(edge)
+            seconds[:, :, Resource.FORWARD_COMMUNICATION] += forward
+            seconds[:, :, Resource.BACKWARD_COMMUNICATION] += backward
+            skipped_sent += forward * ~np.array(self.model.repeats(edge))
+        recompute = seconds[0, 0, FORWARD].sum() - (skipped[:, 0] + skipped_sent)
+        again, back = seconds[1:], slice(Resource.BACKWARD_COMPUTE, Resource.FORWARD_STATES)
+        again[:, :, back] += again[:, :, FORWARD]
+        again[:, :, back] -= np.stack([skipped[:, 0], skipped_sent], axis=1)[:, None]
+        issued = again[:, :, Resource.FORWARD_ISSUE] - skipped[:, 1:]
+        again[:, :, Resource.BACKWARD_ISSUE] += issued
+        held = [model.held(number, choice) for number, choice in enumerate(choices)]
+        saved = {part for own in held for part in own.saved}
+        selected = {part for own in held for part in own.selected}
+        read = {part for own in held for part in own.read}
+        states = sum((d.states[:, choice] for d, choice in pairs), NO_STATES)
+        kept = np.array([_total(saved), _total(read), _total(selected)])
+        made_again = np.array([0.0, kept[0], kept[0] - _total(saved & selected)])
+        return RowCost(
+            seconds, recompute, kept, states,
+            float(max((own.working_bytes for own in held), default=0)),
+            made_again[:, None] + GATHERED_BLOCKS * states[:, State.GATHERED],
+        )  # fmt: skip
 
-    def edge(self, edge: Edge) -> tuple[float, float, float]:
-        """Seconds forward and backward of an edge's conversions, bytes of its value if they
-        count here."""
-        found = self.edges.get(edge)
-        if found is None:
-            found = self._edge(edge)
-            self.edges[edge] = found
-        return found
+    def _edge(self, edge: Edge) -> RowCost:
+        """An edge between blocks: the block that reads the value keeps it if it is recomputed."""
+        forward, backward = self._conversion(edge)
+        recompute = forward * np.array(self.model.repeats(edge))
+        seconds = np.zeros((MODES, 1, len(Resource)))
+        seconds[:, :, Resource.FORWARD_COMMUNICATION] = forward
+        seconds[:, :, Resource.BACKWARD_COMMUNICATION] = backward
+        seconds[1:, :, Resource.BACKWARD_COMMUNICATION] += recompute[:, None]
+        kept = np.zeros(MODES)
+        if edge.is_held:
+            layout = self.model.source(edge).layouts[self._source_class(edge)]
+            kept[1:] = self.model.prices.local_bytes(self.model.spec(edge), layout)
+        of_zeros = np.broadcast_to(seconds, (MODES, len(ZEROS), len(Resource)))
+        return RowCost(of_zeros, recompute, kept)
 
-    def _edge(self, edge: Edge) -> tuple[float, float, float]:
-        model = self.model
-        forward, backward = model.conversions(edge)
-        options = model.source(edge)
+    def _source_class(self, edge: Edge) -> int:
         maker = edge.name if edge.first is None else edge.first.node
-        row = options.of_choice[self._choice(maker)]
-        _, columns = model.targets(edge)
+        return int(self.model.source(edge).of_choice[self._choice(maker)])
+
+    def _conversion(self, edge: Edge) -> tuple[float, float]:
+        """Seconds forward and backward to convert a value to all layouts that a block wants."""
+        forward, backward = self.model.conversions(edge)
+        source = self._source_class(edge)
+        _, columns = self.model.targets(edge)
         wanted = {
             int(column[self._choice(use.node)])
             for use, column in zip(edge.uses, columns, strict=True)
         }
-        held = model.prices.local_bytes(model.spec(edge), options.layouts[row])
         return (
-            float(sum(forward[row, each] for each in sorted(wanted))),
-            float(sum(backward[row, each] for each in sorted(wanted))),
-            float(held if edge.is_held else 0),
+            float(sum(forward[source, target] for target in sorted(wanted))),
+            float(sum(backward[source, target] for target in sorted(wanted))),
         )
 
-    def unrecomputed(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """With nothing recomputed, seconds per micro-batch and per step and bytes of states: of a
-        block ``[kind, figure, zero]``, of the shared parameters ``[figure, zero]``; bytes that a
-        block keeps ``[kind]``; transient bytes ``[zero]``."""
-        kinds = list(self.kinds.values())
-        shared = np.zeros((3, len(ZEROS)))
-        for decision, choice in self._shared:
-            shared += _in_all(decision.seconds[:, choice], decision.states[:, choice])
-        return (
-            np.stack([_in_all(kind.seconds, kind.states) for kind in kinds]),
-            shared,
-            np.array([kind.saved_bytes for kind in kinds]),
-            max(kind.working_bytes for kind in kinds) + self._gathered(kinds).max(axis=1),
+    def _shared(self, name: str) -> RowCost:
+        """A parameter of several blocks."""
+        decision, choice = self.model.shared(name), self._choice(name)
+        seconds = np.stack([decision.seconds[:, choice]] * MODES)
+        return RowCost(
+            seconds, np.zeros(len(RECOMPUTE_MODES)), np.zeros(MODES), decision.states[:, choice]
         )
 
-    def edge_seconds(self, edge: Edge) -> float:
-        """Forward and backward of an edge's conversions."""
-        return sum(self.edge(edge)[:2])
+    def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
+        """Seconds forward and backward of what a run sends with its loss, and of what it
+        receives."""
+        both = np.zeros((2, 2))
+        for boundary, count in self.model.boundaries(run):
+            own = boundary.seconds[self._choice(boundary.node)]
+            both[int(boundary.is_received)] += count * own
+        return both[0], both[1]
 
-    def sent_seconds(self, name: str, index: int) -> float:
-        """Forward and backward of a value that is sent."""
-        return float(self._at_boundary(name, index, whole=False).sum())
+    def unrecomputed(self, row: Row | Boundary) -> Floats:
+        """What one occurrence of a row or boundary adds, see ``RowCost.unrecomputed``."""
+        if not isinstance(row, Boundary):
+            return self.row(row).unrecomputed
+        added = np.zeros((len(ZEROS), 4))
+        added[:, 0] = row.seconds[self._choice(row.node)].sum()
+        return added
 
-    def end_seconds(self, run: Run) -> float:
-        """Forward and backward of what is received, and of the loss."""
-        loss = self._at_boundary(*self.assembly.loss, whole=True).sum() if run.has_loss else 0.0
-        return float(loss) + sum(self._receive(run))
-
-    def ladder(self, run: Run) -> Ladder:
-        """The run at every rung, made once."""
-        found = self._ladders.get(run.key)
-        if found is None:
-            found = self._ladder(run)
-            self._ladders[run.key] = found
-        return found
-
-    def _ladder(self, run: Run, on: Rungs | None = None) -> Ladder:
-        classes = run.block_classes
-        own = np.array([self._block(each.kind, each.edges) for each in classes])
-        again, partly, saved, held, selected = own.T
-        kinds = [self.kinds[each.kind] for each in classes]
-        if on is None and num_rungs(*run.class_counts) <= MOST_RUNGS:
-            on = rungs(*run.class_counts)
-        elif on is None:
-            blocks = Blocks(
-                np.array([again, partly]),
-                np.array([held - saved, selected - saved]),
-                np.array(self._made_again(kinds)),
+    def policy_costs(self, run: Run) -> PolicyCosts:
+        """The run under every policy worth trying, found once."""
+        if run.key not in self._policy_costs:
+            costs, counts = self._recompute_costs(run), run.class_counts
+            is_short = num_policies(*counts) <= MOST_POLICIES
+            listed = policies(*counts) if is_short else efficient_policies(*counts, costs)
+            self._policy_costs[run.key] = PolicyCosts(
+                listed,
+                listed.sums(costs.seconds),
+                listed.sums(costs.kept_bytes),
+                self._transient_bytes(listed, costs),
             )
-            on = front(*run.class_counts, blocks)
-        return Ladder(
-            on,
-            on.sums(again, partly),
-            on.sums(held - saved, selected - saved),
-            self._transients(kinds, on),
+        return self._policy_costs[run.key]
+
+    def _recompute_costs(self, run: Run) -> RecomputeCosts:
+        """What a recomputed block of each class of a run adds."""
+        kinds = [self.kinds[own.kind] for own in run.block_classes]
+        rows = [
+            [kind, *map(self.row, own.edges)]
+            for kind, own in zip(kinds, run.block_classes, strict=True)
+        ]
+        kept = np.array([sum(row.kept_bytes for row in own) for own in rows])
+        return RecomputeCosts(
+            np.array([sum(row.recompute_seconds for row in own) for own in rows]).T,
+            (kept[:, 1:] - kept[:, :1]).T,
+            np.array([kind.transient_bytes[1:] for kind in kinds]).transpose(1, 2, 0),
         )
 
-    def _block(self, kind: str, edges: tuple[Edge, ...]) -> tuple[float, ...]:
-        """Of one block: seconds to run it again, fully and selectively; bytes kept in each mode."""
-        own, read = self.kinds[kind], [(edge, self.edge(edge)) for edge in edges]
-        held = sum(figures[2] for _, figures in read)
-        again, partly = (
-            own.again_seconds(mode)
-            + sum(figures[0] for edge, figures in read if self.model.repeats(edge)[mode])
-            for mode in range(len(AGAIN))
-        )
-        return (
-            again, partly, own.saved_bytes, held + own.read_bytes, held + own.selected_bytes
-        )  # fmt: skip
+    def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
+        """Per ZeRO stage and policy: the largest op, whole parameters, a recomputed block."""
+        largest = listed.largest(costs.transient_bytes)
+        transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
+        return transient
 
-    def _transients(self, kinds: Sequence[_KindFigures], on: Rungs) -> Floats:
-        """Per ZeRO stage and rung: the largest op, whole parameters and a block made again."""
-        whole = self._gathered(kinds)
-        working = max(kind.working_bytes for kind in kinds)
-        most = np.maximum(whole.max(axis=1)[:, None], on.most(*self._made_again(kinds)))
-        found: Floats = working + most
-        return found
+    @property
+    def transient_bytes(self) -> Floats:
+        """With nothing recomputed, by ZeRO stage: the largest op and whole parameters."""
+        return self._working_bytes + self._gathered
 
-    @staticmethod
-    def _gathered(kinds: Sequence[_KindFigures]) -> Floats:
-        """Whole parameters of blocks of some kinds, ``[zero, kind]``."""
-        return np.array([GATHERED_BLOCKS * kind.states[:, 3] for kind in kinds]).T
+    @cached_property
+    def _working_bytes(self) -> float:
+        return max(kind.working_bytes for kind in self.kinds.values())
 
-    @classmethod
-    def _made_again(cls, kinds: Sequence[_KindFigures]) -> tuple[Floats, Floats]:
-        """The same with what a block of the kind holds when it is run again, fully and
-        selectively."""
-        back = cls._gathered(kinds) + [kind.saved_bytes for kind in kinds]
-        return back, back - [kind.overlap_bytes for kind in kinds]
+    @cached_property
+    def _gathered(self) -> Floats:
+        largest: Floats = np.max([kind.transient_bytes[0] for kind in self.kinds.values()], axis=0)
+        return largest
 
-    def seconds_per_byte(self, modes: tuple[Recompute, ...]) -> tuple[float, float]:
+    def seconds_per_byte(self, modes: Sequence[Recompute]) -> tuple[float, float]:
         """The cheapest second per byte that recomputing a block costs, and the share of what
         is kept that it can save, at most: over the kinds, without what is read from outside."""
-        if modes not in self._per_byte:
-            rates, shares = [], []
-            for kind in self.kinds.values():
-                saved = kind.saved_bytes
-                if "full" in modes and saved > 0:
-                    rates.append(kind.again_seconds(0) / saved)
-                    shares.append(1.0)
-                less = saved - kind.selected_bytes
-                if "selective" in modes and less > 0:
-                    rates.append(kind.again_seconds(1) / less)
-                    shares.append(less / saved)
-            self._per_byte[modes] = min(rates, default=0.0), max(shares, default=0.0)
-        return self._per_byte[modes]
-
-    def _states(self, run: Run) -> Floats:
-        """Bytes of the states by ZeRO stage."""
-        states = np.zeros((len(ZEROS), 4))
-        for kind, count in run.counts.items():
-            states += count * self.kinds[kind].states
-        for decision, choice in self._shared:
-            states += decision.states[:, choice]
-        return states
-
-    def _own_seconds(self, run: Run) -> Floats:
-        """Seconds of the blocks and shared parameters by ZeRO stage, nothing recomputed."""
-        seconds = np.zeros((len(ZEROS), SECONDS))
-        for kind, count in run.counts.items():
-            seconds += count * self.kinds[kind].seconds
-        for decision, choice in self._shared:
-            seconds += decision.seconds[:, choice]
-        return seconds
+        rates, shares = [], []
+        for kind in self.kinds.values():
+            saved, _, selected = kind.kept_bytes.tolist()
+            for mode, saves in (("full", saved), ("selective", saved - selected)):
+                if mode in modes and saves > 0:
+                    rates.append(kind.recompute_seconds[RECOMPUTE_MODES.index(mode)] / saves)
+                    shares.append(saves / saved)
+        return min(rates, default=0.0), max(shares, default=0.0)
 
     def price(self, run: Run, setting: Setting) -> StageCost:
         """The cost of a run in a setting; the run is of this solution's family."""
-        found = self._priced.get((run.key, setting))
-        if found is None:
-            found = self._priced[run.key, setting] = self._price(run, setting)
-        return found
+        cost = self._priced.get((run.key, setting))
+        if cost is None:
+            cost = self._priced[run.key, setting] = self._price(run, setting)
+        return cost
 
     def _price(self, run: Run, setting: Setting) -> StageCost:
-        splits = bool(setting.halves)
-        seconds = self._seconds(run, run.weights(setting.rung), setting.zero, splits=splits)
-        ladder = self._ladder(run, only(setting.rung, len(run.block_classes)))
-        kept = sum(count * self.kinds[kind].saved_bytes for kind, count in run.counts.items())
-        kept += float(ladder.kept_bytes[0])
-        memory = dict(zip(STATES, self._states(run)[setting.zero].tolist(), strict=False))
+        seconds, states, kept = np.zeros(len(Resource)), np.zeros(len(State)), 0.0
+        for row, occurrences in run.occurrences(setting.policy).items():
+            cost, weights = self.row(row), np.array(occurrences, dtype=np.float64)
+            of_modes = cost.seconds[:, setting.zero]
+            if row in self.kinds:
+                of_modes = self._issued(str(row), of_modes, splits=bool(setting.halves))
+            seconds += weights @ of_modes
+            states += sum(occurrences) * cost.states[setting.zero]
+            kept += float(weights @ cost.kept_bytes)
+        sent, received = self.boundary_seconds(run)
+        seconds[[Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] += sent
+        forced = Policies.of(setting.policy, len(run.block_classes))
+        transient = self._transient_bytes(forced, self._recompute_costs(run))
+        memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}
         memory["activations"] = kept * setting.in_flight
         late = None
-        if splits:
-            late, late_bytes = self.late(run)
+        if setting.halves:
+            late, late_bytes = self.weight_grads(run)
             memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
-        memory["transient"] = float(ladder.transient_bytes[setting.zero][0])
+        memory["transient"] = float(transient[setting.zero, 0])
         memory["buffers"] = float(constant_bytes(self.model, run))
         memory["reserve"] = float(reserve(self.model))
-        return StageCost(Seconds(*seconds.tolist()), self._receive(run), memory, kept, late)
+        receive = float(received[0]), float(received[1])
+        return StageCost(Seconds(*seconds.tolist()), receive, memory, kept, late)
 
-    def late(self, run: Run) -> tuple[float, float]:
+    def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
+        """A block's ``seconds[mode, RESOURCE]`` with issue that ends when a pass is both computed
+        and issued; if a backward is split, when each half is."""
+        seconds = seconds.copy()
+        forward = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
+        backward = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE]
+        deferred = self._weight_grads_of(kind)[0] if splits else np.zeros(2)
+        inputs = (seconds[:, backward] - deferred).max(axis=1)
+        seconds[:, Resource.FORWARD_ISSUE] = seconds[:, forward].max(axis=1)
+        seconds[:, Resource.BACKWARD_ISSUE] = inputs + deferred.max()
+        return seconds
+
+    def weight_grads(self, run: Run) -> tuple[float, float]:
         """Seconds of the gradients of a run's weights, and bytes kept for them."""
-        own = [(count, *self._late_of(kind)) for kind, count in run.counts.items()]
-        seconds = sum(n * float(late.max()) for n, late, _ in own)
-        return seconds, sum(n * size for n, _, size in own)
+        own = [(count, *self._weight_grads_of(kind)) for kind, count in run.counts.items()]
+        seconds = sum(count * float(each.max()) for count, each, _ in own)
+        return seconds, sum(count * size for count, _, size in own)
 
-    def _late_of(self, kind: str) -> tuple[Floats, float]:
+    def _weight_grads_of(self, kind: str) -> tuple[Floats, float]:
         """Of a block: seconds of the device and of the host, and bytes."""
-        if kind not in self._late:
+        if kind not in self._weight_grads:
             start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])
-            found = [self.model.late(kind, at, choice) for at, choice in choices]
+            found = [self.model.weight_grads(kind, at, choice) for at, choice in choices]
             parts = {part for _, _, own in found for part in own}
             seconds = np.array([own[:2] for own in found]).sum(axis=0)
-            self._late[kind] = seconds, float(sum(n for _, n in parts))
-        return self._late[kind]
-
-    def _seconds(self, run: Run, weight: Weights, zero: int, *, splits: bool) -> Floats:
-        seconds: Floats = self._own_seconds(run)[zero] + self._edge_seconds(run, weight)
-        for kind, count in weight.kinds_again.items():
-            partly = weight.kinds_selective.get(kind, 0)
-            spared = np.array([count - partly, partly]) @ self.kinds[kind].spared_seconds
-            seconds[2:4] += count * self.kinds[kind].seconds[zero, :2] - spared[[0, 2]]
-        seconds[8:] = self._issued(weight, zero, splits=splits)
-        return seconds
-
-    def _issued(self, weight: Weights, zero: int, *, splits: bool) -> Floats:
-        """Forward and backward, until each block is both computed and issued; of a backward that
-        ``splits`` until each half is."""
-        found = np.zeros(2)
-        for kind, count in weight.kinds.items():
-            own = self.kinds[kind].seconds[zero, [0, 8, 2, 9]]
-            full, some = self.kinds[kind].spared_seconds[:, :2]
-            if splits:
-                late, _ = self._late_of(kind)
-                own[2:] -= late
-                found[1] += count * max(late)
-            again = weight.kinds_again.get(kind, 0)
-            partly = weight.kinds_selective.get(kind, 0)
-            found[0] += count * max(own[:2])
-            found[1] += (count - again) * max(own[2:])
-            found[1] += (again - partly) * max(own[2:] + own[:2] - full)
-            found[1] += partly * max(own[2:] + own[:2] - some)
-        return found
-
-    def _edge_seconds(self, run: Run, weight: Weights) -> Floats:
-        """Seconds of what passes between blocks and at the stage's ends."""
-        seconds = np.zeros(SECONDS)
-        for edge, count in weight.edges.items():
-            forward, backward, _ = self.edge(edge)
-            seconds[1] += count * forward
-            again = weight.repeated(edge, self.model.repeats(edge)) if weight.edges_again else 0
-            seconds[3] += count * backward + again * forward
-        for (name, index), count in run.sent.items():
-            seconds[1:4:2] += count * self._at_boundary(name, index, whole=False)
-        if run.has_loss:
-            seconds[1:4:2] += self._at_boundary(*self.assembly.loss, whole=True)
-        return seconds
-
-    def _at_boundary(self, name: str, index: int, *, whole: bool) -> Floats:
-        table = self.model.boundary_seconds(name, index, whole=whole)
-        found: Floats = table[self.model.made(name, index).of_choice[self._choice(name)]]
-        return found
-
-    def _receive(self, run: Run) -> tuple[float, float]:
-        total = np.zeros(2)
-        for ref, first in run.received:
-            table = self.model.receive_seconds(ref, first)
-            total += table[self._received_class(first)]
-        return float(total[0]), float(total[1])
-
-    def _received_class(self, first: Use) -> int:
-        return int(self.model.received(first).of_choice[self._choice(first.node)])
+            self._weight_grads[kind] = seconds, _total(parts)
+        return self._weight_grads[kind]
 
 
-def _in_all(seconds: Floats, states: Floats) -> Floats:
-    """By ZeRO stage the seconds per micro-batch and per step, and the bytes of states."""
-    found: Floats = np.stack(
-        [seconds[:, :6].sum(axis=1), seconds[:, 6:8].sum(axis=1), states[:, :3].sum(axis=1)]
-    )
-    return found
+def _total(parts: Collection[tuple[str, int]]) -> float:
+    return float(sum(size for _, size in parts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,18 +22,35 @@ from ..integer_programs.program import Ints
 from ..layout import INVARIANT, Layout, NodeLayout, splits
 from .choices import Restriction
 from .conversions import conversion_seconds
-from .decisions import Decision, Floats, decide, parameter_decision
+from .decisions import Choice, Decision, Floats, decide, parameter_decision
+from .kept_bytes import (
+    Part,
+    kept_parts,
+    read_parts,
+    replay,
+    saved_parts,
+    weight_grad_parts,
+    weight_grad_seconds,
+    working_bytes,
+)
 from .kind_model import Held as Held
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
+from .price_cache import ByIdentity, PriceCache
 from .prices import Prices, Seconds, boundary_layout
-from .recompute import kept_parts, read_parts, replay
-from .same import known
-from .saved import Part, saved_parts, working_bytes
-from .structure import Edge, Structure, Use
-from .weight_backward import late_parts, late_seconds
+from .structure import Edge, Run, Structure, Use
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Boundary:
+    """A value that a stage sends or receives, or its loss: seconds forward and backward by the
+    choice of ``node``'s decision, ``seconds[choice, direction]``."""
+
+    node: str
+    is_received: bool
+    seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +61,15 @@ class Options:
     of_choice: Ints
 
     @staticmethod
-    def of(layouts: Sequence[Layout], cache: dict[Any, Any]) -> Options:
+    def of(layouts: Sequence[Layout], cache: PriceCache) -> Options:
         """``cache`` makes equal lists of distinct layouts the same object."""
         of_choice, firsts = classes_of(layouts)
         distinct = tuple(layouts[first] for first in firsts.tolist())
-        return Options(cache.setdefault(("layouts", distinct), distinct), of_choice)
+        return Options(cache.layouts.setdefault(distinct, distinct), of_choice)
 
 
 @dataclass(frozen=True, slots=True)
-class _Targets:
+class Targets:
     """The distinct layouts that an edge's uses may want; per use the one of each choice.
 
     ``alone``: one decision wants all, and the same of all.
@@ -73,7 +90,7 @@ class Merged:
     backward: Floats
 
 
-Late = tuple[float, float, tuple[Part, ...]]
+WeightGrads = tuple[float, float, tuple[Part, ...]]
 """Of a choice: seconds of the gradients of weights, of the device and of the host, and what is
 kept for them."""
 
@@ -90,16 +107,16 @@ class StageModel:
     _kinds: dict[str, KindModel] = field(default_factory=dict, repr=False)
     _shared: dict[str, Decision] = field(default_factory=dict, repr=False)
     _options: dict[object, Options] = field(default_factory=dict, repr=False)
-    _boundaries: dict[object, Floats] = field(default_factory=dict, repr=False)
-    _targets_of: dict[Edge, _Targets] = field(default_factory=dict, repr=False)
+    _boundaries: dict[object, Boundary] = field(default_factory=dict, repr=False)
+    _targets_of: dict[Edge, Targets] = field(default_factory=dict, repr=False)
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
-    _late: dict[object, Late] = field(default_factory=dict, repr=False)
+    _weight_grads: dict[object, WeightGrads] = field(default_factory=dict, repr=False)
     _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
 
     def kind(self, kind: str) -> KindModel:
         found = self._kinds.get(kind)
         if found is None:
-            found = self.common(("kind", kind), lambda: self._make_kind(kind))
+            found = self.common(self.prices.cache.kinds, (kind,), lambda: self._make_kind(kind))
             self._kinds[kind] = found
         return found
 
@@ -107,24 +124,24 @@ class StageModel:
     def _key(self) -> tuple[object, ...]:
         return self.merge, self.restriction.key, self.prices.key
 
-    def common(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+    def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What ``make`` makes, once for all models that differ in nothing but their links."""
         given = self.structure.graph, self.structure.blocks
-        return known(self.prices.cache, (*key, *self._key), given, make)
+        return table.find((*key, *self._key), given, make)
 
-    def late(self, kind: str, number: int, choice: int) -> Late:
+    def weight_grads(self, kind: str, number: int, choice: int) -> WeightGrads:
         """The weights' half of the backward of one choice of a kind's decision."""
         key = (kind, number, choice)
-        if key not in self._late:
+        if key not in self._weight_grads:
             decision = self.kind(kind).decisions[number]
             layouts, graph = decision.choices[choice].layouts, self.structure.graph
             nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
             asked = [(node, layouts[node.name], graph, self.prices) for node in nodes]
-            parts = [part for each in asked for part in late_parts(*each)]
-            seconds = [late_seconds(*each) for each in asked]
+            parts = [part for each in asked for part in weight_grad_parts(*each)]
+            seconds = [weight_grad_seconds(*each) for each in asked]
             computed, issued = (sum(own) for own in zip((0.0, 0.0), *seconds, strict=True))
-            self._late[key] = computed, issued, tuple(parts)
-        return self._late[key]
+            self._weight_grads[key] = computed, issued, tuple(parts)
+        return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
         """The decision of a parameter of several blocks."""
@@ -169,8 +186,7 @@ class StageModel:
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], Held] = {}
         by_layout: dict[tuple[str, int], Held] = {}
-        shared = ("held", graph.batch_size, prices.mesh.shape)
-        by_split: dict[object, Held] = prices.cache.setdefault(shared, {})
+        by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
 
         def of_layout(node: Node, layout: NodeLayout) -> Held:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
@@ -178,7 +194,7 @@ class StageModel:
             if found is None:
                 own = (node.name, splits(layout))
                 if own not in by_split:
-                    by_split[own] = (
+                    by_split[own] = Held(
                         saved_parts(node, layout, graph, prices),
                         working_bytes(node, layout, graph, prices),
                         kept_parts(node, layout, graph, prices, of=again),
@@ -193,11 +209,11 @@ class StageModel:
                 layouts = decision.choices[choice].layouts
                 nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
                 own = [of_layout(node, layouts[node.name]) for node in nodes]
-                by_choice[number, choice] = (
-                    _distinct(saved for saved, _, _, _ in own),
-                    max((size for _, size, _, _ in own), default=0),
-                    _distinct(selected for _, _, selected, _ in own),
-                    _distinct(read for _, _, _, read in own),
+                by_choice[number, choice] = Held(
+                    _distinct(held.saved for held in own),
+                    max((held.working_bytes for held in own), default=0),
+                    _distinct(held.selected for held in own),
+                    _distinct(held.read for held in own),
                 )
             return by_choice[number, choice]
 
@@ -206,34 +222,24 @@ class StageModel:
     def made(self, name: str, index: int) -> Options:
         """The layouts in which a kind's value may be made; ``name`` is a template's."""
         key = ("made", name, index)
-        found = self._options.get(key)
-        if found is None:
-            choices, cache = self.home(name)[1].choices, self.prices.cache
-            found = self._options[key] = known(
-                cache,
-                key,
-                (choices,),
-                lambda: Options.of(
-                    [choice.layouts[name].outputs[index] for choice in choices], cache
-                ),
-            )
-        return found
+        return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
     def wanted(self, use: Use) -> Options:
         """The layouts in which a use may want its value."""
-        key = ("wanted", use.node, use.position)
-        found = self._options.get(key)
-        if found is None:
-            choices, cache = self.home(use.node)[1].choices, self.prices.cache
-            found = self._options[key] = known(
-                cache,
-                key,
-                (choices,),
-                lambda: Options.of(
-                    [choice.layouts[use.node].inputs[use.position] for choice in choices], cache
-                ),
+        node, at = use.node, use.position
+        key = ("wanted", node, at)
+        return self._options_of(key, node, lambda own: own.layouts[node].inputs[at])
+
+    def _options_of(
+        self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
+    ) -> Options:
+        """The layouts of a member's value by the choices of its decision."""
+        if key not in self._options:
+            choices, cache = self.home(member)[1].choices, self.prices.cache
+            self._options[key] = cache.options.find(
+                key, (choices,), lambda: Options.of(list(map(layout, choices)), cache)
             )
-        return found
+        return self._options[key]
 
     def received(self, first: Use) -> Options:
         """The layouts in which a stage may receive a value: as its first use wants it."""
@@ -243,7 +249,7 @@ class StageModel:
             at_boundary = Options.of([boundary_layout(each) for each in wanted.layouts], cache)
             return Options(at_boundary.layouts, at_boundary.of_choice[wanted.of_choice])
 
-        return known(cache, ("received",), (wanted,), make)
+        return cache.options.find(("received",), (wanted,), make)
 
     @cached_property
     def _kind_of(self) -> dict[str, str]:
@@ -269,7 +275,7 @@ class StageModel:
         return self.made(edge.name, edge.index)
 
     def repeats(self, edge: Edge) -> tuple[bool, bool]:
-        """Whether a recomputed block converts the value again, in each of ``AGAIN``."""
+        """Whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
             own = replay(block, self.structure.graph, self.prices)
@@ -284,16 +290,16 @@ class StageModel:
         found = self._targets(edge)
         return found.layouts, found.columns
 
-    def _targets(self, edge: Edge) -> _Targets:
+    def _targets(self, edge: Edge) -> Targets:
         found = self._targets_of.get(edge)
         if found is None:
             found = self._targets_of[edge] = self._make_targets(edge)
         return found
 
-    def _make_targets(self, edge: Edge) -> _Targets:
+    def _make_targets(self, edge: Edge) -> Targets:
         wanted, cache = tuple(map(self.wanted, edge.uses)), self.prices.cache
 
-        def make() -> _Targets:
+        def make() -> Targets:
             distinct: dict[Layout, int] = {}
             columns = []
             for own in wanted:
@@ -301,17 +307,17 @@ class StageModel:
                 columns.append(numbers[own.of_choice])
             alike = all(np.array_equal(column, columns[0]) for column in columns)
             deciding = {self.home(use.node)[1].name for use in edge.uses}
-            layouts = cache.setdefault(("layouts", tuple(distinct)), tuple(distinct))
-            return _Targets(layouts, tuple(columns), alike and len(deciding) == 1)
+            layouts = cache.layouts.setdefault(tuple(distinct), tuple(distinct))
+            return Targets(layouts, tuple(columns), alike and len(deciding) == 1)
 
-        return known(cache, ("targets",), wanted, make)
+        return cache.targets.find((), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
         """Seconds forward and backward from every source layout to every target layout."""
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
-        return known(
-            prices.converted, ("matrix", spec), (sources, targets),
+        return prices.converted.matrices.find(
+            (spec,), (sources, targets),
             lambda: conversion_seconds(prices, spec, sources, targets),
         )  # fmt: skip
 
@@ -320,9 +326,8 @@ class StageModel:
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
-            rows, columns, reduced = known(
-                self.prices.converted, ("classes", self.spec(edge), targets.alone),
-                (source.layouts, targets.layouts),
+            rows, columns, reduced = self.prices.converted.merged.find(
+                (self.spec(edge), targets.alone), (source.layouts, targets.layouts),
                 lambda: merge_classes(
                     np.stack(self.conversions(edge)), merge_columns=targets.alone
                 ),
@@ -336,29 +341,33 @@ class StageModel:
             self._merged[edge] = found
         return found
 
-    def boundary_seconds(self, name: str, index: int, *, whole: bool = False) -> Floats:
-        """Per source layout, seconds (forward, backward) to bring a value to a boundary.
+    def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
+        """What a run sends, its loss, and what it receives, with how many values of each."""
+        found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
+        if run.has_loss:
+            loss = self.structure.graph.loss
+            template = self.structure.blocks.template[loss.name]
+            found.append((self._outgoing(template, loss.index, is_loss=True), 1))
+        return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
-        ``whole``: to I on every axis, as the loss ends.
-        """
-        key = (name, index, whole)
+    def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
+        """A value that is sent in its boundary layout, or the loss, which ends whole."""
+        key = (name, index, is_loss)
         if key not in self._boundaries:
-            spec = self.structure.graph[name].outputs[index]
-            rows = []
-            for layout in self.made(name, index).layouts:
-                target = loss_layout(layout) if whole else boundary_layout(layout)
-                rows.append(self.prices.conversion(spec, layout, target))
-            self._boundaries[key] = np.array(rows)
+            spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
+            target = loss_layout if is_loss else boundary_layout
+            rows = [self.prices.conversion(spec, own, target(own)) for own in made.layouts]
+            self._boundaries[key] = Boundary(name, False, np.array(rows)[made.of_choice])
         return self._boundaries[key]
 
-    def receive_seconds(self, ref: Ref, first: Use) -> Floats:
-        """Per received layout, seconds (forward, backward) on the link."""
+    def _incoming(self, ref: Ref, first: Use) -> Boundary:
+        """A value that is received as its first use wants it."""
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:
-            layouts = self.received(first).layouts
-            rows = [self.prices.transfer(spec, each, self.link) for each in layouts]
-            self._boundaries[key] = np.array(rows)
+            received = self.received(first)
+            rows = [self.prices.transfer(spec, each, self.link) for each in received.layouts]
+            self._boundaries[key] = Boundary(first.node, True, np.array(rows)[received.of_choice])
         return self._boundaries[key]
 
     def block_sync(self, kind: str, zero: int) -> Seconds:

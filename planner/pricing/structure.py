@@ -18,13 +18,14 @@ import numpy as np
 
 from ..graph import Block, Blocks, Graph, Node, Ref
 from .decisions import is_own_parameter
-from .ladder import Ints
+from .recompute_policy import Ints
 from .run import Alike
 from .run import BlockClass as BlockClass
 from .run import Edge as Edge
+from .run import Occurrences as Occurrences
+from .run import Row as Row
 from .run import Run as Run
 from .run import Use as Use
-from .run import Weights as Weights
 
 
 @dataclass(frozen=True, slots=True)

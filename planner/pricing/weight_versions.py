@@ -13,7 +13,7 @@ from ...cost_model.memory import PrecisionPolicy, policy
 from ..plan import Plan
 from ..requests.request import ASYNCHRONOUS
 from ..schedules.schedules import build_schedule
-from .whole_stage import StageCost
+from .stage_cost import StageCost
 
 
 def is_asynchronous(schedule: str | None) -> bool:

@@ -26,10 +26,9 @@ from operator import itemgetter
 from ..errors import UsageError
 from ..intra_op.intra_op import StageAnswer
 from ..pricing.assembly import Assembly, Solution
-from ..pricing.ladder import Rung
-from ..pricing.stage_cost import Figures, StageCost
+from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from ..pricing.stage_cost import BRIEF, StageCost, StageTable, together
 from ..pricing.stage_model import StageModel
-from ..pricing.whole_stage import BRIEF, together
 from ..requests.request import MOST_CHUNKS
 from ..schedules.held import splits, stage_halves
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
@@ -125,7 +124,7 @@ class ChunkPricing:
     job: Job
     base: Candidate
     layouts: dict[str, tuple[StageModel, tuple[int, ...]]] = field(init=False)
-    _figures: dict[tuple[int, int], Figures | None] = field(default_factory=dict)
+    _tables: dict[tuple[int, int], StageTable | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layouts = {
@@ -155,14 +154,14 @@ class ChunkPricing:
         model, base = self.model(rank, before), self.base
         run = self.job.at(base.rows).run(start, stop)
         key = id(model), run.family
-        if key not in self._figures:
+        if key not in self._tables:
             assembly = Assembly(model, run)
             solution = self._solution(model, assembly)
-            figures = None
+            table = None
             if solution is not None:
-                figures = Figures(assembly, assembly.choices(solution))
-            self._figures[key] = figures
-        known, zero = self._figures[key], base.answers[rank][1].setting.zero
+                table = StageTable(assembly, assembly.choices(solution))
+            self._tables[key] = table
+        known, zero = self._tables[key], base.answers[rank][1].setting.zero
         if known is None:
             return None
         return RankStage(known, run, zero, ((1, 0),), base.num_microbatches, splits=False)
@@ -211,10 +210,10 @@ class Interleaving:
     def least_seconds(self) -> float:
         """A lower bound of the step, nothing recomputed."""
         count = self.base.num_microbatches
-        costs = [stage.cost(Rung()) for stage in self.priced]
+        costs = [stage.cost(NO_RECOMPUTE) for stage in self.priced]
         late = [0.0] * len(costs)
         if splits(self.schedule):
-            late = [stage.figures.late(stage.run)[0] for stage in self.priced]
+            late = [stage.table.weight_grads(stage.run)[0] for stage in self.priced]
         before = self._waits([c.forward_seconds for c in costs], costs, 0)
         backwards = [c.backward_seconds - own for c, own in zip(costs, late, strict=True)]
         behind = self._waits(backwards, costs, 1)
@@ -255,18 +254,18 @@ class Interleaving:
             replace(stage, held=own, splits=is_split)
             for stage, own in zip(self.priced, held, strict=True)
         ]
-        fitted: dict[object, tuple[tuple[Rung, ...], int]] = {}
+        fitted: dict[object, tuple[tuple[RecomputePolicy, ...], int]] = {}
         answers: dict[int, tuple[StageModel, StageAnswer]] = {}
         for rank, members in enumerate(self.parts):
             own = [stages[member] for member in members]
             limit = job.limits_on(base.stages[rank].devices).memory_bytes
-            key = (limit, *((id(s.figures), s.run.key, s.zero, s.held) for s in own))
+            key = (limit, *((id(s.table), s.run.key, s.zero, s.held) for s in own))
             if key not in fitted:
                 fitted[key] = self._fitted(own, limit)
-            rungs, zero = fitted[key]
+            policies, zero = fitted[key]
             gap = base.answers[rank][1].gap
-            for member, stage, rung in zip(members, own, rungs, strict=True):
-                answers[member] = _answered(replace(stage, zero=zero), rung, gap)
+            for member, stage, policy in zip(members, own, policies, strict=True):
+                answers[member] = _answered(replace(stage, zero=zero), policy, gap)
         try:
             return simulated(
                 job, base.rows, self.schedule, self.stages,
@@ -276,34 +275,40 @@ class Interleaving:
         except UsageError:
             return None
 
-    def _fitted(self, stages: list[RankStage], limit: float) -> tuple[tuple[Rung, ...], int]:
+    def _fitted(
+        self, stages: list[RankStage], limit: float
+    ) -> tuple[tuple[RecomputePolicy, ...], int]:
         """What a rank's stages recompute, and their ZeRO stage: the pipeline's own, or a higher
         one where that does not fit."""
         request = self.job.request
         zero = stages[0].zero
-        found: tuple[tuple[Rung, ...], int] | None = None
+        found: tuple[tuple[RecomputePolicy, ...], int] | None = None
         for number in sorted({zero, *(own for own in request.zeros if own > zero)}):
             own = [replace(stage, zero=number) for stage in stages]
-            rungs = recomputed_to_fit(own, limit, request.recomputations)
+            policies = recomputed_to_fit(own, limit, request.recomputations)
             if found is None or number == zero:
-                found = rungs, number
-            if fits(own, rungs, limit):
-                return rungs, number
+                found = policies, number
+            if fits(own, policies, limit):
+                return policies, number
         assert found is not None, "there is one ZeRO stage at least"
         return found
 
 
-def fits(stages: Sequence[RankStage], rungs: Sequence[Rung], limit_bytes: float) -> bool:
+def fits(
+    stages: Sequence[RankStage], policies: Sequence[RecomputePolicy], limit_bytes: float
+) -> bool:
     """Whether the stages of a rank fit together."""
-    costs = [stage.cost(rung) for stage, rung in zip(stages, rungs, strict=True)]
+    costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
     total = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
     return total <= limit_bytes
 
 
-def _answered(stage: RankStage, rung: Rung, gap: float) -> tuple[StageModel, StageAnswer]:
+def _answered(
+    stage: RankStage, policy: RecomputePolicy, gap: float
+) -> tuple[StageModel, StageAnswer]:
     """A stage's answer with some of its blocks recomputed."""
-    figures, setting = stage.figures, stage.setting(rung)
-    solution = figures.assembly.solution(figures.choices)
-    objective = stage.cost(rung).objective(stage.num_microbatches)
-    answer = StageAnswer(stage.run, figures, solution, setting, objective, gap)
-    return figures.model, answer
+    table, setting = stage.table, stage.setting(policy)
+    solution = table.assembly.solution(table.choices)
+    objective = stage.cost(policy).objective(stage.num_microbatches)
+    answer = StageAnswer(stage.run, table, solution, setting, objective, gap)
+    return table.model, answer

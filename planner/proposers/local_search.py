@@ -181,7 +181,7 @@ def answers_seconds(
         cost, late = answer.cost, 0.0
         if halved:
             known = cost.late_seconds
-            late = answer.figures.late(answer.run)[0] if known is None else known
+            late = answer.table.weight_grads(answer.run)[0] if known is None else known
         figures.append(
             (
                 cost.forward_seconds, cost.backward_seconds - late, *cost.receive_seconds,

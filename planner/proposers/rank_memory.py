@@ -2,14 +2,14 @@
 
 In: the stages of a rank, each with its layouts, ZeRO stage and micro-batches in flight; the bytes
 of a device. Out: for each stage how many blocks are recomputed, chosen so that all fit in the
-least additional time. Every stage has a ladder of choices (``pricing.ladder``), each with its
-seconds and its bytes. With a price λ per byte every stage chooses for itself; λ is raised until
-all fit (Lagrangian relaxation), then each stage in turn takes back what still fits.
+least additional time. Every stage has a list of policies (``pricing.recompute_policy``), each
+with its seconds and its bytes. With a price λ per byte every stage chooses for itself; λ is raised
+until all fit (Lagrangian relaxation), then each stage in turn takes back what still fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,10 +17,10 @@ import numpy as np
 
 from ..plan import Recompute
 from ..pricing.assembly import Setting
-from ..pricing.ladder import Floats, Ladder, Rung, forced
-from ..pricing.stage_cost import Figures
+from ..pricing.decisions import Floats
+from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
+from ..pricing.stage_cost import PolicyCosts, StageCost, StageTable
 from ..pricing.structure import Run
-from ..pricing.whole_stage import StageCost
 from ..schedules.held import Halves, held_bytes, most_held
 
 PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
@@ -29,67 +29,68 @@ PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
 
 @dataclass(frozen=True)
 class RankStage:
-    """A stage of a rank: the figures of its layouts, the blocks that it has, its ZeRO stage.
+    """A stage of a rank: the table of its layouts, the blocks that it has, its ZeRO stage.
 
     ``held`` are its micro-batches in flight (``schedules.held``); ``splits``: the schedule has
     backwards in two halves.
     """
 
-    figures: Figures
+    table: StageTable
     run: Run
     zero: int
     held: Halves
     num_microbatches: int
     splits: bool
 
-    def setting(self, rung: Rung) -> Setting:
+    def setting(self, policy: RecomputePolicy) -> Setting:
         """How the stage is trained with some of its blocks recomputed."""
         return Setting(
-            self.num_microbatches, self.zero, rung, most_held(self.held),
+            self.num_microbatches, self.zero, policy, most_held(self.held),
             halves=self.held if self.splits else (),
         )  # fmt: skip
 
-    def cost(self, rung: Rung) -> StageCost:
+    def cost(self, policy: RecomputePolicy) -> StageCost:
         """What it costs."""
-        return self.figures.price(self.run, self.setting(rung))
+        return self.table.price(self.run, self.setting(policy))
 
     @cached_property
-    def ladder(self) -> Ladder:
-        return self.figures.ladder(self.run)
+    def policies(self) -> PolicyCosts:
+        """What every policy costs."""
+        return self.table.policy_costs(self.run)
 
     @cached_property
-    def bytes_by_rung(self) -> tuple[Floats, Floats]:
+    def bytes_by_policy(self) -> tuple[Floats, Floats]:
         """Bytes that the stage holds while others of its rank run, and transient ones."""
-        plain = self.cost(Rung())
-        late_bytes = self.figures.late(self.run)[1] if self.splits else 0.0
+        plain = self.cost(NO_RECOMPUTE)
+        late_bytes = self.table.weight_grads(self.run)[1] if self.splits else 0.0
         states = sum(
             size for name, size in plain.memory_bytes.items()
             if name not in ("activations", "transient", "reserve")
         )  # fmt: skip
-        kept = plain.activation_bytes + self.ladder.kept_bytes
+        kept = plain.activation_bytes + self.policies.kept_bytes
         lasting = [states + held_bytes(self.held, own, late_bytes) for own in kept.tolist()]
-        return np.array(lasting), self.ladder.transient_bytes[self.zero]
+        return np.array(lasting), self.policies.transient_bytes[self.zero]
 
 
 def recomputed_to_fit(
-    stages: Sequence[RankStage], limit_bytes: float, modes: Collection[Recompute]
-) -> tuple[Rung, ...]:
+    stages: Sequence[RankStage], limit_bytes: float, modes: Sequence[Recompute]
+) -> tuple[RecomputePolicy, ...]:
     """What each stage recomputes, as ``modes`` allow; what holds least where nothing fits.
 
     A single mode is that of every block.
     """
     if len(modes) == 1:
         (mode,) = modes
-        return tuple(forced(mode, stage.run.class_counts[0]) for stage in stages)
+        return tuple(uniform_policy(mode, stage.run.class_counts[0]) for stage in stages)
     options = [_Options.of(stage, modes) for stage in stages]
-    reserve = max(stage.cost(Rung()).memory_bytes["reserve"] for stage in stages)
+    reserve = max(stage.cost(NO_RECOMPUTE).memory_bytes["reserve"] for stage in stages)
 
     def total(chosen: Sequence[int]) -> float:
         own = list(zip(options, chosen, strict=True))
         transient = max(option.transient[at] for option, at in own)
         return float(reserve + transient + sum(option.lasting[at] for option, at in own))
 
-    work = sum(stage.cost(Rung()).objective(stage.num_microbatches) for stage in stages)
+    work = sum(stage.cost(NO_RECOMPUTE).objective(stage.num_microbatches) for stage in stages)
     unit = work / limit_bytes
     chosen: list[int] = []
     for price in PRICES:
@@ -105,25 +106,25 @@ def recomputed_to_fit(
             if total([*chosen[:at], other, *chosen[at + 1 :]]) <= limit_bytes:
                 chosen[at] = other
                 break
-    return tuple(option.rungs[at] for option, at in zip(options, chosen, strict=True))
+    return tuple(option.policies[at] for option, at in zip(options, chosen, strict=True))
 
 
 @dataclass(frozen=True)
 class _Options:
     """The choices of a stage: seconds of recomputation, bytes held, transient bytes."""
 
-    rungs: Sequence[Rung]
+    policies: Sequence[RecomputePolicy]
     seconds: Floats
     lasting: Floats
     transient: Floats
 
     @staticmethod
-    def of(stage: RankStage, modes: Collection[Recompute]) -> _Options:
-        allowed = np.flatnonzero(stage.ladder.rungs.within(modes))
-        lasting, transient = stage.bytes_by_rung
+    def of(stage: RankStage, modes: Sequence[Recompute]) -> _Options:
+        allowed = np.flatnonzero(stage.policies.policies.within(modes))
+        lasting, transient = stage.bytes_by_policy
         return _Options(
-            [stage.ladder.rungs[number] for number in allowed.tolist()],
-            stage.ladder.again_seconds[allowed], lasting[allowed], transient[allowed],
+            [stage.policies.policies[number] for number in allowed.tolist()],
+            stage.policies.seconds[allowed], lasting[allowed], transient[allowed],
         )  # fmt: skip
 
     def cheapest(self, price: float) -> int:

@@ -13,11 +13,10 @@ from dataclasses import replace
 from ...cost_model.actions import FORWARD
 from ..errors import PlanError
 from ..intra_op.intra_op import StageAnswer
-from ..pricing.ladder import Rung
-from ..pricing.stage_cost import StageCost
+from ..pricing.recompute_policy import RecomputePolicy
+from ..pricing.stage_cost import BRIEF, StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, latency_seconds, simulate_stages
-from ..pricing.whole_stage import BRIEF
 from ..replicas import check_replicas, with_replica_sums
 from ..schedules.schedules import can_have, compute_orders
 from ..search.candidates import Candidate
@@ -73,15 +72,15 @@ def _with_replicas(job: Job, base: Candidate) -> Candidate:
         pair = (rank, ranks - 1 - rank)
         stages = [
             RankStage(
-                base.answers[part][1].figures, base.answers[part][1].run,
+                base.answers[part][1].table, base.answers[part][1].run,
                 base.answers[part][1].setting.zero, ((held[part], 0),), count, splits=False,
             )
             for part in pair
         ]  # fmt: skip
         limit = min(job.limits_on(base.stages[part].devices).memory_bytes for part in pair)
-        rungs = recomputed_to_fit(stages, limit, job.request.recomputations)
-        for part, rung in zip(pair, rungs, strict=True):
-            answers[part] = _recomputed(job, base, part, rung)
+        policies = recomputed_to_fit(stages, limit, job.request.recomputations)
+        for part, policy in zip(pair, policies, strict=True):
+            answers[part] = _recomputed(job, base, part, policy)
     costs = with_replica_sums(
         [answer.cost for _, answer in answers], SCHEDULE, job.cluster, ranks
     )  # fmt: skip
@@ -98,12 +97,14 @@ def _with_replicas(job: Job, base: Candidate) -> Candidate:
     )  # fmt: skip
 
 
-def _recomputed(job: Job, base: Candidate, part: int, rung: Rung) -> tuple[StageModel, StageAnswer]:
+def _recomputed(
+    job: Job, base: Candidate, part: int, policy: RecomputePolicy
+) -> tuple[StageModel, StageAnswer]:
     """The answer of a part with some of its blocks recomputed."""
     model, answer = base.answers[part]
     ranks = len(base.stages)
     held = job.held(SCHEDULE, ranks, base.rows, ranks - part)
-    setting = replace(answer.setting, rung=rung, in_flight=held[0][0], halves=())
+    setting = replace(answer.setting, policy=policy, in_flight=held[0][0], halves=())
     return model, replace(answer, setting=setting)
 
 

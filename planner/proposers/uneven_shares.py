@@ -22,9 +22,9 @@ from ..inter_op.submesh import meshes, restriction
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..layout import Mesh
 from ..pricing.assembly import Assembly, Setting, Solution
-from ..pricing.ladder import NOTHING, Rung, rungs
 from ..pricing.prices import Prices
-from ..pricing.stage_cost import Figures, StageCost
+from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
+from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from ..search.candidates import Candidate, simulated
@@ -34,7 +34,7 @@ from ..search.report_plan import stage_layouts
 from ..search.translated import translated
 from ..shares import best_shares, coordinate_ranks, slowest, why_not
 
-MOST_RUNGS = 40
+MOST_POLICIES = 40
 """With more ways to recompute, blocks are recomputed all alike."""
 
 INFINITE = float("inf")
@@ -95,7 +95,7 @@ class _Shared:
     mesh: Mesh
     rows: int
     _solvers: dict[tuple[int, int], IntraOp] = field(default_factory=dict)
-    _figures: dict[tuple[int, int], Figures | None] = field(default_factory=dict)
+    _tables: dict[tuple[int, int], StageTable | None] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -172,8 +172,8 @@ class _Shared:
         if base.best(run, self.count, 1) is None:
             return None
         for entry in list(base.pools[run.family].entries.values()):
-            self._figures.clear()
-            start = StageAnswer(run, entry.figures, entry.solution, Setting(self.count), 0.0, 1.0)
+            self._tables.clear()
+            start = StageAnswer(run, entry.table, entry.solution, Setting(self.count), 0.0, 1.0)
             if self._is_possible(base.model, start):
                 found += self._of_solution(start)
         if not found:
@@ -196,8 +196,8 @@ class _Shared:
         base = self.solver(0, max(1, self.rows // self.parts))
         for zero in base.zeros:
             free: float | None = None
-            for rung in self._rungs(start.run):
-                setting = replace(start.setting, zero=zero, rung=rung)
+            for policy in self._policies(start.run):
+                setting = replace(start.setting, zero=zero, policy=policy)
                 found = self._answer(start, setting, self.limits)
                 if free is None:
                     least = self._answer(start, setting, (INFINITE,) * self.parts)
@@ -207,23 +207,23 @@ class _Shared:
                     if found.objective <= free:
                         break
 
-    def _rungs(self, run: Run) -> Iterator[Rung]:
+    def _policies(self, run: Run) -> Iterator[RecomputePolicy]:
         """Ways to recompute, the one with nothing recomputed first."""
         request = self.job.request
-        on = rungs(*run.class_counts)
+        listed = policies(*run.class_counts)
         modes = self.job.limits.modes if request.recompute is None else (request.recompute, "none")
-        sizes, allowed = run.class_counts[0], on.within(modes)
-        many = int(allowed.sum()) > MOST_RUNGS
+        sizes, allowed = run.class_counts[0], listed.within(modes)
+        many = int(allowed.sum()) > MOST_POLICIES
         for number, allows in enumerate(allowed.tolist()):
-            rung = on[number]
-            is_whole = rung.full == sizes or rung.selective == sizes or not rung.num_blocks
+            policy = listed[number]
+            is_whole = policy.full == sizes or policy.selective == sizes or not policy.num_blocks
             if not allows or (many and not is_whole):
                 continue
-            if request.recompute == "full" and rung.full != sizes:
+            if request.recompute == "full" and policy.full != sizes:
                 continue
-            if request.recompute == "selective" and rung.selective != sizes:
+            if request.recompute == "selective" and policy.selective != sizes:
                 continue
-            yield rung if rung.num_blocks else NOTHING
+            yield policy if policy.num_blocks else NO_RECOMPUTE
 
     def _answer(
         self, start: StageAnswer, setting: Setting, limits: Sequence[float]
@@ -234,9 +234,9 @@ class _Shared:
         def cost(coordinate: int, rows: int) -> StageCost | None:
             key = self.devices[coordinate], rows
             if key not in costs:
-                figures = self._priced(key[0], rows, start.solution)
+                table = self._priced(key[0], rows, start.solution)
                 run = self.run(key[0], rows)
-                costs[key] = None if figures is None else figures.price(run, setting)
+                costs[key] = None if table is None else table.price(run, setting)
             return costs[key]
 
         def seconds(coordinate: int, rows: int) -> float:
@@ -253,18 +253,18 @@ class _Shared:
         micro = joint.forward_seconds + joint.backward_seconds
         objective = micro + joint.step_seconds / self.count
         return SharedAnswer(
-            start.run, start.figures, start.solution, setting, objective, start.gap, joint, shares
+            start.run, start.table, start.solution, setting, objective, start.gap, joint, shares
         )
 
-    def _priced(self, coordinate: int, rows: int, solution: Solution) -> Figures | None:
-        """A solution's figures on a coordinate; None where its layouts are others there."""
+    def _priced(self, coordinate: int, rows: int, solution: Solution) -> StageTable | None:
+        """A solution's costs on a coordinate; None where its layouts are others there."""
         key = coordinate, rows
-        if key not in self._figures:
+        if key not in self._tables:
             base = self.solver(0, max(1, self.rows // self.parts)).model
             model = self.solver(coordinate, rows).model
-            self._figures[key] = None
+            self._tables[key] = None
             own = translated(base, model, solution)
             if own is not None:
                 assembly = Assembly(model, self.run(coordinate, rows))
-                self._figures[key] = Figures(assembly, assembly.choices(own))
-        return self._figures[key]
+                self._tables[key] = StageTable(assembly, assembly.choices(own))
+        return self._tables[key]

@@ -242,7 +242,7 @@ def block_seconds(
     Raises ``TooWideError``.
     """
     model = solver.model
-    key = ("block seconds", solver.zeros, solver.modes, count, tuple(prices.tolist()))
+    key = (solver.zeros, solver.modes, count, tuple(prices.tolist()))
 
     def make() -> Mapping[str, BlockSeconds]:
         tables = {kind: KindTables.of(model, kind) for kind in model.structure.blocks.kinds}
@@ -252,7 +252,7 @@ def block_seconds(
         blocks = _Blocks(model, solver.zeros, solver.modes, count, neighbours, prices, tables)
         return {kind: blocks.seconds(kind) for kind in tables}
 
-    return model.common(key, make)
+    return model.common(model.prices.cache.block_seconds, key, make)
 
 
 @dataclass

@@ -21,11 +21,10 @@ from ..pricing.assembly import Setting
 from ..pricing.branches import Places, WeightedEdges, stage_depths, stage_edges
 from ..pricing.run_classes import NO_RUN
 from ..pricing.slice_costs import SliceShares
-from ..pricing.stage_cost import StageCost
+from ..pricing.stage_cost import BRIEF, StageCost, together
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, Step, latency_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
-from ..pricing.whole_stage import BRIEF, together
 from ..schedules.held import Halves, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..summary import RankSummary, schedule_text, summary_text
@@ -345,7 +344,7 @@ class Candidate:
         for (model, answer), choice in zip(self.answers, self.stages, strict=True):
             mesh, zero = model.prices.mesh, answer.setting.zero
             before = ranks.get(choice.first_device, RankSummary(mesh, zero, 0))
-            num_full, num_selective = map(sum, answer.setting.rung)
+            num_full, num_selective = map(sum, answer.setting.policy)
             ranks[choice.first_device] = RankSummary(
                 mesh, zero, before.num_blocks + choice.stop - choice.start,
                 before.num_full + num_full, before.num_selective + num_selective, answer.shares,

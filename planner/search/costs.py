@@ -163,8 +163,9 @@ class MeshCosts:
         """The most that a run's messages take."""
         model = self.solver.model
         return sum(
-            float(model.receive_seconds(ref, first).sum(axis=1).max())
-            for ref, first in run.received
+            float(boundary.seconds.sum(axis=1).max())
+            for boundary, _ in model.boundaries(run)
+            if boundary.is_received
         )
 
     def price(self, numbers: Sequence[int], in_flight: int) -> Known:

@@ -34,9 +34,9 @@ from ..intra_op.pulp_solver import find_solver
 from ..layout import Mesh
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
+from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices, Rules
-from ..pricing.run_classes import RunClasses, run_classes
-from ..pricing.stage_at import stage_begins, without_inner
+from ..pricing.run_classes import RunClasses, run_classes, stage_begins, without_inner
 from ..pricing.stage_model import StageModel
 from ..pricing.step import KnownSteps
 from ..pricing.structure import Structure
@@ -85,7 +85,7 @@ class Job:
     began: float
     basis: Basis = DEFAULT
     pins: Pins = field(default_factory=dict)
-    cache: dict[Any, Any] = field(default_factory=dict)
+    cache: PriceCache = field(default_factory=PriceCache)
     graphs: dict[int, Structure] = field(default_factory=dict)
     solvers: dict[object, IntraOp] = field(default_factory=dict)
     steps: KnownSteps = field(default_factory=dict)

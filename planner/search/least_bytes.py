@@ -17,9 +17,9 @@ import numpy as np
 
 from ...cost_model.memory import PrecisionPolicy
 from ..graph import Block, Ref, TensorSpec
+from ..pricing.kept_bytes import memory_of
 from ..pricing.prices import Prices
 from ..pricing.run_classes import Floats, RunClasses
-from ..pricing.saved import memory_of
 from ..pricing.structure import Structure
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..inter_op.inter_op import Pipeline
 from ..intra_op.closing import WINNERS_PROGRAMS
-from ..intra_op.stage_answer import StageAnswer, gap_between
+from ..intra_op.pool import StageAnswer, gap_between
 from ..pricing.stage_model import StageModel
 from .candidates import Candidate, candidate, completed, is_whole
 from .job import Job

@@ -26,12 +26,11 @@ from ..plan import (
     StagePlan,
 )
 from ..pricing.branches import Places, stage_edges
-from ..pricing.choices import input_specs
+from ..pricing.choices import input_specs, undivided
 from ..pricing.prices import Prices, boundary_layout
 from ..pricing.stage_model import StageModel
 from ..pricing.step import prediction_of, send_seconds
 from ..pricing.structure import Structure
-from ..pricing.undivided import undivided
 from ..requests.request import Request
 from .candidates import Candidate
 
@@ -163,7 +162,7 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
     choice = best.stages[index]
     run = structure.run(choice.start, choice.stop)
     own = structure.blocks.blocks[choice.start : choice.stop]
-    modes = run.modes(answer.setting.rung)
+    modes = run.modes(answer.setting.policy)
     layouts = stage_layouts(structure, model, answer, (choice.start, choice.stop))
     return StagePlan(
         blocks=tuple(

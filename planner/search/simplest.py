@@ -46,7 +46,7 @@ def shape_of(candidate: Candidate) -> Shape:
         _schedule_number(candidate.schedule) if len(candidate.stages) > 1 else 0,
         max(sum(size > 1 for size in model.prices.mesh.shape) for model, _ in candidate.answers),
         max(setting.zero for setting in settings),
-        sum(sum(map(sum, setting.rung)) for setting in settings),
+        sum(sum(map(sum, setting.policy)) for setting in settings),
     )
 
 

@@ -27,11 +27,12 @@ from ..plan import Plan, StagePlan
 from ..pricing.assembly import Assembly, Setting
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.branches import stage_starts
-from ..pricing.ladder import NOTHING, Rung
+from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices, Rules
+from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from ..pricing.stage_cost import BRIEF
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run, Structure
-from ..pricing.whole_stage import BRIEF
 from ..requests.request import Forced
 from ..schedules.held import most_held
 
@@ -77,7 +78,7 @@ def stage_program(
     if limit is None:
         limit = float(plan.cluster.slowest_device(stage.devices).usable_memory_bytes)
     setting = Setting(
-        plan.num_microbatches, stage.zero, _rung(run, stage), held,
+        plan.num_microbatches, stage.zero, _policy(run, stage), held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
     )  # fmt: skip
     assembly, planned = _assembly(structure, run, stage, plan, rules, basis)
@@ -127,14 +128,14 @@ def _beside(plan: Plan, index: int) -> float:
     )
 
 
-def _rung(run: Run, stage: StagePlan) -> Rung:
+def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
     """How many blocks of each class of a run a stage recomputes, the inverse of ``Run.modes``."""
     modes = Counter(zip(run.classes[1], (block.recompute for block in stage.blocks), strict=True))
     numbers = range(len(run.block_classes))
     full, selective = (
         tuple(modes[number, mode] for number in numbers) for mode in ("full", "selective")
     )
-    return Rung(full, selective) if any((*full, *selective)) else NOTHING
+    return RecomputePolicy(full, selective) if any((*full, *selective)) else NO_RECOMPUTE
 
 
 def _assembly(
@@ -151,7 +152,7 @@ def _assembly(
     """
     prices = Prices(
         stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
-        rules, {}, profile=basis.used,
+        rules, PriceCache(), profile=basis.used,
     )  # fmt: skip
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
     found: list[Assembly] = []

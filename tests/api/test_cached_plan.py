@@ -18,6 +18,7 @@ from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.placers.placement import learned_pipelines
 from autoparallel.planner.errors import InfeasibleError
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.graph import OpRule
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
@@ -26,7 +27,6 @@ from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.find_plan import plan
 from autoparallel.report.confidence import confidence
 
 

@@ -46,15 +46,15 @@ def layer_collectives(
     priced.price(parse_cluster(f"{TP}xA100-80GB"), asked)
     (solver,) = priced.solvers.values()
     ((entry,),) = (pool.entries.values() for pool in solver.pools.values())
-    model, figures = solver.model, entry.figures
-    edges = [*model.kind("layers").edges, *figures.assembly.run.edges_of[2]]
+    model, table = solver.model, entry.table
+    edges = [*model.kind("layers").edges, *table.assembly.run.edges_of[2]]
     forward: Counter[tuple[str, int]] = Counter()
     backward: Counter[tuple[str, int]] = Counter()
     for edge in edges:
         options, (targets, columns) = model.source(edge), model.targets(edge)
-        source = options.layouts[options.of_choice[figures._choice(edge.name)]]
+        source = options.layouts[options.of_choice[table._choice(edge.name)]]
         wanted = {
-            int(column[figures._choice(use.node)])
+            int(column[table._choice(use.node)])
             for use, column in zip(edge.uses, columns, strict=True)
         }
         for each in wanted:

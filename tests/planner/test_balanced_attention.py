@@ -26,9 +26,9 @@ from autoparallel.planner.pricing.choices import (
     input_specs,
     ways,
 )
+from autoparallel.planner.pricing.kept_bytes import saved_parts
 from autoparallel.planner.pricing.op_case import op_case
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.saved import saved_parts
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies, work
 from autoparallel.planner.rules.balanced_attention import BALANCED_ATTENTION, as_run

@@ -29,8 +29,7 @@ from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Ref
 from autoparallel.planner.inter_op.submesh import mesh_of, restriction
 from autoparallel.planner.positions import position_dims
-from autoparallel.planner.pricing.assumptions import CostAssumptions
-from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.pricing.basis import DEFAULT, Basis, CostAssumptions
 from autoparallel.planner.pricing.choices import Restriction, input_specs
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies

@@ -16,8 +16,8 @@ from autoparallel.planner.layout import NodeLayout
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.choices import inner_collectives, input_specs
 from autoparallel.planner.pricing.decisions import ZEROS, Decision, decide
+from autoparallel.planner.pricing.kept_bytes import RECOMPUTE_MODES, Replay, replay
 from autoparallel.planner.pricing.prices import Prices, Seconds
-from autoparallel.planner.pricing.recompute import AGAIN, Replay, replay
 from autoparallel.planner.search.job import Job
 
 SEEDS = range(8)
@@ -51,7 +51,7 @@ def test_a_mesh_has_the_decisions_that_it_has_without_the_others(seed: int) -> N
             assert [each.members for each in shared] == [each.members for each in own]
             for one, other in zip(shared, own, strict=True):
                 assert one.choices == other.choices
-                for figures in ("seconds", "states", "spared_seconds"):
+                for figures in ("seconds", "states", "skipped_seconds"):
                     assert np.array_equal(getattr(one, figures), getattr(other, figures))
 
 
@@ -69,7 +69,7 @@ def test_a_choice_costs_the_sum_of_its_members(seed: int) -> None:
                         found = {
                             "seconds": decision.seconds[zero, number],
                             "states": decision.states[zero, number],
-                            "spared_seconds": decision.spared_seconds[:, number],
+                            "skipped_seconds": decision.skipped_seconds[:, number],
                         }
                         for name, figures in expected.items():
                             assert found[name] == pytest.approx(figures, rel=1e-12, abs=1e-30)
@@ -84,7 +84,7 @@ def summed(
     again: Replay,
 ) -> dict[str, Any]:
     """Seconds and bytes of a choice, member by member."""
-    seconds, states, spared = Seconds(), np.zeros(4), np.zeros((2, 2))
+    seconds, states, skipped = Seconds(), np.zeros(4), np.zeros((2, 2))
     for name in decision.members:
         node, layout = graph[name], layouts[name]
         if node.kind == "parameter":
@@ -94,9 +94,9 @@ def summed(
         inner = inner_collectives(node, graph, prices, layout)
         own = prices.op(node, input_specs(node, graph), layout, inner)
         seconds = seconds.plus(own)
-        for number, mode in enumerate(AGAIN):
-            if name in again.spared[mode]:
-                spared[number] += own.forward_compute, own.forward_issue
+        for number, mode in enumerate(RECOMPUTE_MODES):
+            if name in again.skipped[mode]:
+                skipped[number] += own.forward_compute, own.forward_issue
         for ref, wanted in zip(node.inputs, layout.inputs, strict=True):
             if ref.name in layouts and graph[ref.name].kind == "parameter":
                 source = layouts[ref.name].outputs[0]
@@ -104,12 +104,12 @@ def summed(
                 seconds = seconds.plus(
                     Seconds(forward_communication=forward, backward_communication=backward)
                 )
-    return {"seconds": seconds, "states": states, "spared_seconds": spared}
+    return {"seconds": seconds, "states": states, "skipped_seconds": skipped}
 
 
 def figures(decision: Decision, number: int) -> np.ndarray:
     own = decision.seconds[:, number].ravel(), decision.states[:, number].ravel()
-    again = decision.seconds[0, number, [0, 8]] - decision.spared_seconds[:, number]
+    again = decision.seconds[0, number, [0, 8]] - decision.skipped_seconds[:, number]
     return np.array([*own[0], *own[1], *again.ravel()])
 
 

@@ -18,13 +18,12 @@ from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.intra_op.intra_op import StageAnswer
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.asked import Asked
 from autoparallel.planner.pricing.assembly import Assembly, Setting
-from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.basis import Asked, Basis
 from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.ladder import Rung, rungs
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.stage_cost import Figures
+from autoparallel.planner.pricing.recompute_policy import RecomputePolicy, policies
+from autoparallel.planner.pricing.stage_cost import StageTable
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.pricing.structure import Run, Structure
 from autoparallel.planner.requests.request import Forced, Request
@@ -34,10 +33,10 @@ from autoparallel.planner.search.report_plan import make_plan
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 
 
-def random_rung(run: Run, rng: random.Random) -> Rung:
+def random_policy(run: Run, rng: random.Random) -> RecomputePolicy:
     """Every block of the run recomputed in a way drawn for its class."""
-    ladder = rungs(*run.class_counts)
-    return ladder[rng.randrange(len(ladder.full))]
+    listed = policies(*run.class_counts)
+    return listed[rng.randrange(len(listed))]
 
 
 def random_stage(
@@ -53,15 +52,15 @@ def random_stage(
     setting = Setting(
         num_microbatches=rng.choice((1, 4)),
         zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
-        rung=random_rung(run, rng),
+        policy=random_policy(run, rng),
         limit_bytes=1e12,
     )
     problem = assembly.problem(setting)
     choices = tuple(rng.randrange(len(own)) for own in problem.costs)
     assert problem.memory is not None
-    figures = Figures(assembly, choices)
+    table = StageTable(assembly, choices)
     answer = StageAnswer(
-        run, figures, assembly.solution(choices), setting, cost(problem, choices), 0.0
+        run, table, assembly.solution(choices), setting, cost(problem, choices), 0.0
     )
     count = setting.num_microbatches
     whole = Candidate(

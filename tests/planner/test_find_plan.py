@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from small_graphs import cluster, mlp
@@ -112,8 +113,7 @@ def test_local_search_finds_the_even_cut_from_an_uneven_one() -> None:
     pool = CandidatePool(job)
     starts = (0, 1, 2, 3, 8)
     uneven = tuple(
-        StageChoice(start, stop, rank, 1)
-        for rank, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+        StageChoice(start, stop, rank, 1) for rank, (start, stop) in enumerate(pairwise(starts))
     )
     pool.add_all(pool.simulate(Draft(ROWS, Pipeline(uneven, 1.0))))
     (start,) = pool.known
@@ -121,7 +121,7 @@ def test_local_search_finds_the_even_cut_from_an_uneven_one() -> None:
     assert pool.best in made
     assert pool.best is not None
     assert cuts(pool.best) == [2, 2, 2, 2]
-    assert pool.best.step_seconds < start.step_seconds / 2
+    assert pool.best.step_seconds < start.step_seconds * 0.6
 
 
 def test_refined_layouts_are_no_slower_and_proven_further() -> None:
@@ -148,7 +148,7 @@ def test_a_device_four_times_as_fast_takes_thirteen_of_sixteen_rows() -> None:
     assert made.answers[0][1].shares == (13, 3)
     assert made.step_seconds / even == pytest.approx(3.25 / 8, rel=0.02)
     assert job.shared_bound is not None
-    assert job.shared_bound <= made.step_seconds
+    assert job.shared_bound == pytest.approx(made.step_seconds, rel=1e-9)
 
 
 def test_interleaved_stages_idle_less() -> None:

@@ -18,7 +18,7 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.alike import alike_pipelines
-from autoparallel.planner.proposers.interleaved import Interleaving, _options, interleaved
+from autoparallel.planner.proposers.interleaved import Interleaving, _options
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.search.bound import work_bound
@@ -82,15 +82,21 @@ def test_no_schedule_of_several_stages_is_below_the_bound_of_any() -> None:
 
 
 def test_steps_of_many_micro_batches_follow_from_those_of_few() -> None:
-    """With 1,024 micro-batches on eight stages two shorter steps are simulated and continued."""
+    """With 1,024 micro-batches two shorter steps are simulated and continued.
+
+    Where messages take as long as stages, an order may come back to itself only after many
+    micro-batches.
+    """
     job, _, options = options_of(4, 1024)
-    for schedule in CHUNKED_SCHEDULES:
-        option = next(each for each in options if (each.schedule, each.chunks) == (schedule, 2))
+    errors = []
+    for option in options:
         candidate = option.candidate()
-        assert candidate is not None
-        assert not is_whole(candidate)
-        whole = completed(job, candidate)
-        assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=0.005)
+        if candidate is not None:
+            assert not is_whole(candidate)
+            whole = completed(job, candidate)
+            errors.append(abs(candidate.step_seconds / whole.step_seconds - 1))
+    assert sorted(errors)[len(errors) // 2] < 0.001
+    assert max(errors) < 0.05
 
 
 @pytest.mark.slow
@@ -176,10 +182,7 @@ def oracle(job: Job, option: Interleaving, candidate: Candidate) -> Evaluation:
     )
     for mode in ("none", "selective", "full"):
         names = {
-            block.name
-            for stage in made.stages
-            for block in stage.blocks
-            if block.recompute == mode
+            block.name for stage in made.stages for block in stage.blocks if block.recompute == mode
         }
         plain = recomputed(plain, names, mode)
     return evaluate(graph, blocks, plain, job.cluster)
@@ -215,7 +218,7 @@ def test_candidates_that_must_recompute_cost_what_their_plans_do(ranks: int) -> 
         candidate = option.candidate()
         if candidate is None:
             continue
-        rungs = [answer.setting.rung for _, answer in candidate.answers]
+        rungs = [answer.setting.policy for _, answer in candidate.answers]
         num_recomputed += any(sum(map(sum, rung)) for rung in rungs)
         priced = oracle(job, option, candidate)
         assert candidate.step_seconds == pytest.approx(priced.step_seconds, rel=SAME)
@@ -240,20 +243,19 @@ def test_no_candidate_takes_less_than_its_bound(ranks: int) -> None:
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_rank_idles_so_many_times_less_as_it_has_stages(count: int, chunks: int) -> None:
     """With messages that take no time, R ranks of C equal stages and N micro-batches that a rank
-    works t on each take (N + (R - 1) / C) t; here R = 2, and 1F1B takes (N + 1) t."""
+    works t on each take (N + (R - 1) / C) t; here R = 2."""
     free = cluster(2, bytes_per_second=1e15, flops=1e6)
     graph, blocks = even_layers(8, 64 * count)
     forced = Forced(pp=2, num_microbatches=count)
     features = features_of(("1f1b", "interleaved"), (), ALL)
-    job, pool = searched(
-        Request(64 * count, forced=forced, features=features), graph, blocks, free
-    )
-    (base,) = alike_pipelines(job, pool)
+    request = Request(64 * count, forced=forced, features=features)
+    job, pool = searched(request, graph, blocks, free)
+    (base, *_) = alike_pipelines(job, pool)
+    work = sum(cost.forward_seconds + cost.backward_seconds for cost in base.costs) / 2
     options = {option.chunks: option for option in _options(job, [base])}
     candidate = options[chunks].candidate()
     assert candidate is not None
-    expected = (count + 1 / chunks) / (count + 1)
-    assert candidate.step_seconds / base.step_seconds == pytest.approx(expected, rel=0.02)
+    assert candidate.step_seconds == pytest.approx((count + 1 / chunks) * work, rel=0.02)
 
 
 def even_layers(number: int, rows: int) -> tuple[Graph, Blocks]:

@@ -10,7 +10,7 @@ from small_graphs import leaf, op, weight
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Block, Graph, Node, Ref
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.replay import AGAIN, Replay, find_replay
+from autoparallel.planner.replay import RECOMPUTE_MODES, Replay, find_replay
 
 ROWS, WIDTH, INNER = 8, 16, 64
 
@@ -57,7 +57,7 @@ def replay_of(nodes: list[Node], first: str) -> Replay:
 def test_a_residual_sum_is_kept_for_the_product_that_goes_into_it() -> None:
     found = replay_of(attention_then_mlp(), "first norm")
     assert found.kept == {"query", "h", "up"}
-    assert found.spared["selective"] == {"query", "proj", "h", "up", "down", "out"}
+    assert found.skipped["selective"] == {"query", "proj", "h", "up", "down", "out"}
     assert found.repeats([("first norm", 0), ("h", 0)]) == (True, True)
     assert found.repeats([("h", 1)]) == (True, False), "proj is not reduced again"
     assert found.repeats([("second norm", 0), ("out", 0)]) == (True, True)
@@ -67,7 +67,7 @@ def test_a_residual_sum_is_kept_for_the_product_that_goes_into_it() -> None:
 def test_nothing_after_the_last_that_keeps_is_run_again() -> None:
     """The last product keeps what it reads, and is not computed for that."""
     found = replay_of(attention_then_mlp(), "first norm")
-    assert found.spared["full"] == {"down", "out"}
+    assert found.skipped["full"] == {"down", "out"}
     assert found.repeats([("out", 1)]) == (False, False)
     assert found.repeats([("out", 0), ("second norm", 0)]) == (True, True)
 
@@ -83,8 +83,8 @@ def test_a_product_that_a_gradient_reads_is_kept_itself() -> None:
     ]
     found = replay_of(nodes, "proj")
     assert found.kept == {"proj"}
-    assert found.spared["selective"] == {"proj"}
-    assert found.spared["full"] == frozenset()
+    assert found.skipped["selective"] == {"proj"}
+    assert found.skipped["full"] == frozenset()
 
 
 def test_two_products_into_one_sum_keep_that_alone() -> None:
@@ -100,7 +100,7 @@ def test_two_products_into_one_sum_keep_that_alone() -> None:
     ]
     found = replay_of(nodes, "attention")
     assert found.kept == {"h"}
-    assert found.spared["selective"] == {"attention", "mlp", "both", "h"}
+    assert found.skipped["selective"] == {"attention", "mlp", "both", "h"}
     assert found.unread["selective"] == {("both", 0), ("both", 1), ("h", 0), ("h", 1)}
 
 
@@ -127,7 +127,7 @@ def test_a_product_with_a_frozen_weight_still_reads_what_it_is_given() -> None:
     ]
     assert replay_of(still, "proj").kept == {"proj"}
     found = replay_of(still, "proj")
-    assert "frozen" in found.spared["selective"]
+    assert "frozen" in found.skipped["selective"]
     assert found.repeats([("frozen", 0)]) == (True, True)
 
 
@@ -144,7 +144,7 @@ def test_attention_with_a_learned_mask_makes_its_scores_again_with_it() -> None:
     ]  # fmt: skip
     found = replay_of(nodes, "mask")
     assert found.kept == {"attention"}
-    assert found.spared["selective"] == {"attention"}
+    assert found.skipped["selective"] == {"attention"}
     assert found.repeats([("attention", 3)]) == (True, True)
     assert found.repeats([("attention", 0)]) == (True, True)
 
@@ -160,10 +160,10 @@ def test_a_sum_that_is_larger_is_made_again() -> None:
     ]
     found = replay_of(nodes, "proj")
     assert found.kept == {"proj"}
-    assert found.spared["selective"] == {"proj"}
+    assert found.skipped["selective"] == {"proj"}
 
 
-@pytest.mark.parametrize("mode", AGAIN)
+@pytest.mark.parametrize("mode", RECOMPUTE_MODES)
 def test_of_a_block_that_keeps_nothing_nothing_is_run_again(mode: Recompute) -> None:
     nodes = [
         leaf("start", ROWS, WIDTH),
@@ -172,6 +172,6 @@ def test_of_a_block_that_keeps_nothing_nothing_is_run_again(mode: Recompute) -> 
         wide("turned", "neg.default", "twice"),
     ]
     found = replay_of(nodes, "twice")
-    assert found.spared[mode] == {"twice", "turned"}
+    assert found.skipped[mode] == {"twice", "turned"}
     assert found.kept == frozenset()
     assert found.repeats([("twice", 0), ("twice", 1)]) == (False, False)

@@ -17,8 +17,7 @@ from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.asked import Asked
-from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.basis import Asked, Basis
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_kind
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planner.requests.request import Forced, Request

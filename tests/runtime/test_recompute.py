@@ -24,8 +24,8 @@ from autoparallel.planner import rules
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.layout import Mesh, local_shape
 from autoparallel.planner.plan import Plan, Recompute
+from autoparallel.planner.pricing.kept_bytes import kept_parts, replay
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.recompute import kept_parts, replay
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT, example_batch
 

@@ -21,8 +21,8 @@ from autoparallel.planner import rules
 from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.kept_bytes import saved_parts
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.saved import saved_parts
 from autoparallel.planning import PlanOptions, capture_target, make_plan, plan_program
 from autoparallel.targets import Target, load_target
 

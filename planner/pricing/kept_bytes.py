@@ -1,0 +1,272 @@
+"""What ops keep for the backward on a rank, use while they run, and may defer.
+
+In: a node in a layout. Out: what autograd keeps of it as (storage, bytes), so that tensors that
+share storage (a view and its base, a value that two ops keep) count once in a block; the bytes of
+its inputs and outputs; what it keeps in a recomputed block (what such a block runs again is in
+``planner.replay``); the seconds of the gradients of its weights and what is kept for them. Sizes
+of states and activations: see ``prices``.
+
+Schedules that split the backward (ZB-H1, ZB-H2, ZB-V, DualPipeV) defer the weight gradients of
+matrix products, convolutions and embeddings whose weights are made of parameters alone, as
+``passes.local.weight_gradients`` does. All else is in the first half: the backward of other ops,
+recomputation, every collective. The product for the weights has as many operations and bytes as
+that for the data, so it takes half of the op's backward, or all of it where the data has no
+gradient; so does issuing it. Until then a micro-batch keeps the op's data and the gradient of its
+result.
+
+A block waits in each half until the device has computed and the host has issued it: with C and H
+seconds of the two for the whole backward, and c and h for what is deferred, the halves take
+max(C - c, H - h) and max(c, h). So a faster device or host makes neither longer.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..graph import Block, Graph, Node, Ref, TensorSpec
+from ..layout import Layout, NodeLayout
+from ..replay import RECOMPUTE_MODES as RECOMPUTE_MODES
+from ..replay import Replay as Replay
+from ..replay import find_replay
+from ..rules.balanced_attention import as_run
+from ..rules.storage import copy_of
+from ..rules.table import packet
+from .choices import dims_on, input_specs
+from .price_cache import find
+from .prices import Prices
+
+Part = tuple[str, int]
+
+
+def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
+    """What autograd keeps of an op on a rank: each storage's name and local bytes."""
+    if not any(spec.requires_grad for spec in node.outputs):
+        return ()
+    found: dict[Part, None] = {}
+    for ref in prices.rules.saved(node, graph):
+        root, spec = memory_of(ref, node, graph, prices)
+        if not _is_kept(ref, root, node, layout, graph):
+            continue
+        num_bytes = prices.local_bytes(spec, layout_of(ref, node, layout))
+        found[f"{root.name}:{root.index}", num_bytes] = None
+    run = as_run(node, layout, prices.mesh.shape)
+    extra = prices.rules.saved_extra_bytes(run, *_local_specs(node, layout, graph, prices))
+    if extra:
+        found[f"{node.name}:extra", int(extra)] = None
+    return tuple(found)
+
+
+def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) -> bool:
+    """Whether what an op keeps takes memory of its own.
+
+    A parameter and a view of one are there anyway; but a part of one that is wanted split
+    (a projection of fused ones) is made anew, as the parameter's own split cuts elsewhere.
+    """
+    kind = graph[root.name].kind
+    if kind == "parameter" and ref != root:
+        is_part = graph.spec(ref).numel < graph.spec(root).numel
+        return is_part and any(each.is_shard for each in layout_of(ref, node, layout))
+    return kind in ("op", "input")
+
+
+def layout_of(ref: Ref, node: Node, layout: NodeLayout) -> Layout:
+    """The layout in which a node sees one of its inputs or outputs."""
+    if ref.name == node.name:
+        return layout.outputs[ref.index]
+    return layout.inputs[node.inputs.index(ref)]
+
+
+def memory_of(ref: Ref, node: Node, graph: Graph, prices: Prices) -> tuple[Ref, TensorSpec]:
+    """The value whose memory holds what an op keeps of an input or output: its own copy of it,
+    or what the value is a view of."""
+    if ref.name != node.name:
+        copied = copy_of(node.name, node.inputs.index(ref))
+        if copied in storages(graph, prices):
+            return Ref(*copied), graph.spec(ref)
+    root = storage(ref, graph, prices)
+    return root, graph.spec(root)
+
+
+def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
+    """The value whose memory a value lives in: itself, or what it is a view of."""
+    return Ref(*storages(graph, prices)[ref.name, ref.index])
+
+
+def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
+    """The same of all values, found once."""
+    return find(prices.cache.storages, None, lambda: prices.rules.storage_of(graph))
+
+
+def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
+    """What an op's distinct inputs and its outputs take on a rank."""
+    inputs = dict(zip(node.inputs, layout.inputs, strict=True))
+    return sum(prices.local_bytes(graph.spec(ref), each) for ref, each in inputs.items()) + sum(
+        prices.local_bytes(spec, each)
+        for spec, each in zip(node.outputs, layout.outputs, strict=True)
+    )
+
+
+def _local_specs(
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    inputs = tuple(
+        prices.local(spec, each)
+        for spec, each in zip(input_specs(node, graph), layout.inputs, strict=True)
+    )
+    outputs = tuple(
+        prices.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
+    )
+    return inputs, outputs
+
+
+SMALLEST_AXIS = 2
+"""Ranks of the axis that dimensions of positions are found with."""
+
+
+def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
+    """What the backward of a block runs again, found once per graph."""
+    given, core = (block, graph), prices.assumptions.attention_core
+
+    def make() -> Replay:
+        found = find_replay(block, graph, prices.rules, storages(graph, prices))
+        return _of_core(found, block, graph, prices) if core else found
+
+    return prices.cache.replays.find((core,), given, make)
+
+
+def _of_core(found: Replay, block: Block, graph: Graph, prices: Prices) -> Replay:
+    """The same, where selective recomputation runs the core of attention again and nothing else:
+    attention as one op, or the ops on values with two dimensions of positions (scores)."""
+    dims = dims_on(graph, SMALLEST_AXIS, prices)
+
+    def is_square(ref: Ref) -> bool:
+        batch = graph.batch_dims[ref.name][ref.index] if graph.batch_dims else None
+        return len(dims.get(ref, frozenset()) - {batch}) >= 2
+
+    def is_core(node: Node) -> bool:
+        made = (Ref(node.name, index) for index in range(len(node.outputs)))
+        return packet(node.op) == "scaled_dot_product_attention" or any(
+            map(is_square, (*node.inputs, *made))
+        )
+
+    kept = frozenset(name for name in block.nodes if not is_core(graph[name]))
+    uses = ((name, at) for name in block.nodes for at in range(len(graph[name].inputs)))
+    return Replay(
+        kept, {**found.skipped, "selective": kept}, {**found.unread, "selective": frozenset(uses)}
+    )
+
+
+def kept_parts(
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
+) -> tuple[Part, ...]:
+    """What selective recomputation keeps of an op on a rank: each storage and its local bytes."""
+    batch = read_parts(node, layout, graph, prices)
+    if prices.assumptions.attention_core:
+        own = saved_parts(node, layout, graph, prices)
+        return (*batch, *(part for part in own if part[0].rpartition(":")[0] in of.kept))
+    if node.name not in of.kept:
+        return batch
+    found = [
+        (f"{node.name}:{index}", prices.local_bytes(spec, placed))
+        for index, (spec, placed) in enumerate(zip(node.outputs, layout.outputs, strict=True))
+    ]
+    inputs = tuple(
+        prices.local(spec, each)
+        for spec, each in zip(input_specs(node, graph), layout.inputs, strict=True)
+    )
+    outputs = tuple(
+        prices.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
+    )
+    extra = prices.rules.kept_extra_bytes(node, inputs, outputs)
+    if extra:
+        found.append((f"{node.name}:extra", int(extra)))
+    return (*batch, *found)
+
+
+def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
+    """What any recomputation keeps of the batch for an op on a rank: the inputs that it reads."""
+    pairs = zip(node.inputs, layout.inputs, strict=True)
+    found = {
+        (f"{ref.name}:{ref.index}", prices.local_bytes(graph.spec(ref), each)): None
+        for ref, each in pairs
+        if graph[ref.name].kind == "input"
+    }
+    return tuple(found)
+
+
+_CONVOLUTION = (0, (1, 2))
+
+POSITIONS = {
+    "linear": (0, (1, 2)),
+    "mm": (0, (1,)),
+    "bmm": (0, (1,)),
+    "addmm": (1, (2, 0)),
+    "embedding": (1, (0,)),
+    "conv1d": _CONVOLUTION,
+    "conv2d": _CONVOLUTION,
+    "conv3d": _CONVOLUTION,
+}
+"""Of the ops that put weight gradients off, where among the arguments data and weights are."""
+
+
+def weight_grad_seconds(
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices
+) -> tuple[float, float]:
+    """Seconds of a node's backward that a split schedule may put off: computing and issuing."""
+    share = weight_grad_share(node, graph, prices)
+    if not share:
+        return 0.0, 0.0
+    own = prices.op(node, input_specs(node, graph), layout)
+    return share * own.backward_compute, share * own.backward_issue
+
+
+def weight_grad_parts(
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices
+) -> tuple[Part, ...]:
+    """What is kept for it: each storage's name and local bytes."""
+    if not weight_grad_share(node, graph, prices):
+        return ()
+    data = node.args[POSITIONS[packet(node.op)][0]]
+    root, spec = memory_of(data, node, graph, prices)
+    made = prices.local_bytes(node.spec, layout.outputs[0])
+    found = [(f"{node.name}:gradient", made)]
+    if graph[root.name].kind in ("op", "input"):
+        size = prices.local_bytes(spec, layout_of(data, node, layout))
+        found.append((f"{root.name}:{root.index}", size))
+    return tuple(found)
+
+
+def weight_grad_share(node: Node, graph: Graph, prices: Prices) -> float:
+    """The part of a node's backward that is gradients of weights: none, half or all of it."""
+    positions = POSITIONS.get(packet(node.op)) if node.kind == "op" else None
+    if positions is None or node.kwargs:
+        return 0.0
+    data, weights = _argument(node, positions[0]), [_argument(node, at) for at in positions[1]]
+    given = [each for each in weights if each is not None]
+    if data is None or weights[0] is None or _is_of_parameters(data, graph, prices):
+        return 0.0
+    if not all(_is_of_parameters(each, graph, prices) for each in given):
+        return 0.0
+    if not any(graph.spec(each).requires_grad for each in given):
+        return 0.0
+    return 0.5 if graph.spec(data).requires_grad else 1.0
+
+
+def _argument(node: Node, position: int) -> Ref | None:
+    found = node.args[position] if position < len(node.args) else None
+    return found if isinstance(found, Ref) else None
+
+
+def _is_of_parameters(ref: Ref, graph: Graph, prices: Prices) -> bool:
+    """Whether a value is computed from parameters and nothing else."""
+    known = prices.cache.from_parameters
+    if ref.name not in known:
+        for node in graph:
+            known[node.name] = node.kind == "parameter" or (
+                node.kind == "op"
+                and bool(node.inputs)
+                and all(known[each.name] for each in node.inputs)
+            )
+    return known[ref.name]

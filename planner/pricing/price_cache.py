@@ -1,0 +1,116 @@
+"""What prices and tables of one graph share, so that it is found once.
+
+In: a key, and how to make what it stands for. Out: the value, made the first time. Every table
+has a type of its own; one ``PriceCache`` may serve all meshes, micro-batch sizes and searches of
+one graph and one cluster, whatever the order of its hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ...cost_model.cluster import Cluster, Source
+from ...cost_model.collectives import Group
+from ...cost_model.profile.lookup import Profile
+from ..expert_dims import ExpertDims
+from ..graph import TensorSpec
+from ..integer_programs.program import Floats, Ints
+from ..layout import AxisStrategy, Layout, Mesh
+from ..positions import Dims
+from ..replay import Replay
+from .seconds import Priced
+
+if TYPE_CHECKING:
+    from ..intra_op.elimination import Order
+    from ..intra_op.kind_tables import KindTables
+    from .conversions import Changes
+    from .kind_model import Held, KindModel
+    from .outline import Choice, Outline
+    from .stage_model import Options, Targets
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
+    """The value of a key, made if it is not there."""
+    value = table.get(key)
+    if value is None:
+        value = table[key] = make()
+    return value
+
+
+@dataclass
+class ByIdentity(Generic[T]):
+    """Values that are made of objects which are slow to compare: these count by identity.
+
+    They are kept with the value, so that no other object can take their place.
+    """
+
+    _values: dict[tuple[object, ...], tuple[tuple[Any, ...], T]] = field(default_factory=dict)
+
+    def find(self, key: tuple[object, ...], given: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What ``make`` makes of ``key`` and of the very objects ``given``, made once."""
+        own = (*key, *map(id, given))
+        kept = self._values.get(own)
+        if kept is None:
+            kept = self._values[own] = given, make()
+        return kept[1]
+
+
+@dataclass
+class ConversionCache:
+    """What is known of conversions on one mesh whose axes have the same groups."""
+
+    seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
+        default_factory=dict
+    )
+    matrices: ByIdentity[tuple[Floats, Floats]] = field(default_factory=ByIdentity)
+    merged: ByIdentity[tuple[Ints, Ints, Floats]] = field(default_factory=ByIdentity)
+
+
+MeshKey = tuple[Mesh, tuple[Group, ...], Profile | None, Source | None]
+
+
+@dataclass
+class PriceCache:
+    """Tables by what they hold; a batch size or the size of an axis is a key's ``int``."""
+
+    groups: dict[tuple[int, Mesh, tuple[int, ...]], tuple[Cluster, tuple[Group, ...]]] = field(
+        default_factory=dict
+    )
+    ops: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    collectives: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    messages: dict[tuple[int, Group, Profile | None], Priced] = field(default_factory=dict)
+    updates: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    conversions: dict[MeshKey, ConversionCache] = field(default_factory=dict)
+    changes: dict[int, Changes] = field(default_factory=dict)
+    layout_numbers: ByIdentity[Ints] = field(default_factory=ByIdentity)
+
+    strategies: dict[tuple[str, int, int], tuple[AxisStrategy, ...]] = field(default_factory=dict)
+    rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
+    position_dims: dict[tuple[int, int], Dims] = field(default_factory=dict)
+    expert_dims: dict[tuple[int, int], ExpertDims] = field(default_factory=dict)
+    storages: dict[None, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
+    from_parameters: dict[str, bool] = field(default_factory=dict)
+    replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
+
+    outlines: dict[tuple[object, ...], Outline] = field(default_factory=dict)
+    traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    trait_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
+    held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
+        default_factory=dict
+    )
+    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], Held]] = field(
+        default_factory=dict
+    )
+    kinds: ByIdentity[KindModel] = field(default_factory=ByIdentity)
+    layouts: dict[tuple[Layout, ...], tuple[Layout, ...]] = field(default_factory=dict)
+    options: ByIdentity[Options] = field(default_factory=ByIdentity)
+    targets: ByIdentity[Targets] = field(default_factory=ByIdentity)
+
+    kind_tables: ByIdentity[KindTables] = field(default_factory=ByIdentity)
+    orders: dict[tuple[object, ...], Order] = field(default_factory=dict)
+    block_seconds: ByIdentity[Any] = field(default_factory=ByIdentity)

@@ -1,0 +1,303 @@
+"""Recomputation policies: how many blocks of a stage are recomputed, and in which way.
+
+In: the stage's classes of equal blocks, how many of each; what a recomputed block of each class
+adds in seconds and bytes. Out: the policies worth trying (of each class so many blocks fully and
+so many selectively recomputed) and what each adds: sums over its blocks.
+
+All policies are tried where there are few. Otherwise the blocks of the commonest kind mix two of
+the three modes at a time, and all blocks of another kind are in one mode: among equal blocks, the
+best mix for a memory limit, but for rounding to whole blocks, lies between two neighbours on the
+convex hull of (bytes, seconds).
+
+With ten kinds of blocks there are a million such policies. Those that can be the best for some
+limit are then found group by group (``efficient_policies``): seconds and bytes add up over
+groups and transient bytes are the largest of any, so a choice that is dominated within some
+groups stays dominated whatever the others do (Bellman 1957; the same as for a knapsack's states,
+Nemhauser and Ullmann, Management Science 15, 1969). Long Pareto fronts are thinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import comb, prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import Recompute
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FEW_POLICIES = 400
+"""Up to so many policies all are tried."""
+
+MOST_STEPS = 180
+"""Of more equal blocks than this, so many numbers of recomputed ones are tried."""
+
+MOST_POLICIES = 5_000
+"""More policies than this are not listed; about so many points of a Pareto front are kept."""
+
+FEWEST_POINTS = 10
+"""At least so many points of the front are kept for each transient size."""
+
+
+class RecomputePolicy(NamedTuple):
+    """How many blocks of each class are recomputed, fully and selectively; () is none."""
+
+    full: tuple[int, ...] = ()
+    selective: tuple[int, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are recomputed at all."""
+        return sum(self.full) + sum(self.selective)
+
+
+NO_RECOMPUTE = RecomputePolicy()
+
+
+def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
+    """All blocks in the same mode.
+
+    >>> uniform_policy("full", (1, 3))
+    RecomputePolicy(full=(1, 3), selective=(0, 0))
+    """
+    none = (0,) * len(counts)
+    return RecomputePolicy(
+        tuple(counts) if mode == "full" else none, tuple(counts) if mode == "selective" else none
+    )
+
+
+@dataclass(frozen=True)
+class Policies:
+    """``blocks[mode, policy, class]``, fully and selectively recomputed; the first has none."""
+
+    blocks: Ints
+
+    @staticmethod
+    def of(policy: RecomputePolicy, num_classes: int) -> Policies:
+        """One policy as arrays."""
+        return Policies(np.array([[own or (0,) * num_classes] for own in policy]))
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    def __getitem__(self, number: int) -> RecomputePolicy:
+        full, selective = self.blocks[:, number].tolist()
+        return RecomputePolicy(tuple(full), tuple(selective))
+
+    def within(self, modes: Sequence[Recompute]) -> NDArray[np.bool_]:
+        """Which policies use no mode but these."""
+        is_used: NDArray[np.bool_] = np.logical_or.reduce(self.blocks > 0, axis=2)
+        denied = [number for number, mode in enumerate(("full", "selective")) if mode not in modes]
+        allowed: NDArray[np.bool_] = ~np.logical_or.reduce(is_used[denied], axis=0)
+        return allowed
+
+    def allowed(
+        self, forced: Recompute | None, modes: Sequence[Recompute], counts: Sequence[int]
+    ) -> NDArray[np.bool_]:
+        """Which policies a forced mode for all blocks, or else the allowed modes leave."""
+        if forced is None:
+            return self.within(modes)
+        only = np.array(uniform_policy(forced, counts))[:, None]
+        allowed: NDArray[np.bool_] = (self.blocks == only).all(axis=(0, 2))
+        return allowed
+
+    def sums(self, added: Floats) -> Floats:
+        """What each policy adds, given what a block adds, ``[mode, class]``."""
+        total: Floats = self.blocks[0] @ added[0] + self.blocks[1] @ added[1]
+        return total
+
+    def largest(self, sizes: Floats) -> Floats:
+        """The largest size of a recomputed block in each policy, 0 where none is.
+
+        Given ``[mode, …, class]``; returns ``[…, policy]``.
+        """
+        largest = np.zeros((*sizes.shape[1:-1], len(self)))
+        for used, of_mode in zip(self._is_used, sizes, strict=True):
+            for number, used_of_class in enumerate(used):
+                np.maximum(largest, used_of_class * of_mode[..., number, None], out=largest)
+        return largest
+
+    @cached_property
+    def _is_used(self) -> NDArray[np.bool_]:
+        """``[mode, class, policy]``: whether blocks of the class are recomputed in the mode."""
+        return self.blocks.swapaxes(1, 2) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeCosts:
+    """What a recomputed block adds to one that is not: ``seconds[mode, class]`` per micro-batch,
+    ``kept_bytes[mode, class]`` (less than 0 where it saves); ``transient_bytes[mode, zero,
+    class]`` while it is recomputed."""
+
+    seconds: Floats
+    kept_bytes: Floats
+    transient_bytes: Floats
+
+
+def group_policies(
+    counts: tuple[int, ...], kinds: tuple[str, ...]
+) -> tuple[list[list[int]], list[Ints]]:
+    """Groups of classes, and the policies of each, all of which are combined with all of the
+    other groups: ``[mode, policy, class]`` numbers of recomputed blocks."""
+    if prod(comb(count + 2, 2) for count in counts) <= FEW_POLICIES:
+        return (
+            [[number] for number in range(len(counts))],
+            [_all_pairs(count)[:, :, None] for count in counts],
+        )
+    groups = [[n for n, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)]
+    sizes = [sum(counts[n] for n in group) for group in groups]
+    commonest = sizes.index(max(sizes))
+    numbers = [
+        _mixes(size) if at == commonest else np.array([[0, 0, size], [0, size, 0]])
+        for at, size in enumerate(sizes)
+    ]
+    return groups, [
+        _distributed(*own, counts=np.array([counts[n] for n in group]))
+        for group, own in zip(groups, numbers, strict=True)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def num_policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
+    """How many policies ``policies`` lists."""
+    return prod(own.shape[1] for own in group_policies(counts, kinds)[1])
+
+
+@lru_cache(maxsize=4096)
+def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
+    """The policies of a stage with so many blocks of each class, which is of that kind.
+
+    >>> listed = policies((1,), ("layer",))
+    >>> [tuple(listed[number]) for number in range(3)]
+    [((0,), (0,)), ((0,), (1,)), ((1,), (0,))]
+    """
+    groups, of_group = group_policies(counts, kinds)
+    indices = np.indices([own.shape[1] for own in of_group]).reshape(len(of_group), -1)
+    blocks = np.zeros((2, indices.shape[1], len(counts)), dtype=np.int64)
+    for group, own, chosen in zip(groups, of_group, indices, strict=True):
+        blocks[:, :, group] = own[:, chosen]
+    return Policies(blocks)
+
+
+def _all_pairs(count: int) -> Ints:
+    """``[mode, policy]``: every number fully and every number selectively recomputed.
+
+    >>> _all_pairs(2).tolist()
+    [[0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]]
+    """
+    full, selective = np.indices((count + 1, count + 1)).reshape(2, -1)
+    pairs: Ints = np.stack([full, selective])[:, full + selective <= count]
+    return pairs
+
+
+def _mixes(count: int) -> Ints:
+    """Of so many blocks, two of the three modes at a time; of very many in even steps.
+
+    >>> _mixes(100).shape, _mixes(1000).shape, _mixes(1000)[:, -1].tolist()
+    ((2, 300), (2, 540), [994, 6])
+    """
+    steps = min(count, MOST_STEPS)
+    numbers = np.round(count * np.arange(1, steps + 1) / steps).astype(np.int64)
+    none = np.zeros_like(numbers)
+    full = np.concatenate([[0], none, numbers, numbers[:-1]])
+    return np.stack([full, np.concatenate([[0], numbers, none, count - numbers[:-1]])])
+
+
+def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
+    """``[mode, policy, class]``: blocks taken from classes in order, the fully recomputed first."""
+    before = np.cumsum(counts) - counts
+    first = np.clip(full[:, None] - before, 0, counts)
+    both = np.clip((full + selective)[:, None] - before, 0, counts)
+    return np.stack([first, both - first])
+
+
+def efficient_policies(
+    counts: tuple[int, ...], kinds: tuple[str, ...], costs: RecomputeCosts
+) -> Policies:
+    """The policies that no other one betters in seconds, bytes kept and transient bytes, for each
+    set of allowed modes; the first recomputes nothing, and uniform ones are among them."""
+    allowed: tuple[tuple[Recompute, ...], ...] = (("full", "selective"), ("full",), ("selective",))
+    modes: tuple[Recompute, ...] = ("none", "full", "selective")
+    none, *uniform = (np.array(uniform_policy(mode, counts))[:, None] for mode in modes)
+    fronts = [_front(counts, kinds, costs, own).blocks for own in allowed]
+    blocks = np.concatenate([none, *fronts, *uniform], axis=1)
+    _, first = np.unique(np.concatenate(list(blocks), axis=1), axis=0, return_index=True)
+    return Policies(blocks[:, np.sort(first)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """Policies ``blocks[mode, point, class]`` with their sums."""
+
+    blocks: Ints
+    seconds: Floats
+    kept_bytes: Floats
+    transient_bytes: Floats
+
+    def take(self, index: Ints) -> _Points:
+        return _Points(
+            self.blocks[:, index], self.seconds[index], self.kept_bytes[index],
+            self.transient_bytes[index],
+        )  # fmt: skip
+
+
+def _front(
+    counts: tuple[int, ...],
+    kinds: tuple[str, ...],
+    costs: RecomputeCosts,
+    modes: Sequence[Recompute],
+) -> _Points:
+    """The Pareto front of the policies that use only these modes."""
+    points = _points(np.zeros((2, 1, len(counts)), dtype=np.int64), costs)
+    for group, own in zip(*group_policies(counts, kinds), strict=True):
+        allowed = own[:, Policies(own).within(modes)]
+        blocks = np.zeros((2, allowed.shape[1], len(counts)), dtype=np.int64)
+        blocks[:, :, group] = allowed
+        points = _undominated(_combined(points, _points(blocks, costs)))
+    return points
+
+
+def _points(blocks: Ints, costs: RecomputeCosts) -> _Points:
+    used = (blocks > 0)[:, None] * costs.transient_bytes[:, :, None]
+    return _Points(
+        blocks,
+        np.einsum("mpc,mc->p", blocks, costs.seconds),
+        np.einsum("mpc,mc->p", blocks, costs.kept_bytes),
+        used.max(axis=(0, 3)).T,
+    )
+
+
+def _combined(one: _Points, other: _Points) -> _Points:
+    """Every point of one with every point of the other."""
+    here = np.repeat(np.arange(len(one.seconds)), len(other.seconds))
+    there = np.tile(np.arange(len(other.seconds)), len(one.seconds))
+    return _Points(
+        one.blocks[:, here] + other.blocks[:, there],
+        one.seconds[here] + other.seconds[there],
+        one.kept_bytes[here] + other.kept_bytes[there],
+        np.maximum(one.transient_bytes[here], other.transient_bytes[there]),
+    )
+
+
+def _undominated(points: _Points) -> _Points:
+    """For each transient size the points that no other of that size betters in seconds and
+    bytes; of a long front as many as are kept, both ends among them."""
+    _, group = np.unique(points.transient_bytes, axis=0, return_inverse=True)
+    group = group.ravel()
+    order = np.lexsort((points.seconds, points.kept_bytes, group))
+    fronts = []
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    most = max(FEWEST_POINTS, MOST_POLICIES // len(starts))
+    for own in np.split(order, starts[1:]):
+        least = np.minimum.accumulate(points.seconds[own])
+        front = own[np.append(True, points.seconds[own][1:] < least[:-1])]
+        if len(front) > most:
+            front = front[np.linspace(0, len(front) - 1, most).astype(np.int64)]
+        fronts.append(front)
+    return points.take(np.concatenate(fronts))
