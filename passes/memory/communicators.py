@@ -32,24 +32,46 @@ def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
         for device in devices:
             found[device] += 0 if is_world else sum(size > 1 for size in mesh.shape)
     lanes = set[Lane]()
+    known: dict[object, tuple[tuple[Lane, ...], ...]] = {}
     swapping = set[tuple[int, ...]]()
     for boundary in crossing:
         ends = stages[boundary.source_stage], stages[boundary.target_stage]
         if set(ends[0].devices) != set(ends[1].devices):
-            lanes.update(_lanes(boundary, ends))
+            lanes.update(_lanes(boundary, ends, known))
         elif _regions(boundary, ends, 0) != _regions(boundary, ends, 1):
             swapping.add(tuple(sorted(ends[0].devices)))
     found.update(device for own in (*lanes, *swapping) for device in own)
     return found
 
 
-def _lanes(boundary: Boundary, ends: tuple[StagePlan, StagePlan]) -> Iterator[Lane]:
-    """Which devices send a boundary's value, and its gradient, to which."""
-    layouts = boundary.source_layout, boundary.target_layout
-    for order in (1, -1) if boundary.spec.requires_grad else (1,):
-        (source, target), (made, taken) = ends[::order], layouts[::order]
-        for message in transfers(boundary.spec.shape, made, source.mesh, taken, target.mesh):
-            yield source.devices[message.source], target.devices[message.target]
+def _lanes(
+    boundary: Boundary,
+    ends: tuple[StagePlan, StagePlan],
+    known: dict[object, tuple[tuple[Lane, ...], ...]],
+) -> Iterator[Lane]:
+    """Which devices send a boundary's value, and its gradient, to which.
+
+    ``known`` has the places in the stages' meshes by all that they follow from.
+    """
+    layouts, shape = (boundary.source_layout, boundary.target_layout), boundary.spec.shape
+    meshes = ends[0].mesh, ends[1].mesh
+    orders = (1, -1) if boundary.spec.requires_grad else (1,)
+    key = shape, layouts, meshes, orders
+    if key not in known:
+        known[key] = tuple(
+            tuple(
+                (message.source, message.target)
+                for message in transfers(
+                    shape, layouts[::order][0], meshes[::order][0],
+                    layouts[::order][1], meshes[::order][1],
+                )
+            )
+            for order in orders
+        )  # fmt: skip
+    for order, pairs in zip(orders, known[key], strict=True):
+        source, target = ends[::order]
+        for sender, receiver in pairs:
+            yield source.devices[sender], target.devices[receiver]
 
 
 def _regions(boundary: Boundary, ends: tuple[StagePlan, StagePlan], end: int) -> object:

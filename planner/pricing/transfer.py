@@ -66,13 +66,15 @@ def transfers(
         holders.setdefault(region, []).append(index)
     sent = [0] * source_mesh.size
     chosen: list[Transfer] = []
+    boxes: dict[Region, list[tuple[Region, Region]]] = {}
     for target, wanted in enumerate(targets):
-        for region, replicas in holders.items():
-            box = intersect(region, wanted)
-            if box is None:
-                continue
+        if wanted not in boxes:  # regions tile the tensor: an equal one is the only one
+            tried = (wanted,) if wanted in holders else holders
+            shared = ((region, intersect(region, wanted)) for region in tried)
+            boxes[wanted] = [(region, box) for region, box in shared if box is not None]
+        for region, box in boxes[wanted]:
             source = min(
-                replicas,
+                holders[region],
                 key=lambda replica: (
                     sent[replica],
                     abs(replica * target_mesh.size - target * source_mesh.size),
