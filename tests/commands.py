@@ -1,9 +1,9 @@
 """Command lines and scripts in processes that have imported torch and this package already.
 
 In: what follows ``python`` on a command line. Out: what ``subprocess.run`` would return. The
-processes are forked from the fork server of ``processes``, which saves the seconds that the
-imports take. They do not cover the start and the end of an interpreter: the tests of the
-launcher, of failures and of torchrun (``tests/runtime``) start real processes.
+processes, and the workers that they launch, are forked from the fork server of ``processes``, which
+saves the seconds that the imports take. They do not cover the start and the end of an interpreter:
+the tests of the launcher, of failures and of torchrun (``tests/runtime``) start real processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from processes import forking_context, measure_briefly
+from forked_workers import replace_process, workers_are_forked
+from processes import forking_context
 
 
 def run_python(
@@ -103,24 +104,17 @@ def _process(
     arguments: Sequence[str], environment: Mapping[str, str], folder: str, files: tuple[Path, Path]
 ) -> None:
     """The forked process becomes one that ``python`` has started."""
-    atexit._clear()  # those of the fork server
-    measure_briefly()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    for number, file in enumerate(files, start=1):
-        with file.open("wb") as opened:
-            os.dup2(opened.fileno(), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False)
-                              for number in (1, 2))  # fmt: skip
+    written = [os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for file in files]
+    replace_process(environment, folder, written)
     try:
-        if arguments[0] == "-m":
-            sys.path.insert(0, folder)
-            sys.argv = list(arguments[1:])
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(folder, arguments[0]).parent))
-            sys.argv = list(arguments)
-            runpy.run_path(arguments[0], run_name="__main__")
+        with workers_are_forked():
+            if arguments[0] == "-m":
+                sys.path.insert(0, folder)
+                sys.argv = list(arguments[1:])
+                runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(folder, arguments[0]).parent))
+                sys.argv = list(arguments)
+                runpy.run_path(arguments[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import processor_seconds
 import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
@@ -37,6 +38,15 @@ class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
         return "processes" if is_impatient or room == "benchmarks" else file
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(processor_seconds.OPTION, metavar="FILE", help=processor_seconds.__doc__)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption(processor_seconds.OPTION):
+        config.pluginmanager.register(processor_seconds.Recorder(Path(file)))
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
     return FileScheduling(config, log)
 
@@ -49,11 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test sees, or adds to, what its user has measured or planned."""
+    """No test sees, or adds to, what its user has measured or planned; workers are forked."""
+    from forked_workers import workers_are_forked
     from kept_captures import FOLDER
     from processes import measure_briefly
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, workers_are_forked():
         measure_briefly()
         patch.setenv(FOLDER, str(_session_folder(tmp_path_factory, "captures")))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
