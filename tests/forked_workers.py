@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import IO
 
 import pytest
+import processes
 from processes import forking_context, measure_briefly
 
 from autoparallel.runtime import launch
@@ -78,6 +79,7 @@ def workers_are_forked() -> Iterator[None]:
 
 def use_the_same_fork_server() -> None:
     """In a process of the fork server: what it forks comes from that server too."""
+    processes.ensure_running = lambda: None
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
 

@@ -15,10 +15,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autoparallel.cost_model import detect
+
+HERE = Path(__file__).resolve().parent
 
 PRELOADED = [
     "torch",
@@ -44,6 +49,7 @@ PRELOADED = [
     "autoparallel.step",
     "autoparallel.worker",
     "pytest",
+    "first_uses",
 ]
 """What most ranks and commands use; a module that is not installed is left out."""
 
@@ -104,6 +110,9 @@ def forking_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ["OMP_NUM_THREADS"] = "1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE))  # where the server finds ``first_uses``
+        ensure_running()
     return context
 
 

@@ -39,6 +39,7 @@ class Recorder:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.seconds: dict[str, float] = {}
+        file.unlink(missing_ok=True)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -56,12 +57,13 @@ class Recorder:
         for name, value in report.user_properties:
             if name == PROPERTY:
                 self.seconds[report.nodeid] = float(str(value))
+                with self.file.open("a") as file:  # in case that the session is killed
+                    file.write(_line(report.nodeid, self.seconds[report.nodeid]))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not hasattr(session.config, "workerinput"):
             ordered = sorted(self.seconds.items(), key=lambda entry: -entry[1])
-            lines = [f"{seconds:8.2f} {test}\n" for test, seconds in ordered]
-            self.file.write_text("".join(lines))
+            self.file.write_text("".join(_line(*entry) for entry in ordered))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         folders: dict[str, float] = defaultdict(float)
@@ -70,3 +72,7 @@ class Recorder:
         terminalreporter.section("processor seconds")
         for folder, seconds in sorted(folders.items(), key=lambda entry: -entry[1]):
             terminalreporter.write_line(f"{seconds:8.1f} {folder}")
+
+
+def _line(test: str, seconds: float) -> str:
+    return f"{seconds:8.2f} {test}\n"
