@@ -30,6 +30,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
+    "torch.distributed.run",
     "torch.utils.checkpoint",
     "torch._inductor.codecache",
     "torch.export._trace",
