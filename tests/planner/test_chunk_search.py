@@ -38,8 +38,15 @@ def deep() -> tuple[Graph, Blocks]:
     return mlp(8, rows=8)
 
 
+PLANS: dict[str, Plan] = {}
+"""Several tests ask for the same plan."""
+
+
 def found(*allow: str, on: Cluster = SLOW, request: Request = PIPELINE) -> Plan:
-    return plan(*deep(), on, replace(request, features=features_of(allow, (), ALL)))
+    key = repr((allow, on, request))
+    if key not in PLANS:
+        PLANS[key] = plan(*deep(), on, replace(request, features=features_of(allow, (), ALL)))
+    return PLANS[key]
 
 
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
