@@ -23,7 +23,7 @@ from typing import IO
 
 import processes
 import pytest
-from processes import forking_context, measure_briefly
+from processes import forking_context, measure_briefly, profile_briefly
 
 from autoparallel.runtime import launch
 
@@ -113,6 +113,7 @@ def _interpret(
         os.setsid()
     atexit._clear()  # those of the fork server
     measure_briefly()
+    profile_briefly()
     # What this process forks comes from the same server.
     processes.ensure_running = lambda: None
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]

@@ -46,6 +46,7 @@ PRELOADED = [
     "autoparallel.passes.capture.capture_model",
     "autoparallel.goals",
     "autoparallel.planning",
+    "autoparallel.profile_worker",
     "autoparallel.python",
     "autoparallel.step",
     "autoparallel.worker",
@@ -141,6 +142,15 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
 def measure_briefly() -> None:
     """In this process, a CPU's rates are measured for ``BRIEF_SECONDS`` each."""
     detect._PATIENCE_SECONDS = BRIEF_SECONDS
+
+
+def profile_briefly() -> None:
+    """In this process, ops, blocks and transfers are measured for a few hundredths of a second."""
+    from autoparallel import measured_first, profile_worker
+
+    profile_worker.LEAST_CASE_SECONDS, profile_worker.MOST_CASE_SECONDS = 0.02, 0.05
+    profile_worker.LINK_SECONDS = 0.02
+    measured_first.LEAST_SECONDS, measured_first.MOST_SECONDS = 0.02, 0.2
 
 
 def _rank(
