@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from kept_captures import capture_once
 from one_device import build_optimizer, reference_of
 from processes import run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.initialization.deferred_init import Deferred, record_build
+from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.reference import Reference, reference_split
 from autoparallel.runtime.trainer import Trainer
@@ -77,10 +78,7 @@ def target(model: str) -> Target:
 @cache
 def captured(model: str, precision: str) -> tuple[Deferred, Program]:
     found = target(model)
-    deferred = record_build(found.build_model, seed=0)
-    batch = found.example_batch(2, None)
-    program = capture_model(deferred.model, batch, found.loss_fn, precision)  # type: ignore[arg-type]
-    return deferred, program
+    return capture_once(found, found.example_batch(2, None), precision)  # type: ignore[arg-type]
 
 
 @cache
