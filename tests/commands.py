@@ -66,9 +66,10 @@ def _run(
         processes: list[ForkedInterpreter] = []
         for rank, environment in enumerate(environments):
             path = Path(written, str(rank))
-            with path.with_suffix(".out").open("wb") as out, path.with_suffix(".err").open(
-                "wb"
-            ) as err:
+            with (
+                path.with_suffix(".out").open("wb") as out,
+                path.with_suffix(".err").open("wb") as err,
+            ):
                 processes.append(
                     ForkedInterpreter(
                         command, env=environment, cwd=str(folder), stdout=out, stderr=err
