@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test slow strict zoo corpus gpu
+.PHONY: check lint types test durations slow strict zoo corpus gpu
 
 check: lint types test
 
@@ -18,7 +18,12 @@ types:
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
 test:
-	$(PYTHON) -m pytest -n 3
+	$(PYTHON) -m pytest -n 2
+
+# The processor seconds of each test, the most expensive first, into build/durations.txt.
+durations:
+	mkdir -p build
+	$(PYTHON) -m pytest -n 2 --processor-seconds build/durations.txt
 
 slow:
 	$(PYTHON) -m pytest -m slow

@@ -1,33 +1,31 @@
 """Command lines and scripts in processes that have imported torch and this package already.
 
 In: what follows ``python`` on a command line. Out: what ``subprocess.run`` would return. The
-processes are forked from the fork server of ``processes``, which saves the seconds that the
-imports take. They do not cover the start and the end of an interpreter: the tests of the
-launcher, of failures and of torchrun (``tests/runtime``) start real processes.
+processes, the workers that they launch and the ranks of a torchrun among them are forked: see
+``forked_interpreters``.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import runpy
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from processes import forking_context, measure_briefly
+from forked_interpreters import ForkedInterpreter
 
 
 def run_python(
-    *arguments: str, folder: Path | str = ".", timeout_seconds: float = 240.0
+    *arguments: str,
+    folder: Path | str = ".",
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """``python`` with ``arguments``: ``-m`` and a module, or a script, and what these are given."""
-    return _run(arguments, [{}], folder, timeout_seconds)
+    return _run(arguments, [environment or os.environ], folder, timeout_seconds)
 
 
 def run_torchrun(
@@ -49,10 +47,10 @@ def run_torchrun(
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "tests",
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
-    environments = [
-        {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        for rank in range(num_processes)
-    ]
+    environments = []
+    for rank in range(num_processes):
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+        environments.append({**os.environ, **{name: str(value) for name, value in own.items()}})
     return _run((str(script), *arguments), environments, ".", timeout_seconds)
 
 
@@ -62,65 +60,41 @@ def _run(
     folder: Path | str,
     timeout_seconds: float,
 ) -> subprocess.CompletedProcess[str]:
-    """A process for each of ``environments``, which are added to this process's own."""
-    context = forking_context()
+    """A process in each of ``environments``."""
+    command = ["python", *arguments]
     with tempfile.TemporaryDirectory() as written:
-        processes: list[BaseProcess] = []
+        processes: list[ForkedInterpreter] = []
         for rank, environment in enumerate(environments):
-            files = Path(written) / f"{rank}.out", Path(written) / f"{rank}.err"
-            process = context.Process(
-                target=_process,
-                args=(arguments, {**os.environ, **environment}, os.path.abspath(folder), files),
-            )
-            process.start()
-            processes.append(process)
+            path = Path(written, str(rank))
+            with (
+                path.with_suffix(".out").open("wb") as out,
+                path.with_suffix(".err").open("wb") as err,
+            ):
+                processes.append(
+                    ForkedInterpreter(
+                        command, env=environment, cwd=str(folder), stdout=out, stderr=err
+                    )
+                )
         try:
             codes = _exit_codes(processes, time.monotonic() + timeout_seconds)
             if None in codes and not any(codes):
-                raise subprocess.TimeoutExpired(["python", *arguments], timeout_seconds)
+                raise subprocess.TimeoutExpired(command, timeout_seconds)
         finally:
             for process in processes:
                 process.kill()
-                process.join()
-        out, err = (
-            "".join((Path(written) / f"{rank}.{end}").read_text() for rank in range(len(processes)))
+                process.wait()
+        out_text, err_text = (
+            "".join(Path(written, f"{rank}.{end}").read_text() for rank in range(len(processes)))
             for end in ("out", "err")
         )
     code = next((code for code in codes if code), 0)
-    return subprocess.CompletedProcess(["python", *arguments], code, out, err)
+    return subprocess.CompletedProcess(command, code, out_text, err_text)
 
 
-def _exit_codes(processes: Sequence[BaseProcess], deadline: float) -> list[int | None]:
+def _exit_codes(processes: Sequence[ForkedInterpreter], deadline: float) -> list[int | None]:
     """When all processes have ended, one has failed, or the deadline has passed."""
     while True:
-        codes = [process.exitcode for process in processes]
+        codes = [process.poll() for process in processes]
         if None not in codes or any(codes) or time.monotonic() > deadline:
             return codes
         time.sleep(0.02)
-
-
-def _process(
-    arguments: Sequence[str], environment: Mapping[str, str], folder: str, files: tuple[Path, Path]
-) -> None:
-    """The forked process becomes one that ``python`` has started."""
-    atexit._clear()  # those of the fork server
-    measure_briefly()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    for number, file in enumerate(files, start=1):
-        with file.open("wb") as opened:
-            os.dup2(opened.fileno(), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False)
-                              for number in (1, 2))  # fmt: skip
-    try:
-        if arguments[0] == "-m":
-            sys.path.insert(0, folder)
-            sys.argv = list(arguments[1:])
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(folder, arguments[0]).parent))
-            sys.argv = list(arguments)
-            runpy.run_path(arguments[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()

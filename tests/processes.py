@@ -15,16 +15,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autoparallel.cost_model import detect
+
+HERE = Path(__file__).resolve().parent
 
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
+    "torch.distributed.run",
     "torch.utils.checkpoint",
     "torch._inductor.codecache",
     "torch.export._trace",
@@ -40,10 +46,12 @@ PRELOADED = [
     "autoparallel.passes.capture.capture_model",
     "autoparallel.goals",
     "autoparallel.planning",
+    "autoparallel.profile_worker",
     "autoparallel.python",
     "autoparallel.step",
     "autoparallel.worker",
     "pytest",
+    "first_uses",
 ]
 """What most ranks and commands use; a module that is not installed is left out."""
 
@@ -104,6 +112,9 @@ def forking_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ["OMP_NUM_THREADS"] = "1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE))  # where the server finds ``first_uses``
+        ensure_running()
     return context
 
 
@@ -131,6 +142,15 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
 def measure_briefly() -> None:
     """In this process, a CPU's rates are measured for ``BRIEF_SECONDS`` each."""
     detect._PATIENCE_SECONDS = BRIEF_SECONDS
+
+
+def profile_briefly() -> None:
+    """In this process, ops, blocks and transfers are measured for a few hundredths of a second."""
+    from autoparallel import measured_first, profile_worker
+
+    profile_worker.LEAST_CASE_SECONDS, profile_worker.MOST_CASE_SECONDS = 0.02, 0.05
+    profile_worker.LINK_SECONDS = 0.02
+    measured_first.LEAST_SECONDS, measured_first.MOST_SECONDS = 0.02, 0.2
 
 
 def _rank(

@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from kept_captures import capture_once
 from one_device import build_optimizer, reference_of
 from processes import run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
-from autoparallel.passes.initialization.deferred_init import Deferred, record_build
+from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.reference import Reference, reference_split
 from autoparallel.runtime.trainer import Trainer
@@ -54,6 +55,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "diffusion": ("examples/diffusion.py", {"channels": 8, "depth": 1}),
     "mlp_mixer": ("examples/mlp_mixer.py", {"channels": 16, "n_layer": 2}),
 }
+FEW_LOSSES = ("mean", "weighted", "masked at random")
+MORE = [(m, "dp=2,pp=2,microbatches=4") for m in LOSSES if m not in FEW_LOSSES]
+"""Cases of four ranks that are slow."""
+
 CASES = {
     2: [(model, "tp=2,microbatches=2,recompute=full") for model in LOSSES]
     + [(model, p) for model in ("average", "wide_resnet") for p in ("dp=2", "tp=2")]
@@ -63,7 +68,7 @@ CASES = {
     + [
         (model, p) for model in ("unet", "diffusion", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")
     ],
-    4: [(model, "dp=2,pp=2,microbatches=4") for model in LOSSES]
+    4: [(model, "dp=2,pp=2,microbatches=4") for model in FEW_LOSSES]
     + [("wide_resnet", "dp=2,tp=2")]
     + [(model, "dp=2,pp=2,microbatches=2") for model in ("unet", "diffusion")],
 }
@@ -77,10 +82,7 @@ def target(model: str) -> Target:
 @cache
 def captured(model: str, precision: str) -> tuple[Deferred, Program]:
     found = target(model)
-    deferred = record_build(found.build_model, seed=0)
-    batch = found.example_batch(2, None)
-    program = capture_model(deferred.model, batch, found.loss_fn, precision)  # type: ignore[arg-type]
-    return deferred, program
+    return capture_once(found, found.example_batch(2, None), precision)  # type: ignore[arg-type]
 
 
 @cache
@@ -133,7 +135,15 @@ def _verified(model: str, text: str) -> Verification:
 @cache
 def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
     """Every case of that many ranks, run in one set of processes."""
-    cases = CASES[num_ranks]
+    return verified(num_ranks, CASES[num_ranks])
+
+
+@cache
+def more_results() -> dict[tuple[str, str], Verification]:
+    return verified(4, MORE)
+
+
+def verified(num_ranks: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Verification]:
     plans = [(model, dumps(planned(model, parallel))) for model, parallel in cases]
     found = run_processes(num_ranks, verify_all, plans, timeout_seconds=280)
     return dict(zip(cases, found[0], strict=True))
@@ -146,7 +156,16 @@ def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
 def test_a_plan_equals_one_device_on_the_whole_batch(
     num_ranks: int, model: str, parallel: str
 ) -> None:
-    found = results(num_ranks)[model, parallel]
+    check(results(num_ranks)[model, parallel])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "parallel"), MORE)
+def test_a_plan_of_every_loss_on_four_ranks_equals_one_device(model: str, parallel: str) -> None:
+    check(more_results()[model, parallel])
+
+
+def check(found: Verification) -> None:
     assert found.passed, found.failures[:5]
     assert found.worst("weight") >= 0.0
 

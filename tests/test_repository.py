@@ -265,7 +265,7 @@ def test_the_links_of_documents_lead_to_files_and_headings() -> None:
 
 
 def test_the_ci_runs_the_readmes_test_command() -> None:
-    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"
+    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 2"
     assert f"\n{command}\n" in (ROOT / "README.md").read_text()
     assert command.replace(".[dev]", r"\.\[dev\]") in (ROOT / ".ci/run").read_text()
 

@@ -6,28 +6,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE = ROOT / "benchmarks" / "zoo" / "one.py"
 PLANS = ("dp=2", "tp=2", "pp=2", "own")
-SAMPLE = ("gpt2", "gemma2", "bert", "t5", "convnext")
+SAMPLE = ("t5", "convnext")
 ALL = sorted(path.parent.name for path in (ROOT / "tests" / "zoo").glob("*/config.json"))
 
 
 def run(names: tuple[str, ...]) -> dict[str, Any]:
     """The result of each name, from one process."""
-    found = subprocess.run(
-        [sys.executable, str(ONE), *names], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300 * len(names), check=False,
-    )  # fmt: skip
+    found = run_python(str(ONE), *names, folder=ROOT, timeout_seconds=300.0 * len(names))
     assert found.returncode == 0, found.stderr[-2000:]
     results = [json.loads(line) for line in found.stdout.splitlines()]
     return {result["name"]: result for result in results}

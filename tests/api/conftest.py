@@ -33,8 +33,8 @@ def loss_fn(outputs, batch):
 
 
 @pytest.fixture(autouse=True)
-def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees, or adds to, what its user has measured."""
+def _database_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees what another one has measured."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
 

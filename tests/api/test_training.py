@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,14 +158,6 @@ sys.stdout.write(f"names {names == sorted(name for name, _ in Net().named_parame
 """
 
 
-def started(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``python`` with ``arguments``, in an interpreter of its own."""
-    return subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-
-
 def losses_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     """What a script printed as losses."""
     assert done.returncode == 0, done.stderr
@@ -179,8 +169,8 @@ def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    alone = losses_of(started(str(script)))
-    parallel = losses_of(started(*launcher, str(script)))
+    alone = losses_of(run_python(str(script)))
+    parallel = losses_of(run_python(*launcher, str(script)))
     assert len(set(alone)) == 3
     assert parallel == sorted(alone + alone)
 

@@ -8,6 +8,7 @@ from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
+from autoparallel.planner.inter_op.submesh import mesh_of
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.alike import (
     MOST_BASES,
@@ -41,11 +42,8 @@ def mixed(job: Job, rows: int) -> Candidate:
     """The first stage with its rows divided, the second with its weights."""
     count = job.num_microbatches(rows)
     answers = []
-    for stage, sizes in zip(STAGES, ((2, 1), (1, 2)), strict=True):
-        solver = next(
-            each for each in job.solvers_on(rows, stage.first_device, 2)
-            if each.model.prices.mesh.shape == sizes
-        )  # fmt: skip
+    for stage, mesh in zip(STAGES, (mesh_of(2, 1), mesh_of(1, 2)), strict=True):
+        solver = job.solver(rows, mesh, stage.first_device)
         answer = solver.best(job.at(rows).run(stage.start, stage.stop), count, 2)
         assert answer is not None
         answers.append((solver.model, answer))
@@ -91,12 +89,12 @@ def test_where_ranks_have_different_meshes_each_of_these_is_tried_on_all() -> No
     pool.add(mixed(job, 2))
     assert alike_pipelines(job, pool) == []
     of_one_mesh = list(with_one_mesh(job, pool))
-    shapes = [each.answers[0][0].prices.mesh.shape for each in of_one_mesh]
-    assert sorted(shapes) == [(1, 2), (2, 1)]
+    meshes = [each.answers[0][0].prices.mesh for each in of_one_mesh]
+    assert meshes == [mesh_of(2, 1), mesh_of(1, 2)]
     assert all(is_alike(job, each) and each.stages == STAGES for each in of_one_mesh)
     first, second, third = groups_of_bases(job, pool)
     assert first == []
-    assert [each.answers[0][0].prices.mesh.shape for each in second] == shapes
+    assert [each.answers[0][0].prices.mesh for each in second] == meshes
     assert {each.rows for each in third} <= {4, 8}
 
 

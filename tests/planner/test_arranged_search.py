@@ -69,6 +69,11 @@ def deep() -> tuple[Graph, Blocks]:
 
 
 @cache
+def six() -> tuple[Graph, Blocks]:
+    return mlp(6, rows=6)
+
+
+@cache
 def causal() -> tuple[Graph, Blocks]:
     with torch.device("meta"):
         model = Causal()
@@ -79,12 +84,17 @@ def causal() -> tuple[Graph, Blocks]:
 
 
 FEW = Request(2, forced=Forced(pp=4, num_microbatches=2))
+PLANS: dict[str, Plan] = {}
+"""Several tests ask for the same plan."""
 
 
 def found(
     model: tuple[Graph, Blocks], *allow: str, on: Cluster = SLOW, request: Request = PIPELINE
 ) -> Plan:
-    return plan(*model, on, replace(request, features=features_of(allow, (), ALL)))
+    key = repr((id(model), allow, on, request))
+    if key not in PLANS:
+        PLANS[key] = plan(*model, on, replace(request, features=features_of(allow, (), ALL)))
+    return PLANS[key]
 
 
 def check_priced(model: tuple[Graph, Blocks], own: Plan) -> None:
@@ -143,7 +153,7 @@ def test_models_that_slices_or_replicas_would_change_keep_their_schedule() -> No
     """An MLP without positions has no slices; a single rank or an odd number has no two ways."""
     assert found(deep(), "1f1b", "terapipe").schedule == "1f1b"
     three = Request(6, forced=Forced(pp=3, num_microbatches=3))
-    own = found(mlp(6, rows=6), "1f1b", "chimera", on=cluster(3, bytes_per_second=1e6, flops=1e6),
+    own = found(six(), "1f1b", "chimera", on=cluster(3, bytes_per_second=1e6, flops=1e6),
                 request=three)  # fmt: skip
     assert own.schedule == "1f1b"
 

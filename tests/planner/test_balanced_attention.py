@@ -15,6 +15,7 @@ from autoparallel.cost_model.compute import work_seconds
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.ops import lower_right  # noqa: F401 - registers the op
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.layout import BALANCED, AxisStrategy, Mesh, NodeLayout, combine, shard

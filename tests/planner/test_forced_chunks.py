@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from recut import recut
@@ -21,12 +22,17 @@ SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
 
 
+@cache
+def forced_plan(schedule: str, pp: int | None) -> Plan:
+    """The plan of eight layers under a schedule, on ``pp`` ranks or the best number of them."""
+    return plan(*mlp(8, rows=8), SLOW, Request(8, forced=Forced(pp=pp, schedule=schedule)))
+
+
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(schedule: str, pp: int) -> None:
     graph, blocks = mlp(8, rows=8)
-    request = Request(8, forced=Forced(pp=pp, schedule=schedule))
-    forced = plan(graph, blocks, SLOW, request)
+    forced = forced_plan(schedule, pp)
     only = features_of([schedule], (), ALL)
     allowed = plan(graph, blocks, SLOW, Request(8, forced=Forced(pp=pp), features=only))
     assert forced.schedule == allowed.schedule == schedule
@@ -51,10 +57,8 @@ def test_the_number_of_stages_per_rank_is_the_best_or_the_one_that_is_forced() -
 
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_the_number_of_ranks_is_the_best_where_none_is_forced(schedule: str) -> None:
-    graph, blocks = mlp(8, rows=8)
-
     def step(pp: int | None) -> float:
-        own = plan(graph, blocks, SLOW, Request(8, forced=Forced(pp=pp, schedule=schedule)))
+        own = forced_plan(schedule, pp)
         assert own.schedule == schedule
         assert own.num_chunks >= 2
         return own.prediction.step_seconds
@@ -80,11 +84,7 @@ def test_what_cannot_be_of_several_stages_is_said(forced: Forced, said: str) -> 
 
 
 def test_a_name_means_what_its_alias_does() -> None:
-    graph, blocks = mlp(8, rows=8)
-    one, other = (
-        plan(graph, blocks, SLOW, Request(8, forced=Forced(pp=2, schedule=name)))
-        for name in ("interleaved", "interleaved-1f1b")
-    )
+    one, other = (forced_plan(name, 2) for name in ("interleaved", "interleaved-1f1b"))
     assert one.schedule == other.schedule == "interleaved"
     assert one.prediction == other.prediction
 

@@ -18,7 +18,7 @@ from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, 
 from autoparallel.planner.evaluate import evaluate
 
 NUM_CASES = 200
-SAMPLE = 40
+SAMPLE = 20
 """Cases that are no slow tests."""
 
 SEEDS = [

@@ -20,7 +20,7 @@ from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
 
 NUM_CASES = 160
-SAMPLE = 40
+SAMPLE = 20
 """Cases that are no slow tests."""
 
 SEEDS = [

@@ -13,7 +13,7 @@ from autoparallel.planner import rules
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.basis import DEFAULT
-from autoparallel.planner.pricing.recompute_policy import Rung
+from autoparallel.planner.pricing.recompute_policy import RecomputePolicy
 from autoparallel.planner.pricing.stage_cost import BRIEF, together
 from autoparallel.planner.proposers.alike import alike_pipelines
 from autoparallel.planner.proposers.interleaved import _options
@@ -52,9 +52,9 @@ def ranks_of(schedule: str, chunks: int = 2) -> list[list[RankStage]]:
     return [[stages[member] for member in members] for members in option.parts]
 
 
-def priced(stages: list[RankStage], rungs: tuple[Rung, ...]) -> tuple[float, float]:
+def priced(stages: list[RankStage], policies: tuple[RecomputePolicy, ...]) -> tuple[float, float]:
     """Seconds of the rank's stages, and their bytes together."""
-    costs = [stage.cost(rung) for stage, rung in zip(stages, rungs, strict=True)]
+    costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
     size = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
     return sum(cost.objective(COUNT) for cost in costs), size
 
@@ -63,14 +63,14 @@ def priced(stages: list[RankStage], rungs: tuple[Rung, ...]) -> tuple[float, flo
 def every(schedule: str, rank: int) -> list[tuple[float, float]]:
     """Seconds and bytes of every recomputation of the stages of a rank."""
     stages = ranks_of(schedule)[rank]
-    ladders = [rungs_of(stage) for stage in stages]
-    return [priced(stages, rungs) for rungs in product(*ladders)]
+    choices = [policies_of(stage) for stage in stages]
+    return [priced(stages, policies) for policies in product(*choices)]
 
 
-def rungs_of(stage: RankStage) -> list[Rung]:
+def policies_of(stage: RankStage) -> list[RecomputePolicy]:
     """Every recomputation of a stage."""
-    rungs = stage.ladder.rungs
-    return [rungs[number] for number in range(len(rungs.full))]
+    policies = stage.policies.policies
+    return [policies[number] for number in range(len(policies))]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -90,7 +90,7 @@ def test_it_fits_wherever_anything_does_and_is_near_the_best(schedule: str, rank
 def test_nothing_is_recomputed_where_all_fits_and_the_thriftiest_where_nothing_does() -> None:
     for schedule, rank in product(CHUNKED_SCHEDULES, (0, 1)):
         stages, known = ranks_of(schedule)[rank], every(schedule, rank)
-        assert not any(rung.num_blocks for rung in recomputed_to_fit(stages, 1e18, MODES))
+        assert not any(policy.num_blocks for policy in recomputed_to_fit(stages, 1e18, MODES))
         _, size = priced(stages, recomputed_to_fit(stages, 1.0, MODES))
         assert size <= min(own for _, own in known) * (1 + WORST)
 
@@ -98,9 +98,9 @@ def test_nothing_is_recomputed_where_all_fits_and_the_thriftiest_where_nothing_d
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_single_mode_is_that_of_every_block(mode: Recompute) -> None:
     stages = ranks_of("interleaved")[0]
-    rungs = recomputed_to_fit(stages, 1e18, (mode,))
-    for stage, rung in zip(stages, rungs, strict=True):
-        assert rung.num_blocks == stage.run.stop - stage.run.start
+    policies = recomputed_to_fit(stages, 1e18, (mode,))
+    for stage, policy in zip(stages, policies, strict=True):
+        assert policy.num_blocks == stage.run.stop - stage.run.start
 
 
 @pytest.mark.parametrize("modes", [("none", "selective"), ("none", "full")])
@@ -108,6 +108,6 @@ def test_only_modes_that_are_allowed_are_used(modes: tuple[Recompute, ...]) -> N
     stages = ranks_of("bfs")[0]
     most = max(size for _, size in every("bfs", 0))
     for share in (0.3, 0.6, 0.9):
-        for rung in recomputed_to_fit(stages, share * most, modes):
-            used = {"full": sum(rung.full), "selective": sum(rung.selective)}
+        for policy in recomputed_to_fit(stages, share * most, modes):
+            used = {"full": sum(policy.full), "selective": sum(policy.selective)}
             assert all(not used[mode] for mode in used if mode not in modes)

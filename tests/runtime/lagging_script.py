@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from lagging_group import DEVICE, NAME, emulate
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
-START_SECONDS, TIMEOUT_SECONDS = 240.0, 10.0
+START_SECONDS, TIMEOUT_SECONDS = 240.0, 5.0
 
 
 def main(pids: str, culprit: str, parallel: str) -> None:

@@ -20,7 +20,7 @@ from autoparallel.runtime.watched_script import watch_script
 from autoparallel.targets import load_target
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
-START_SECONDS, TIMEOUT_SECONDS = 90.0, 6.0
+START_SECONDS, TIMEOUT_SECONDS = 90.0, 5.0
 
 
 def misbehave(what: str) -> None:

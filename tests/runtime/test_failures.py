@@ -29,7 +29,7 @@ from autoparallel.targets import load_target
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 TINY = ("n_layer=4", "d_model=32", "n_head=2", "seq=16")
-START_SECONDS, TIMEOUT_SECONDS = 90.0, 10.0
+START_SECONDS, TIMEOUT_SECONDS = 90.0, 5.0
 """The timeout until the first step is done, when a rank is busy with itself, and then."""
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 from test_failures import (
     ALONE,
     START_SECONDS,
@@ -38,11 +39,10 @@ def run_until_failure(plan: Path, folder: Path, *, rank: int, at: str, sign: int
 def torchrun_words(folder: Path, script: Path, *arguments: str) -> str:
     """What four ranks of a script and torchrun wrote to stderr; every process has ended."""
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone",
-         str(script), *arguments],
-        env={**ALONE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=400, check=False,
+    done = run_python(
+        "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", str(script),
+        *arguments, environment={**ALONE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        timeout_seconds=400.0,
     )  # fmt: skip
     assert done.returncode != 0, done.stderr
     pids = [int(path.read_text()) for path in folder.iterdir()]
