@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from ..layout import Layout, Mesh, Region, divides, format_layout, local_region
 
 
@@ -66,13 +68,17 @@ def transfers(
         holders.setdefault(region, []).append(index)
     sent = [0] * source_mesh.size
     chosen: list[Transfer] = []
+    regions = list(holders)
+    bounds = np.array(regions, dtype=np.int64).reshape(len(regions), len(shape), 2)
     boxes: dict[Region, list[tuple[Region, Region]]] = {}
     for target, wanted in enumerate(targets):
-        if wanted not in boxes:  # regions tile the tensor: an equal one is the only one
-            tried = (wanted,) if wanted in holders else holders
-            shared = ((region, intersect(region, wanted)) for region in tried)
-            boxes[wanted] = [(region, box) for region, box in shared if box is not None]
-        for region, box in boxes[wanted]:
+        if wanted not in boxes:
+            box = np.array(wanted, dtype=np.int64).reshape(len(shape), 2)
+            starts = np.maximum(bounds[:, :, 0], box[:, 0])
+            shared = (starts < np.minimum(bounds[:, :, 1], box[:, 1])).all(axis=1)
+            near = [regions[number] for number in np.flatnonzero(shared).tolist()]
+            boxes[wanted] = [(each, intersect(each, wanted)) for each in near]
+        for region, part in boxes[wanted]:
             source = min(
                 holders[region],
                 key=lambda replica: (
@@ -81,20 +87,19 @@ def transfers(
                     replica,
                 ),
             )
-            transfer = Transfer(source, target, box)
+            transfer = Transfer(source, target, part)
             sent[source] += transfer.numel
             chosen.append(transfer)
     return tuple(sorted(chosen, key=lambda transfer: (transfer.target, transfer.box)))
 
 
-def intersect(first: Region, second: Region) -> Region | None:
-    """The box that two boxes share, or None if it is empty.
+def intersect(first: Region, second: Region) -> Region:
+    """The box that two boxes share.
 
     >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
     ((2, 4), (0, 2))
     """
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-    return box if all(start < stop for start, stop in box) else None
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
 def relative(box: Region, frame: Region) -> tuple[slice, ...]:

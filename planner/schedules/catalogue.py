@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
 
 from ...cost_model.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, Action, Table, Weights
@@ -111,12 +113,17 @@ def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
     """What the two stages of Chimera's rank ``stage`` hold at once, at most."""
-    row = chimera(num_stages, num_microbatches)[stage]
-    held = most = 0
-    for action in row:
-        held += 1 if action.kind == FORWARD else -1
-        most = max(most, held)
-    return most
+    return _held_both_ways(num_stages, num_microbatches)[stage]
+
+
+@lru_cache(maxsize=16)
+def _held_both_ways(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """``_both_ways`` of every rank."""
+    most = []
+    for row in chimera(num_stages, num_microbatches):
+        held = accumulate(1 if action.kind == FORWARD else -1 for action in row)
+        most.append(max(held, default=0))
+    return tuple(most)
 
 
 def _interleaved(size: Size) -> Table:
