@@ -43,7 +43,7 @@ def free_axes(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
     Only the fastest is tried after much work, and where prices are to be measured: each mesh has
     ops of its own.
     """
-    if pool.best is None or not job.request.frees_axes or job.is_late(0.9):
+    if not job.request.frees_axes or job.is_late(0.9):
         return
     drafts = _fastest(job, pool)
     if job.basis.asked is not None:

@@ -70,10 +70,10 @@ GRACE_SECONDS = 2.0
 class Job:
     """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
 
-    ``steps`` are those that were simulated. ``company`` is who searches which part of the micro-
-    batch sizes, ``beyond`` what ``excess_bytes`` others have. ``shared_bound``: no plan in which
-    unlike devices take unequal shares takes less; None until these were tried. ``bound_seconds``:
-    no plan at all takes less, once that was found (``bound``).
+    ``steps`` are those that were simulated. ``beyond`` is what ``excess_bytes`` other processes
+    have. ``shared_bound``: a lower bound of plans in which unlike devices take unequal shares;
+    None until these were tried. ``bound_seconds``: the lower bound of all plans, once computed
+    (``bound``).
     """
 
     structure: Structure

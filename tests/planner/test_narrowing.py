@@ -39,9 +39,10 @@ def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
     limit: float,
     forced: Forced,
 ) -> None:
+    """With the axis "dp" for the batch alone: where it is free, more than layouts is searched."""
     on = parse_cluster(cluster)
     request = Request(
-        32, precision="bf16", memory_limit_bytes=int(limit), forced=forced, tolerance=0.0
+        32, precision="bf16", memory_limit_bytes=int(limit), forced=forced, max_tp=on.num_devices
     )
     found = search(program.graph, program.blocks, on, request)
     before = found.pool.ranked()[0]
