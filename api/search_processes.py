@@ -1,6 +1,6 @@
 """A second process that searches a part of the micro-batch sizes.
 
-In: a job, functions of it and of some sizes. Out: what they return. The process is forked from
+In: a context, functions of it and of some sizes. Out: what they return. The process is forked from
 this one and keeps its tables from one call to the next; what comes back is small (pipelines and
 bounds). Where no process can be had, or it is lost, its part is done here.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.workers import Result, Sizes, Workers, parts_of
 
 LATE_SECONDS = 5.0
@@ -32,19 +31,19 @@ class LostError(Exception):
 
 @dataclass
 class Beside:
-    """A process with a copy of the job; one call at a time."""
+    """A process with a copy of the context; one call at a time."""
 
     process: BaseProcess
     pipe: Connection
 
     @staticmethod
-    def start(job: Job) -> Beside | None:
+    def start(context: SearchContext) -> Beside | None:
         """Forks; None where that cannot be."""
         if sys.platform != "linux":
             return None
-        context = multiprocessing.get_context("fork")
-        own, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(job, theirs, own), daemon=True)
+        forks = multiprocessing.get_context("fork")
+        own, theirs = forks.Pipe()
+        process = forks.Process(target=_serve, args=(context, theirs, own), daemon=True)
         try:
             process.start()
         except (OSError, AssertionError):  # no more processes; daemons may have none
@@ -54,31 +53,29 @@ class Beside:
         return Beside(process, own)
 
     def ask(self, function: Callable[..., Any], *args: object) -> None:
-        """Has ``function(job, *args)`` called. Raises ``LostError``."""
+        """Has ``function(context, *args)`` called. Raises ``LostError``."""
         try:
             self.pipe.send((function, args))
         except OSError as error:
             raise LostError from error
 
-    def answer(self, job: Job) -> Any:
-        """What was returned, until shortly after the time limit; ``job`` gets what it took.
+    def answer(self, context: SearchContext) -> Any:
+        """What was returned, until shortly after the time limit; ``context`` gets what it took.
 
         Raises ``LostError``.
         """
-        began = time.perf_counter()
-        try:
-            if not self.pipe.poll(max(0.0, job.effort.left_seconds) + LATE_SECONDS):
-                raise LostError
-            answer = self.pipe.recv()
-        except (OSError, EOFError) as error:
-            raise LostError from error
-        finally:
-            job.took("waiting", time.perf_counter() - began)
+        with context.budget.timed("waiting"):
+            try:
+                if not self.pipe.poll(max(0.0, context.budget.left_seconds) + LATE_SECONDS):
+                    raise LostError
+                answer = self.pipe.recv()
+            except (OSError, EOFError) as error:
+                raise LostError from error
         if answer is None:
             raise LostError
         found, num_problems, num_steps = answer
-        job.effort.num_problems += num_problems
-        job.effort.num_steps += num_steps
+        context.budget.num_problems += num_problems
+        context.budget.num_steps += num_steps
         return found
 
     def end(self) -> None:
@@ -88,20 +85,20 @@ class Beside:
         self.process.join()
 
 
-def _serve(job: Job, pipe: Connection, other: Connection) -> None:
+def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
     """Answers calls until the other end is closed; Ctrl-C is for the other end to act on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
     with suppress(EOFError, OSError):  # the other end is closed, or its process gone
         while True:
             function, args = pipe.recv()
-            num_problems, num_steps = job.effort.num_problems, job.effort.num_steps
+            num_problems, num_steps = context.budget.num_problems, context.budget.num_steps
             answer = None
             with suppress(AutoparallelError):
-                found = function(job, *args)
+                found = function(context, *args)
                 answer = (
-                    found, job.effort.num_problems - num_problems,
-                    job.effort.num_steps - num_steps,
+                    found, context.budget.num_problems - num_problems,
+                    context.budget.num_steps - num_steps,
                 )  # fmt: skip
             pipe.send(answer)
 
@@ -110,7 +107,7 @@ def _serve(job: Job, pipe: Connection, other: Connection) -> None:
 class SearchProcesses:
     """The parts of the micro-batch sizes, and the process that has the last of them, if any."""
 
-    job: Job
+    context: SearchContext
     parts: tuple[Sizes, ...]
     beside: Beside | None = None
 
@@ -120,7 +117,7 @@ class SearchProcesses:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """``function(job, sizes, *args)`` of each part; of the first ``first(sizes)`` if given."""
+        """``function(context, sizes, *args)`` of each part; of the first ``first(sizes)``."""
         *own, last = self.parts
         try:
             if self.beside is not None:
@@ -128,15 +125,15 @@ class SearchProcesses:
         except LostError:
             self.end()
         found = [
-            function(self.job, sizes, *args) if at or first is None else first(sizes)
+            function(self.context, sizes, *args) if at or first is None else first(sizes)
             for at, sizes in enumerate(own if self.beside is not None else self.parts)
         ]
         try:
             if self.beside is not None:
-                found.append(self.beside.answer(self.job))
+                found.append(self.beside.answer(self.context))
         except LostError:
             self.end()
-            found.append(function(self.job, last, *args))
+            found.append(function(self.context, last, *args))
         return found
 
     def end(self) -> None:
@@ -146,8 +143,8 @@ class SearchProcesses:
         self.beside = None
 
 
-def two_processes(job: Job, sizes: Sizes) -> Workers:
+def two_processes(context: SearchContext, sizes: Sizes) -> Workers:
     """This process and one that is forked from it; only this one where that cannot be, or where
     there is one part."""
-    parts = parts_of(job, sizes)
-    return SearchProcesses(job, parts, Beside.start(job) if len(parts) > 1 else None)
+    parts = parts_of(context, sizes)
+    return SearchProcesses(context, parts, Beside.start(context) if len(parts) > 1 else None)

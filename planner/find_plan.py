@@ -1,8 +1,8 @@
 """From a graph, a cluster and a request to a plan.
 
-The search is a tuple of proposers. Each takes the job and the pool of candidates so far, and makes
-candidates; the pool keeps what fits and knows the fastest. The winner becomes a plan, which
-``evaluate`` prices again, node by node: both must agree.
+The search is a tuple of proposers. Each takes the context of the search and the pool of candidates
+so far, and makes candidates; the pool keeps what fits and knows the fastest. The winner becomes a
+plan, which ``evaluate`` prices again, node by node: both must agree.
 
 The time limit, or Ctrl-C, ends the search early with the best plan so far.
 """
@@ -37,14 +37,14 @@ from .requests.pins import check_kept, in_given_kinds, pinned_blocks
 from .requests.request import Request
 from .search.bound import lower_bound
 from .search.candidates import Candidate
-from .search.job import INTERRUPTED, Job, Observe, check_measured, ignore
-from .search.narrowing import tightened
+from .search.context import INTERRUPTED, Observe, SearchContext, check_measured, ignore
+from .search.layout_gap import tightened
 from .search.pool import CandidatePool
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .search.workers import StartWorkers, serial
 
-Proposer = Callable[[Job, CandidatePool], Iterator[Candidate]]
+Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
 
 PROPOSERS: tuple[Proposer, ...] = (
     dynamic_program,  # pipelines of one stage per rank: stages of one size, then of any
@@ -105,7 +105,7 @@ def plan(
     try:
         best = found.best_plan()
     finally:
-        found.job.end()
+        found.context.end()
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
     check_asynchronous(best, graph, blocks)
     check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
@@ -129,57 +129,61 @@ def search(
         basis = replace(basis, asked=Asked(uses_of(own_blocks)))
     if is_mixed(cluster):  # the orders of its hosts share what one process has solved
         method = replace(method, start_workers=serial)
-    jobs: list[Job] = []
+    contexts: list[SearchContext] = []
 
-    def attempt(order: HostOrder, limited: Request) -> tuple[Job, CandidatePool]:
-        if jobs and jobs[-1].stopped:
-            raise _ended_early(jobs[-1].stopped)
+    def attempt(order: HostOrder, limited: Request) -> tuple[SearchContext, CandidatePool]:
+        if contexts and contexts[-1].stopped:
+            raise _ended_early(contexts[-1].stopped)
         check_degrees(limited.forced, order.cluster)
-        job = Job.of(graph, own_blocks, order.cluster, limited, rules=rules, basis=basis)
-        if jobs:  # the same but for the order of the hosts
-            job = job.like(jobs[0])
-        job.observe, job.start_workers = observe, method.start_workers
+        context = SearchContext.of(
+            graph, own_blocks, order.cluster, limited, rules=rules, basis=basis
+        )
+        if contexts:  # the same but for the order of the hosts
+            context = context.like(contexts[0])
+        context.observe, context.start_workers = observe, method.start_workers
         try:
-            pool = run_proposers(job, method.proposers)
+            pool = run_proposers(context, method.proposers)
         except KeyboardInterrupt:
-            if not jobs:
+            if not contexts:
                 raise
-            jobs[-1].stopped = INTERRUPTED
+            contexts[-1].stopped = INTERRUPTED
             raise _ended_early(INTERRUPTED) from None
-        jobs.append(job)
-        return job, pool
+        contexts.append(context)
+        return context, pool
 
     done = over_orders(cluster, request, attempt)
-    order, (job, pool) = min(done, key=lambda each: each[1][1].bar)
+    order, (context, pool) = min(done, key=lambda each: each[1][1].bar)
     if basis.mode == "measured":
         check_measured(basis, request)
     others = [each for _, (_, other) in done if other is not pool for each in other.known]
-    bounded = tuple(jobs) if not job.stopped or len(jobs) == 1 else ()
-    return Found(graph, blocks, cluster, request, order, job, pool, others, bounded)
+    bounded = tuple(contexts) if not context.stopped or len(contexts) == 1 else ()
+    return Found(graph, blocks, cluster, request, order, context, pool, others, bounded)
 
 
-def run_proposers(job: Job, proposers: Sequence[Proposer] = PROPOSERS) -> CandidatePool:
+def run_proposers(
+    context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
+) -> CandidatePool:
     """The pool that the proposers fill, also where Ctrl-C ends them. Raises as ``plan``."""
-    pool, left = CandidatePool(job), list(_for_request(job.request, proposers))
+    pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
         while left:
-            pool.add_all(left[0](job, pool))
+            pool.add_all(left[0](context, pool))
             left.pop(0)
         pool.settle()
     except KeyboardInterrupt:
         if pool.best is None:
-            job.end()
+            context.end()
             raise
-        job.interrupt()
+        context.interrupt()
         for propose in left:
             if not pool.allowed and propose in OTHER_SCHEDULES:
-                pool.add_all(propose(job, pool))
+                pool.add_all(propose(context, pool))
     except BaseException:
-        job.end()
+        context.end()
         raise
     if not pool.allowed:
-        job.end()
-        raise _nothing_found(job, pool)
+        context.end()
+        raise _nothing_found(context, pool)
     return pool
 
 
@@ -195,8 +199,8 @@ def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Pr
 class Found:
     """What a search found, on the hosts in the order that is best.
 
-    ``pool`` is the best order's, ``others`` the candidates of the other orders; ``jobs`` are those
-    of all orders that can be bounded.
+    ``pool`` is the best order's, ``others`` the candidates of the other orders; ``contexts`` are
+    those of all orders that can be bounded.
     """
 
     graph: Graph
@@ -204,27 +208,27 @@ class Found:
     cluster: Cluster
     request: Request
     order: HostOrder
-    job: Job
+    context: SearchContext
     pool: CandidatePool
     others: list[Candidate]
-    jobs: tuple[Job, ...]
+    contexts: tuple[SearchContext, ...]
 
     def best_plan(self) -> Plan:
         """The simplest plan within the tolerance of the fastest, its layouts proven, with those
         that lost to it and how good it is."""
-        job, pool = self.job, self.pool
+        context, pool = self.context, self.pool
         pinned = pinned_blocks(self.graph, self.blocks, self.request.pins)
         tolerance = self.request.tolerance
-        if job.basis.used is not None:
+        if context.basis.used is not None:
             tolerance = tolerance_of(
                 tolerance,
                 lambda: self._plan(pool.ranked()[0], ()),
                 lambda plan: with_sources(
-                    plan, self.graph, pinned, basis=job.basis, rules=job.rules
+                    plan, self.graph, pinned, basis=context.basis, rules=context.rules
                 ),
             )
-        winner, why = simplest_of(job, pool, tolerance)
-        best = tightened(job, winner)
+        winner, why = simplest_of(context, pool, tolerance)
+        best = tightened(context, winner)
         losers = [
             each
             for each in (*pool.known, *pool.rejected, *self.others)
@@ -235,8 +239,8 @@ class Found:
 
     def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
         """The plan of a candidate, its ranks and kinds as they were given."""
-        order, request, job = self.order, self.request, self.job
-        found = make_plan(job.structure, order.cluster, request, best, losers, job.spent())
+        order, request, context = self.order, self.request, self.context
+        found = make_plan(context.structure, order.cluster, request, best, losers, context.spent())
         found = in_given_ranks(found, order, self.cluster)
         pinned = pinned_blocks(self.graph, self.blocks, request.pins)
         found = check_kept(found, self.graph, pinned, request.pins)
@@ -251,14 +255,14 @@ class Found:
         step_seconds, layouts_gap = plan.prediction.step_seconds, plan.solver.layouts_gap
         bound = 0.0
         if not plan.slices and not is_asynchronous(plan.schedule):
-            bound = min((lower_bound(job) for job in self.jobs), default=0.0)
+            bound = min((lower_bound(context) for context in self.contexts), default=0.0)
         bound = min(bound, step_seconds)
         gap = max(0.0, 1 - bound / step_seconds)
         if layouts_gap is not None and plan.num_chunks == 1:
             layouts_gap = min(layouts_gap, gap)
-        num_problems, seconds = self.job.spent()
+        num_problems, seconds = self.context.spent()
         return SolverInfo(
-            gap, num_problems, dict(seconds), bound, self.job.ended_by, layouts_gap,
+            gap, num_problems, dict(seconds), bound, self.context.ended_by, layouts_gap,
             solver=plan.solver.solver,
         )  # fmt: skip
 
@@ -292,16 +296,16 @@ def _ended_early(by: str) -> TimeLimitError:
     )
 
 
-def _nothing_found(job: Job, pool: CandidatePool) -> AutoparallelError:
+def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelError:
     """Why there is no plan."""
-    request = job.request
+    request = context.request
     if not pool.known and not pool.rejected:
-        failure = job.failure(is_proven=not pool.is_open)
+        failure = context.failure(is_proven=not pool.is_open)
         if is_asynchronous(request.forced.schedule) and isinstance(failure, InfeasibleError):
             failure.why += "; stages keep older versions of their weights in memory"
         return failure
     if pool.rejected:
-        excess = min(_excess_bytes(job, each) for each in pool.rejected)
+        excess = min(_excess_bytes(context, each) for each in pool.rejected)
         together = {"chimera": "the two stages of a rank", "terapipe": "the stages"}
         what = together.get(request.forced.schedule or "", "the chunks of a rank")
         return InfeasibleError(
@@ -316,7 +320,7 @@ def _nothing_found(job: Job, pool: CandidatePool) -> AutoparallelError:
             why="with several stages per rank, stage boundaries follow FLOPs alone",
             fix="a schedule of one stage per rank, or remove --stage-at",
         )
-    if not any(is_alike(job, each) for each in pool.known):
+    if not any(is_alike(context, each) for each in pool.known):
         return refused("the ranks of the pipeline have different meshes", "dp= and tp=")
     forced, asked = request.forced, "the schedules that are allowed"
     if forced.schedule is not None:
@@ -331,6 +335,6 @@ def _nothing_found(job: Job, pool: CandidatePool) -> AutoparallelError:
     )
 
 
-def _excess_bytes(job: Job, candidate: Candidate) -> float:
-    limits = [job.limits_on(stage.devices).memory_bytes for stage in candidate.stages]
+def _excess_bytes(context: SearchContext, candidate: Candidate) -> float:
+    limits = [context.limits_on(stage.devices).memory_bytes for stage in candidate.stages]
     return candidate.peak_bytes - min(limits)

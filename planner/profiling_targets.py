@@ -1,4 +1,4 @@
-"""What is worth measuring for a planning job, the most important first.
+"""What is worth measuring for a planning context, the most important first.
 
 In: what ``find_plan.plan`` takes, and the profile there is so far. Out: the op cases and
 transfers that the search asked for and no measurement answers. The search runs once and
@@ -19,7 +19,7 @@ from .graph import Blocks, Graph
 from .pricing.basis import DEFAULT, Asked, AskedOp, AskedTransfer, Basis, uses_of
 from .requests.request import Request
 from .search.candidates import Candidate
-from .search.job import Observe, ignore
+from .search.context import Observe, ignore
 from .search.report_plan import make_plan
 
 NUM_CANDIDATES = 12
@@ -55,7 +55,9 @@ def asked_cases(
     fastest = candidates[0].step_seconds
     weights: dict[object, float] = {}
     for candidate in candidates[:NUM_CANDIDATES]:
-        plan = make_plan(found.job.structure, cluster, request, candidate, (), found.job.spent())
+        plan = make_plan(
+            found.context.structure, cluster, request, candidate, (), found.context.spent()
+        )
         own = Asked()
         evaluate(graph, blocks, plan, cluster, rules=default_rules, basis=replace(basis, asked=own))
         _weigh(weights, own, candidate, fastest)

@@ -12,7 +12,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.candidates import Candidate
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 
 METHOD = SearchMethod(ONE_STAGE_PER_RANK)
 
@@ -24,7 +24,7 @@ def plan(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, **opt
 
 def ranked(
     graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, basis: Basis = DEFAULT
-) -> tuple[Job, list[Candidate]]:
+) -> tuple[SearchContext, list[Candidate]]:
     """The job and the candidates, the fastest first."""
-    job = Job.of(graph, blocks, cluster, request, rules=rules, basis=basis)
+    job = SearchContext.of(graph, blocks, cluster, request, rules=rules, basis=basis)
     return job, run_proposers(job, ONE_STAGE_PER_RANK).ranked()

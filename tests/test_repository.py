@@ -26,7 +26,7 @@ TORCH_FREE = {"cost_model", "planner"}
 MAX_LINES = 500
 
 PLANNER = (
-    "classes", "errors", "graph", "integer_programs", "layout", "schedules",
+    "budget", "classes", "errors", "graph", "integer_programs", "layout", "schedules",
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
     "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
     "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas", "shares",

@@ -15,8 +15,8 @@ from autoparallel.placers.space import Problem
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.requests.options import stage_numbers
+from autoparallel.planner.search.branch_and_bound import PipelineProposal
 from autoparallel.planner.search.candidates import candidate
-from autoparallel.planner.search.quests import Draft
 from autoparallel.planning import PlanOptions, capture_target, request_of
 from autoparallel.targets import load_target
 
@@ -77,7 +77,7 @@ def problem_of(case: Case) -> Priced:
     numbers = tuple(stage_numbers(request, cluster, table.num_blocks))
 
     def simulated(stages: tuple[StageChoice, ...]) -> float:
-        found = candidate(job, Draft(rows, Pipeline(stages, 0.0)))
+        found = candidate(job, PipelineProposal(rows, Pipeline(stages, 0.0)))
         return math.inf if found is None else found.step_seconds
 
     return Priced(

@@ -21,12 +21,13 @@ from ...cost_model.cluster import Cluster
 from ...cost_model.stage_costs import Overlap
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
+from ..budget import Budget
 from ..errors import UsageError
 from ..evaluate import Evaluator, Staged
 from ..fusion import with_fusion
 from ..graph import Block, Blocks, Graph
 from ..inter_op.submesh import mesh_of, restriction
-from ..intra_op.intra_op import Effort, IntraOp, Limits
+from ..intra_op.intra_op import IntraOp, Limits
 from ..layout import Mesh, NodeLayout
 from ..plan import (
     BlockPlan,
@@ -291,7 +292,7 @@ class ConfigurationPricer:
             )  # fmt: skip
             model = StageModel(structure, prices, given, link)
             limits = Limits(float("inf"), (own.zero,), "none")
-            self.solvers[key] = IntraOp(model, limits, Effort(float("inf")))
+            self.solvers[key] = IntraOp(model, limits, Budget.of(float("inf")))
         return self.solvers[key]
 
     def _structure(self, own: Configuration, rows: int) -> Structure:

@@ -20,7 +20,6 @@ integers only where the LP is fractional), ``invert`` reads the choices back.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -111,7 +110,6 @@ class Answer:
     bound: float
     lp_integral: bool
     num_variables: int
-    seconds: float
     excess_bytes: float = 0.0
 
     @property
@@ -309,7 +307,6 @@ def optimize(
     Raises ``TimeLimitError`` (AP701) if nothing was found in time, ``MachineError`` (AP403) if the
     solver fails, ``KeyboardInterrupt`` if it was interrupted.
     """
-    began = time.perf_counter()
     scale, normalized = _normalized(problem)
     program = build(normalized)
     raw = solver.solve(
@@ -334,7 +331,6 @@ def optimize(
         raw.bound / scale + problem.constant,
         raw.lp_integral,
         program.num_columns,
-        time.perf_counter() - began,
         excess,
     )
 

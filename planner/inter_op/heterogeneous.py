@@ -14,7 +14,6 @@ kinds are tried one after the other in every order, and in turn.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, permutations, product, zip_longest
@@ -22,6 +21,7 @@ from math import factorial, gcd, prod
 from typing import TypeVar
 
 from ...cost_model.cluster import Cluster, Host
+from ..budget import Budget
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..plan import Plan, StagePlan
 from ..requests.request import Request
@@ -77,12 +77,11 @@ def over_orders(
     order raised if nothing was found for any.
     """
     orders = host_orders(cluster)
-    began = time.perf_counter()
+    budget = Budget.of(request.time_limit_seconds)
     done: list[tuple[HostOrder, Found]] = []
     failure: AutoparallelError | None = None
     for index, order in enumerate(orders):
-        left = request.time_limit_seconds - (time.perf_counter() - began)
-        share = max(left, 0.0) / (len(orders) - index)
+        share = max(budget.left_seconds, 0.0) / (len(orders) - index)
         try:
             done.append((order, attempt(order, replace(request, time_limit_seconds=share))))
         except (InfeasibleError, TimeLimitError, UsageError) as error:

@@ -18,13 +18,13 @@ wider than asked for. Where tables would be too wide, the integer program is all
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ..budget import Budget
 from ..errors import TimeLimitError
 from ..integer_programs import ilp
 from ..integer_programs.program import HIGHS, Solver
@@ -60,33 +60,6 @@ class Limits:
     solver: Solver = HIGHS
 
 
-STEPS_PER_PROBLEM = 20
-"""Steps of the recurrence over stages take as long as solving a problem, about."""
-
-
-@dataclass
-class Effort:
-    """Time for solving and what was spent.
-
-    ``work`` is counted, not measured: shares of it are the same on any machine, however busy.
-    """
-
-    deadline: float
-    num_problems: int = 0
-    num_steps: int = 0
-    seconds: float = 0.0
-    table_seconds: float = 0.0
-
-    @property
-    def work(self) -> float:
-        """Problems that were solved, or what took as long: about a hundredth of a second each."""
-        return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
-
-    @property
-    def left_seconds(self) -> float:
-        return self.deadline - time.perf_counter()
-
-
 _Bounded = tuple[Sequence[Run], Rates]
 
 
@@ -96,7 +69,7 @@ class IntraOp:
 
     model: StageModel
     limits: Limits
-    effort: Effort
+    budget: Budget
     pools: dict[int, Pool] = field(default_factory=dict, repr=False)
     answers: dict[object, StageAnswer | None] = field(default_factory=dict, repr=False)
     _kinds: dict[str, KindTables] = field(default_factory=dict, repr=False)
@@ -169,16 +142,13 @@ class IntraOp:
     def _family(self, run: Run) -> Family | None:
         """The tables of a run's family, None if they would be too wide."""
         if run.family not in self._families:
-            began = time.perf_counter()
-            try:
+            self._families[run.family] = None
+            with self.budget.timed("costs"), suppress(TooWideError):
                 for kind in run.counts:
                     if kind not in self._kinds:
                         self._kinds[kind] = KindTables.of(self.model, kind)
                     self._kinds[kind].check()
                 self._families[run.family] = Family.of(self.model, run, self._kinds)
-            except TooWideError:
-                self._families[run.family] = None
-            self.effort.table_seconds += time.perf_counter() - began
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
@@ -190,23 +160,18 @@ class IntraOp:
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
         """Runs of one family from the tables of their kinds; None where these are too wide."""
         family = self._family(runs[0])
-        if family is None or self.effort.left_seconds <= 0:
+        if family is None or self.budget.left_seconds <= 0:
             return None
-        began = time.perf_counter()
-        try:
+        self.budget.num_problems += 1
+        with self.budget.timed("ilp"), suppress(TooWideError):
             return family.solve(runs, rates)
-        except TooWideError:
-            self._families[runs[0].family] = None
-            return None
-        finally:
-            self.effort.num_problems += 1
-            self.effort.seconds += time.perf_counter() - began
+        self._families[runs[0].family] = None
+        return None
 
     def _take(self, pool: Pool, solved: Solved) -> None:
-        began = time.perf_counter()
-        for solution in solved.solutions():
-            pool.add(solution)
-        self.effort.seconds += time.perf_counter() - began
+        with self.budget.timed("ilp"):
+            for solution in solved.solutions():
+                pool.add(solution)
 
     def bound_seconds(self, run: Run, num_microbatches: int) -> float:
         """A lower bound of the objective over all layouts, ZeRO stages and policies.
@@ -269,7 +234,7 @@ class IntraOp:
         """
         near = (in_flight.bit_length(), run.num_blocks.bit_length())
         key = (run.family, num_microbatches, near)
-        if key in self._thrifty or self.effort.left_seconds <= 0:
+        if key in self._thrifty or self.budget.left_seconds <= 0:
             return False
         self._thrifty.add(key)
         pool = self._pool(run)
@@ -398,26 +363,25 @@ class IntraOp:
         It is not solved to the end where nothing below ``cutoff`` can be. ``start``: see
         ``ilp.optimize``.
         """
-        if self.effort.left_seconds <= 0:
+        if self.budget.left_seconds <= 0:
             return None
-        began = time.perf_counter()
-        assembly = Assembly(self.model, run)
-        problem = assembly.problem(setting)
-        self.effort.table_seconds += time.perf_counter() - began
+        with self.budget.timed("costs"):
+            assembly = Assembly(self.model, run)
+            problem = assembly.problem(setting)
         try:
-            left = self.effort.left_seconds
+            left = self.budget.left_seconds
             if np.isfinite(cutoff):
                 left = min(left, closing.PROGRAM_SECONDS)
             known = () if start is None else assembly.choices(start)
-            answer = ilp.optimize(
-                problem, time_limit_seconds=left, gap=gap, cutoff=cutoff,
-                solver=self.limits.solver, start=known,
-            )  # fmt: skip
+            with self.budget.timed("ilp"):
+                answer = ilp.optimize(
+                    problem, time_limit_seconds=left, gap=gap, cutoff=cutoff,
+                    solver=self.limits.solver, start=known,
+                )  # fmt: skip
         except TimeLimitError:
             return None
         finally:
-            self.effort.num_problems += 1
-        self.effort.seconds += answer.seconds
+            self.budget.num_problems += 1
         self._pool(run).add(assembly.solution(answer.choices))
         return answer
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ..budget import Budget
 from ..errors import MachineError, UsageError
 from ..integer_programs.program import (
     HIGHS,
@@ -181,7 +181,7 @@ class _Loaded:
     """A program as a PuLP problem, with how far it is solved."""
 
     def __init__(self, program: Program, pulp_name: str, options: SolveOptions) -> None:
-        self.deadline = time.perf_counter() + options.time_limit_seconds
+        self.budget = Budget.of(options.time_limit_seconds)
         self.program, self.pulp_name, self.options = program, pulp_name, options
         self.pulp = import_pulp(f"the solver {pulp_name}")
         self.problem, self.variables = _pulp_problem(program, "stage", (), integral=False)
@@ -218,7 +218,7 @@ class _Loaded:
     def _solver(self, *, has_start: bool) -> tuple[Any, float]:
         """PuLP's solver with those of the options that it takes, and the gap that it goes to."""
         gap = max(self.options.gap, 1e-9)
-        left = self.deadline - time.perf_counter()
+        left = self.budget.left_seconds
         wanted = {
             "msg": False,
             "timeLimit": max(1, ceil(left)),  # some take whole seconds only

@@ -15,6 +15,7 @@ from ..layout import Mesh
 from ..pricing.branches import stage_depths
 from ..requests.options import microbatch_rows
 from ..schedules.held import most_held
+from ..search.branch_and_bound import PipelineProposal
 from ..search.candidates import (
     Candidate,
     Chosen,
@@ -23,31 +24,30 @@ from ..search.candidates import (
     models_of,
     simulated,
 )
-from ..search.job import Job
+from ..search.context import SearchContext
 from ..search.pool import CandidatePool
-from ..search.quests import Draft
 
 MOST_BASES = 4
 """Pipelines that other kinds of candidates are made of."""
 
 
-def groups_of_bases(job: Job, pool: CandidatePool) -> Iterator[list[Candidate]]:
+def groups_of_bases(context: SearchContext, pool: CandidatePool) -> Iterator[list[Candidate]]:
     """The pipelines to use; then, where plans of one stage per rank are not allowed and nothing
     came of these, others."""
-    bases = alike_pipelines(job, pool)
+    bases = alike_pipelines(context, pool)
     yield bases
-    if not job.request.allows_one_stage:
-        of_one_mesh = list(with_one_mesh(job, pool))
+    if not context.request.allows_one_stage:
+        of_one_mesh = list(with_one_mesh(context, pool))
         yield of_one_mesh
-        yield list(at_other_sizes(job, bases or of_one_mesh))
+        yield list(at_other_sizes(context, bases or of_one_mesh))
 
 
-def alike_pipelines(job: Job, pool: CandidatePool) -> list[Candidate]:
+def alike_pipelines(context: SearchContext, pool: CandidatePool) -> list[Candidate]:
     """The pipelines of the pool, each set of cuts, mesh and micro-batch size once."""
-    below = pool.step_seconds if job.request.allows_one_stage else float("inf")
+    below = pool.step_seconds if context.request.allows_one_stage else float("inf")
     by_kind: dict[object, tuple[float, int, Candidate]] = {}
     for number, each in enumerate(pool.ranked()):
-        if not each.is_pipeline or not is_alike(job, each):
+        if not each.is_pipeline or not is_alike(context, each):
             continue
         busiest = max(cost.forward_seconds + cost.backward_seconds for cost in each.costs)
         work = each.num_microbatches * busiest
@@ -58,13 +58,13 @@ def alike_pipelines(job: Job, pool: CandidatePool) -> list[Candidate]:
     return [each for *_, each in ordered[:MOST_BASES]]
 
 
-def is_alike(job: Job, made: Candidate) -> bool:
+def is_alike(context: SearchContext, made: Candidate) -> bool:
     """Whether all stages have one mesh, and each needs the one before it."""
     meshes = {model.prices.mesh for model, _ in made.answers}
-    return len(meshes) == 1 and edges(job, made.rows, made.stages) is None
+    return len(meshes) == 1 and edges(context, made.rows, made.stages) is None
 
 
-def with_one_mesh(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+def with_one_mesh(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """The pool's pipelines with stages of one size, every stage on one mesh."""
     seen: set[object] = set()
     for each in pool.ranked():
@@ -75,35 +75,35 @@ def with_one_mesh(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
             key = each.rows, each.stages, mesh
             if key not in seen:
                 seen.add(key)
-                made = _on_mesh(job, each, mesh)
-                if made is not None and is_alike(job, made):
+                made = _on_mesh(context, each, mesh)
+                if made is not None and is_alike(context, made):
                     yield made
 
 
-def _on_mesh(job: Job, pipeline: Candidate, mesh: Mesh) -> Candidate | None:
+def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candidate | None:
     """The pipeline with all stages on a mesh; None where one does not fit."""
     chosen: list[Chosen] = []
     number = len(pipeline.stages)
     for stage, depth in zip(pipeline.stages, stage_depths(None, number), strict=True):
-        solver = job.solver(pipeline.rows, mesh, stage.first_device)
-        held = job.held(job.in_flight_schedule, number, pipeline.rows, depth)
-        run = job.at(pipeline.rows).run(stage.start, stage.stop)
+        solver = context.solver(pipeline.rows, mesh, stage.first_device)
+        held = context.held(context.in_flight_schedule, number, pipeline.rows, depth)
+        run = context.at(pipeline.rows).run(stage.start, stage.stop)
         answer = solver.best(run, pipeline.num_microbatches, most_held(held))
         if answer is None:
             return None
         chosen.append((solver, answer))
-    schedule, stages = job.in_flight_schedule, pipeline.stages
-    return simulated(job, pipeline.rows, schedule, stages, models_of(chosen))
+    schedule, stages = context.in_flight_schedule, pipeline.stages
+    return simulated(context, pipeline.rows, schedule, stages, models_of(chosen))
 
 
-def at_other_sizes(job: Job, bases: list[Candidate]) -> Iterator[Candidate]:
+def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[Candidate]:
     """The pipelines at other micro-batch sizes: with the next more micro-batches first."""
-    every = set(microbatch_rows(job.structure.graph, job.request, job.cluster))
+    every = set(microbatch_rows(context.structure.graph, context.request, context.cluster))
     for base in bases:
         for rows in sorted(every - {base.rows}, key=lambda rows: (rows > base.rows, -rows)):
-            made = candidate(job, Draft(rows, Pipeline(base.stages, _seconds(base))))
-            if made is not None and not is_alike(job, made):
-                made = _on_mesh(job, made, base.answers[0][0].prices.mesh)
+            made = candidate(context, PipelineProposal(rows, Pipeline(base.stages, _seconds(base))))
+            if made is not None and not is_alike(context, made):
+                made = _on_mesh(context, made, base.answers[0][0].prices.mesh)
             if made is not None:
                 yield made
 

@@ -33,7 +33,7 @@ from ..requests.request import MOST_CHUNKS
 from ..schedules.held import splits, stage_halves
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
 from ..search.candidates import Candidate, edges, simulated
-from ..search.job import Job
+from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.translated import translated
 from .alike import groups_of_bases
@@ -55,24 +55,26 @@ ROUNDING = 1e-9
 """A bound may exceed what is simulated by so much, as both are sums of rounded numbers."""
 
 
-def interleaved(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+def interleaved(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """The pool's pipelines with several stages per rank, the most promising first."""
-    if not job.request.chunked_schedules:
+    if not context.request.chunked_schedules:
         return
-    for bases in groups_of_bases(job, pool):
+    for bases in groups_of_bases(context, pool):
         is_found = False
-        for candidate in _of_bases(job, pool, bases):
+        for candidate in _of_bases(context, pool, bases):
             is_found = True
             yield candidate
         if is_found:
             return
 
 
-def _of_bases(job: Job, pool: CandidatePool, bases: Sequence[Candidate]) -> Iterator[Candidate]:
+def _of_bases(
+    context: SearchContext, pool: CandidatePool, bases: Sequence[Candidate]
+) -> Iterator[Candidate]:
     """The candidates of some pipelines."""
     bounded = sorted(
         ((option.least_seconds(), number, option)
-         for number, option in enumerate(_options(job, bases))),
+         for number, option in enumerate(_options(context, bases))),
         key=itemgetter(0),
     )  # fmt: skip
     simulated_of: dict[str, int] = {}
@@ -87,13 +89,16 @@ def _of_bases(job: Job, pool: CandidatePool, bases: Sequence[Candidate]) -> Iter
                 yield candidate
 
 
-def _options(job: Job, bases: Sequence[Candidate]) -> Iterator[Interleaving]:
+def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Interleaving]:
     """Every cut of the pipelines under every schedule that is allowed and not too large."""
-    request, flops = job.request, block_flops(job.structure.graph, job.structure.blocks, job.rules)
+    request, flops = (
+        context.request,
+        block_flops(context.structure.graph, context.structure.blocks, context.rules),
+    )
     chunk_numbers = NUM_CHUNKS if request.forced.chunks is None else (request.forced.chunks,)
     starts: dict[int, tuple[int, ...]] = {}
     for base in bases:
-        ranks, count, pricing = len(base.stages), base.num_microbatches, ChunkPricing(job, base)
+        ranks, count, pricing = len(base.stages), base.num_microbatches, ChunkPricing(context, base)
         for schedule in request.chunked_schedules:
             low, high = find_schedule(schedule).chunks
             for chunks in chunk_numbers:
@@ -108,8 +113,8 @@ def _options(job: Job, bases: Sequence[Candidate]) -> Iterator[Interleaving]:
                 even = starts.setdefault(number, balanced(flops, number))
                 by_rank = evened(flops, even, parts_of_ranks(schedule, ranks, chunks))
                 for cuts in dict.fromkeys((even, by_rank)):
-                    option = Interleaving(job, base, pricing, schedule, chunks, cuts)
-                    if option.is_priced and job.begins_as_asked(option.stages):
+                    option = Interleaving(context, base, pricing, schedule, chunks, cuts)
+                    if option.is_priced and context.begins_as_asked(option.stages):
                         yield option
 
 
@@ -121,7 +126,7 @@ class ChunkPricing:
     has the most micro-batches in flight, and here all ranks hold about as many.
     """
 
-    job: Job
+    context: SearchContext
     base: Candidate
     layouts: dict[str, tuple[StageModel, tuple[int, ...]]] = field(init=False)
     _tables: dict[tuple[int, int], StageTable | None] = field(default_factory=dict)
@@ -139,10 +144,10 @@ class ChunkPricing:
         stage, source = base.stages[rank], base.stages[before]
         link = None
         if before != rank - 1:
-            link = self.job.cluster.send_link(source.devices, stage.devices)
+            link = self.context.cluster.send_link(source.devices, stage.devices)
         own = base.answers[rank][0]
         for free in (False, True):  # as the axes of the pipeline's mesh are
-            solver = self.job.solver(
+            solver = self.context.solver(
                 base.rows, own.prices.mesh, stage.first_device, free=free, link=link
             )
             if solver.model.restriction == own.restriction:
@@ -152,7 +157,7 @@ class ChunkPricing:
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:
         """A stage of a rank, its blocks not recomputed; None where layouts do not apply."""
         model, base = self.model(rank, before), self.base
-        run = self.job.at(base.rows).run(start, stop)
+        run = self.context.at(base.rows).run(start, stop)
         key = id(model), run.family
         if key not in self._tables:
             assembly = Assembly(model, run)
@@ -183,14 +188,14 @@ class Interleaving:
     """A pipeline cut into several stages per rank, which begin with the blocks ``starts``."""
 
     def __init__(
-        self, job: Job, base: Candidate, pricing: ChunkPricing, schedule: str, chunks: int,
-        starts: tuple[int, ...],
+        self, context: SearchContext, base: Candidate, pricing: ChunkPricing, schedule: str,
+        chunks: int, starts: tuple[int, ...],
     ) -> None:  # fmt: skip
-        self.job, self.base, self.schedule, self.chunks = job, base, schedule, chunks
+        self.context, self.base, self.schedule, self.chunks = context, base, schedule, chunks
         self.parts = parts_of_ranks(schedule, len(base.stages), chunks)
         rank_of = {stage: rank for rank, stages in enumerate(self.parts) for stage in stages}
         self.ranks = [rank_of[stage] for stage in range(len(starts))]
-        ends = tuple(pairwise((*starts, len(job.structure.blocks.blocks))))
+        ends = tuple(pairwise((*starts, len(context.structure.blocks.blocks))))
         self.stages = tuple(
             replace(base.stages[rank], start=start, stop=stop)
             for rank, (start, stop) in zip(self.ranks, ends, strict=True)
@@ -244,8 +249,8 @@ class Interleaving:
     def candidate(self) -> Candidate | None:
         """The candidate, blocks recomputed where its ranks would not fit; None where the schedule
         cannot run its stages."""
-        job, base = self.job, self.base
-        if edges(job, base.rows, self.stages) is not None:
+        context, base = self.context, self.base
+        if edges(context, base.rows, self.stages) is not None:
             return None
         number, count = len(self.stages), base.num_microbatches
         held = stage_halves(self.schedule, number, count, self.chunks)
@@ -258,7 +263,7 @@ class Interleaving:
         answers: dict[int, tuple[StageModel, StageAnswer]] = {}
         for rank, members in enumerate(self.parts):
             own = [stages[member] for member in members]
-            limit = job.limits_on(base.stages[rank].devices).memory_bytes
+            limit = context.limits_on(base.stages[rank].devices).memory_bytes
             key = (limit, *((id(s.table), s.run.key, s.zero, s.held) for s in own))
             if key not in fitted:
                 fitted[key] = self._fitted(own, limit)
@@ -268,7 +273,7 @@ class Interleaving:
                 answers[member] = _answered(replace(stage, zero=zero), policy, gap)
         try:
             return simulated(
-                job, base.rows, self.schedule, self.stages,
+                context, base.rows, self.schedule, self.stages,
                 [answers[member] for member in range(number)],
                 num_chunks=self.chunks, base=base,
             )  # fmt: skip
@@ -280,7 +285,7 @@ class Interleaving:
     ) -> tuple[tuple[RecomputePolicy, ...], int]:
         """What a rank's stages recompute, and their ZeRO stage: the pipeline's own, or a higher
         one where that does not fit."""
-        request = self.job.request
+        request = self.context.request
         zero = stages[0].zero
         found: tuple[tuple[RecomputePolicy, ...], int] | None = None
         for number in sorted({zero, *(own for own in request.zeros if own > zero)}):

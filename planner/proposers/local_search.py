@@ -1,6 +1,6 @@
 """Local search over cuts: pipelines that the dynamic program passed over.
 
-In: a job, the pool. Out: candidates that may take less than the best so far, the most promising
+In: a context, the pool. Out: candidates that may take less than the best so far, the most promising
 first. T = Σ q + max m knows nothing of backwards in two halves, of which the second may fill a
 wait, nor of hosts that bind a stage: of pipelines that it holds for equal a schedule may like one
 far better. Where there are few pipelines all of them are looked at, elsewhere those next to the
@@ -22,10 +22,10 @@ from ..inter_op.sweep import Tiling
 from ..intra_op.intra_op import StageAnswer
 from ..pricing.branches import WeightedEdges, stage_depths
 from ..schedules.held import splits
+from ..search.branch_and_bound import PipelineProposal
 from ..search.candidates import Candidate, edges, least_seconds, stage
-from ..search.job import Job
+from ..search.context import SearchContext
 from ..search.pool import CandidatePool
-from ..search.quests import Draft
 from ..search.space import tilings
 
 MOST_DEVICES = 16
@@ -44,61 +44,68 @@ MOST_STAGES = 8
 Stages = tuple[StageChoice, ...]
 
 
-def local_search(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """The candidates of few pipelines, or else of those next to the fastest, then next to the
     fastest of these, and so on."""
     if pool.best is None:
         return
-    began = job.effort.work
-    few = few_pipelines(job, job.microbatch_rows, job.stage_numbers)
+    began = context.budget.work
+    few = few_pipelines(context, context.microbatch_rows, context.stage_numbers)
     if few is not None:
-        yield from _better(job, pool, few, began)
+        yield from _better(context, pool, few, began)
         return
     for _ in range(MOST_CLIMBED):
         best = pool.best
         if len(best.stages) > MOST_STAGES:
             return
-        moved = filter(job.begins_as_asked, shifted(best.stages))
-        yield from _better(job, pool, [(best.rows, stages) for stages in moved], began)
-        if pool.best is best or _is_late(job, began):
+        moved = filter(context.begins_as_asked, shifted(best.stages))
+        yield from _better(context, pool, [(best.rows, stages) for stages in moved], began)
+        if pool.best is best or _is_late(context, began):
             return
 
 
-def _is_late(job: Job, began: float) -> bool:
-    return job.is_late(0.75) or job.is_long(began)
+def _is_late(context: SearchContext, began: float) -> bool:
+    return context.is_late(0.75) or context.is_long(began)
 
 
 def _better(
-    job: Job, pool: CandidatePool, pipelines: Iterable[tuple[int, Stages]], began: float
+    context: SearchContext,
+    pool: CandidatePool,
+    pipelines: Iterable[tuple[int, Stages]],
+    began: float,
 ) -> Iterator[Candidate]:
     """The candidates of the pipelines that were not simulated and may be faster than the best."""
-    known = {draft.key for draft in pool.drafts}
+    known = {proposal.key for proposal in pool.proposals}
     new = [each for each in pipelines if each not in known]
-    for least, draft in promising(job, new, pool.step_seconds, lambda: _is_late(job, began)):
+    for least, proposal in promising(
+        context, new, pool.step_seconds, lambda: _is_late(context, began)
+    ):
         if least < pool.step_seconds:
-            yield from pool.simulate(draft)
+            yield from pool.simulate(proposal)
 
 
 def few_pipelines(
-    job: Job, rows: Sequence[int], numbers: tuple[int, ...]
+    context: SearchContext, rows: Sequence[int], numbers: tuple[int, ...]
 ) -> list[tuple[int, Stages]] | None:
     """All pipelines of all micro-batch sizes; None where they are not few."""
-    if job.cluster.num_devices > MOST_DEVICES or not is_few(job, numbers):
+    if context.cluster.num_devices > MOST_DEVICES or not is_few(context, numbers):
         return None
-    every = ((each, stages) for each in rows for stages in stagings(job, each, numbers))
+    every = ((each, stages) for each in rows for stages in stagings(context, each, numbers))
     found = list(islice(every, MOST_FEW + 1))
     return found if len(found) <= MOST_FEW else None
 
 
-def is_few(job: Job, numbers: tuple[int, ...]) -> bool:
+def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
     """Whether there are few ways to cut the blocks into so many stages."""
-    num_blocks = len(job.structure.blocks.blocks)
+    num_blocks = len(context.structure.blocks.blocks)
     return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_CUTS
 
 
-def stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[StageChoice, ...]]:
+def stagings(
+    context: SearchContext, rows: int, numbers: tuple[int, ...]
+) -> Iterator[tuple[StageChoice, ...]]:
     """Every cut of the blocks on every tiling of the devices, as far as cuts are free."""
-    num_blocks = len(job.structure.blocks.blocks)
+    num_blocks = len(context.structure.blocks.blocks)
 
     def extend(
         tiling: Tiling, left: int, block: int, position: int
@@ -114,11 +121,11 @@ def stagings(job: Job, rows: int, numbers: tuple[int, ...]) -> Iterator[tuple[St
                     yield (choice, *rest)
 
     seen: set[tuple[StageChoice, ...]] = set()
-    mixed = job.request.features.allows("mixed-stages")
-    for tiling, number in tilings(job.cluster, numbers, job.costs(rows).place, mixed=mixed):
+    mixed = context.request.features.allows("mixed-stages")
+    for tiling, number in tilings(context.cluster, numbers, context.costs(rows).place, mixed=mixed):
         if number <= min(tiling.most, num_blocks):
             for stages in extend(tiling, number, 0, 0):
-                if stages not in seen and job.begins_as_asked(stages):
+                if stages not in seen and context.begins_as_asked(stages):
                     seen.add(stages)
                     yield stages
 
@@ -134,37 +141,39 @@ def shifted(stages: Stages) -> Iterator[Stages]:
 
 
 def promising(
-    job: Job,
+    context: SearchContext,
     pipelines: Iterable[tuple[int, Stages]],
     below: float,
     is_late: Callable[[], bool] = lambda: False,
-) -> list[tuple[float, Draft]]:
+) -> list[tuple[float, PipelineProposal]]:
     """Those that may take less than so much, with what they take at least, the least first;
     none more are priced once it is late."""
     found = []
     for rows, stages in pipelines:
         if is_late():
             break
-        found += [each for each in _draft(job, rows, stages) if each[0] < below]
+        found += [each for each in _draft(context, rows, stages) if each[0] < below]
     return sorted(found, key=lambda each: (each[0], each[1].seconds))
 
 
-def _draft(job: Job, rows: int, stages: Stages) -> Iterator[tuple[float, Draft]]:
+def _draft(
+    context: SearchContext, rows: int, stages: Stages
+) -> Iterator[tuple[float, PipelineProposal]]:
     """A pipeline priced, with a bound of its step; nothing where it does not fit."""
-    needs = edges(job, rows, stages)
+    needs = edges(context, rows, stages)
     answers: list[StageAnswer] = []
     depths = stage_depths(needs, len(stages))
     for choice, depth in zip(stages, depths, strict=True):
-        held = job.held(job.in_flight_schedule, len(stages), rows, depth)
-        found = stage(job, rows, choice, held)
+        held = context.held(context.in_flight_schedule, len(stages), rows, depth)
+        found = stage(context, rows, choice, held)
         if found is None:
             return
         answers.append(found[1])
-    count = job.num_microbatches(rows)
+    count = context.num_microbatches(rows)
     seconds = total_seconds([each.cost.once_and_slowest(count) for each in answers])
     yield (
-        answers_seconds(answers, count, needs, job.request.schedules),
-        Draft(rows, Pipeline(stages, seconds)),
+        answers_seconds(answers, count, needs, context.request.schedules),
+        PipelineProposal(rows, Pipeline(stages, seconds)),
     )
 
 

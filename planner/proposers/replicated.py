@@ -20,7 +20,7 @@ from ..pricing.step import Pipeline, latency_seconds, simulate_stages
 from ..replicas import check_replicas, with_replica_sums
 from ..schedules.schedules import can_have, compute_orders
 from ..search.candidates import Candidate
-from ..search.job import Job
+from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from .alike import groups_of_bases
 from .rank_memory import RankStage, recomputed_to_fit
@@ -28,33 +28,33 @@ from .rank_memory import RankStage, recomputed_to_fit
 SCHEDULE = "chimera"
 
 
-def replicated(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """The pool's pipelines under Chimera.
 
     Where it is forced PlanError AP547 is raised for a model whose forwards change buffers.
     """
-    if SCHEDULE not in job.request.arranged_schedules:
+    if SCHEDULE not in context.request.arranged_schedules:
         return
     try:
-        check_replicas(job.structure.graph)
+        check_replicas(context.structure.graph)
     except PlanError:
-        if job.request.forced.schedule == SCHEDULE:
+        if context.request.forced.schedule == SCHEDULE:
             raise
         return
-    for bases in groups_of_bases(job, pool):
+    for bases in groups_of_bases(context, pool):
         is_found = False
         for base in bases:
             count = base.num_microbatches
-            if can_have(SCHEDULE, len(base.stages), count, 1) and _least(job, base) < pool.bar:
+            if can_have(SCHEDULE, len(base.stages), count, 1) and _least(context, base) < pool.bar:
                 is_found = True
-                yield _with_replicas(job, base)
+                yield _with_replicas(context, base)
         if is_found:
             return
 
 
-def _least(job: Job, base: Candidate) -> float:
+def _least(context: SearchContext, base: Candidate) -> float:
     """A lower bound: two ranks share two stages, and one of them does half of their work."""
-    costs = with_replica_sums(base.costs, SCHEDULE, job.cluster, len(base.stages))
+    costs = with_replica_sums(base.costs, SCHEDULE, context.cluster, len(base.stages))
     work = [
         base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
         + cost.step_seconds / 2
@@ -63,7 +63,7 @@ def _least(job: Job, base: Candidate) -> float:
     return max(map(sum, zip(work, reversed(work), strict=True)))
 
 
-def _with_replicas(job: Job, base: Candidate) -> Candidate:
+def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
     """The pipeline under Chimera, simulated."""
     ranks, count = len(base.stages), base.num_microbatches
     answers = list(base.answers)
@@ -77,18 +77,18 @@ def _with_replicas(job: Job, base: Candidate) -> Candidate:
             )
             for part in pair
         ]  # fmt: skip
-        limit = min(job.limits_on(base.stages[part].devices).memory_bytes for part in pair)
-        policies = recomputed_to_fit(stages, limit, job.request.recomputations)
+        limit = min(context.limits_on(base.stages[part].devices).memory_bytes for part in pair)
+        policies = recomputed_to_fit(stages, limit, context.request.recomputations)
         for part, policy in zip(pair, policies, strict=True):
-            answers[part] = _recomputed(job, base, part, policy)
+            answers[part] = _recomputed(context, base, part, policy)
     costs = with_replica_sums(
-        [answer.cost for _, answer in answers], SCHEDULE, job.cluster, ranks
+        [answer.cost for _, answer in answers], SCHEDULE, context.cluster, ranks
     )  # fmt: skip
     timeline = simulate_stages(
-        Pipeline(SCHEDULE, count), costs, latency_seconds=latency_seconds(job.cluster)
+        Pipeline(SCHEDULE, count), costs, latency_seconds=latency_seconds(context.cluster)
     )
     sizes = _rank_bytes(costs, timeline.peak_activation_bytes)
-    limits = [job.limits_on(stage.devices).memory_bytes for stage in base.stages]
+    limits = [context.limits_on(stage.devices).memory_bytes for stage in base.stages]
     return replace(
         base, schedule=SCHEDULE, answers=tuple(answers), costs=tuple(costs), base=base,
         step_seconds=timeline.step_seconds, bubble_fraction=timeline.bubble_fraction,
@@ -98,12 +98,12 @@ def _with_replicas(job: Job, base: Candidate) -> Candidate:
 
 
 def _recomputed(
-    job: Job, base: Candidate, part: int, policy: RecomputePolicy
+    context: SearchContext, base: Candidate, part: int, policy: RecomputePolicy
 ) -> tuple[StageModel, StageAnswer]:
     """The answer of a part with some of its blocks recomputed."""
     model, answer = base.answers[part]
     ranks = len(base.stages)
-    held = job.held(SCHEDULE, ranks, base.rows, ranks - part)
+    held = context.held(SCHEDULE, ranks, base.rows, ranks - part)
     setting = replace(answer.setting, policy=policy, in_flight=held[0][0], halves=())
     return model, replace(answer, setting=setting)
 

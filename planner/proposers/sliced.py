@@ -15,7 +15,7 @@ from ..errors import PlanError, UsageError
 from ..evaluate import Evaluator, at_microbatch, priced_stages
 from ..pricing.slice_costs import MOST_UNITS, best_lengths, even_lengths
 from ..search.candidates import Candidate, edges
-from ..search.job import Job
+from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import make_plan
 from ..sequence_places import find_places
@@ -30,13 +30,13 @@ MOST_NODES = 4096
 by node."""
 
 
-def sliced(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
+def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """The pool's fastest pipelines under TeraPipe.
 
     Where it is forced PlanError AP548 is raised for a model that slices would change, and
     UsageError AP549 for more slices than positions.
     """
-    request, graph = job.request, job.structure.graph
+    request, graph = context.request, context.structure.graph
     if SCHEDULE not in request.arranged_schedules:
         return
     is_forced = request.forced.schedule == SCHEDULE
@@ -55,26 +55,26 @@ def sliced(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
             fix=f"at most {length} slices",
         )  # fmt: skip
     lengths = even_lengths(length, slices) if isinstance(slices, int) else None
-    bases = [each for each in pool.ranked() if each.is_pipeline and _can_be_sliced(job, each)]
+    bases = [each for each in pool.ranked() if each.is_pipeline and _can_be_sliced(context, each)]
     if not is_forced:
-        bases = [each for each in bases if _may_fit(job, each)]
+        bases = [each for each in bases if _may_fit(context, each)]
     for base in bases[:MOST_PRICED]:
         if _least_seconds(base) < pool.bar:
-            yield _in_slices(job, base, lengths)
+            yield _in_slices(context, base, lengths)
 
 
-def _can_be_sliced(job: Job, base: Candidate) -> bool:
+def _can_be_sliced(context: SearchContext, base: Candidate) -> bool:
     """Whether the stages are a chain, and no mesh splits the positions already."""
     has_cp = any("cp" in model.prices.mesh.axes for model, _ in base.answers)
-    return not has_cp and edges(job, base.rows, base.stages) is None
+    return not has_cp and edges(context, base.rows, base.stages) is None
 
 
-def _may_fit(job: Job, base: Candidate) -> bool:
+def _may_fit(context: SearchContext, base: Candidate) -> bool:
     """Whether all micro-batches may be in memory at once."""
     for stage, cost in zip(base.stages, base.costs, strict=True):
         lasting = cost.total_bytes - cost.memory_bytes["activations"]
         held = base.num_microbatches * cost.activation_bytes
-        if lasting + held > job.limits_on(stage.devices).memory_bytes:
+        if lasting + held > context.limits_on(stage.devices).memory_bytes:
             return False
     return True
 
@@ -88,20 +88,24 @@ def _least_seconds(base: Candidate) -> float:
     return base.num_microbatches * max(stages) + (sum(stages) - max(stages)) / MOST_UNITS
 
 
-def _in_slices(job: Job, base: Candidate, lengths: tuple[int, ...] | None) -> Candidate:
+def _in_slices(
+    context: SearchContext, base: Candidate, lengths: tuple[int, ...] | None
+) -> Candidate:
     """The pipeline in slices of these lengths; of the best ones where none are given."""
-    graph, blocks = job.structure.graph, job.structure.blocks
-    plan = make_plan(job.structure, job.cluster, job.request, base, (), job.spent())
+    graph, blocks = context.structure.graph, context.structure.blocks
+    plan = make_plan(context.structure, context.cluster, context.request, base, (), context.spent())
     plan = replace(plan, schedule=SCHEDULE)
     if lengths is None:
         lengths = best_lengths(
             at_microbatch(graph, plan), blocks, plan,
-            lambda part, cut, of: priced_stages(part, cut, of, rules=job.rules, basis=job.basis),
+            lambda part, cut, of: priced_stages(
+                part, cut, of, rules=context.rules, basis=context.basis
+            ),
         )  # fmt: skip
-    evaluator = Evaluator(graph, blocks, job.rules, job.basis)
-    staged = evaluator.staged(replace(plan, slices=lengths), job.cluster)
+    evaluator = Evaluator(graph, blocks, context.rules, context.basis)
+    staged = evaluator.staged(replace(plan, slices=lengths), context.cluster)
     found = staged.evaluation()
-    limits = [job.limits_on(stage.devices).memory_bytes for stage in base.stages]
+    limits = [context.limits_on(stage.devices).memory_bytes for stage in base.stages]
     return replace(
         base, schedule=SCHEDULE, costs=tuple(staged.costs), slices=staged.slices, base=base,
         step_seconds=found.step_seconds, bubble_fraction=found.bubble_fraction,

@@ -1,6 +1,6 @@
 """Plans of one stage in which unlike devices take unequal shares of the batch.
 
-In: a job on a cluster whose devices differ. Out: for each micro-batch size and mesh with an
+In: a context on a cluster whose devices differ. Out: for each micro-batch size and mesh with an
 axis "dp" the best candidate, and what none of these plans is faster than.
 
 A coordinate of "dp" is priced on its own device, with the graph that it runs (``shares``). Of
@@ -28,7 +28,7 @@ from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from ..search.candidates import Candidate, simulated
-from ..search.job import Job
+from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
 from ..search.translated import translated
@@ -56,32 +56,34 @@ class SharedAnswer(StageAnswer):
         return self.joint
 
 
-def uneven_shares(job: Job, pool: CandidatePool) -> Iterator[Candidate]:
-    """The best candidate of each micro-batch size and mesh; what bounds them goes to the job."""
+def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
+    """The best candidate of each micro-batch size and mesh; the context gets their bound."""
     least = float("inf")
-    for candidate, bound in shared_candidates(job, job.microbatch_rows):
+    for candidate, bound in shared_candidates(context, context.microbatch_rows):
         least = min(least, bound)
         if candidate is not None:
             yield candidate
-    job.shared_bound = least
+    context.shared_bound = least
 
 
-def shared_candidates(job: Job, rows: Sequence[int]) -> Iterator[tuple[Candidate | None, float]]:
+def shared_candidates(
+    context: SearchContext, rows: Sequence[int]
+) -> Iterator[tuple[Candidate | None, float]]:
     """A candidate, if any, and a bound for each micro-batch size and mesh."""
-    request, size = job.request, job.cluster.num_devices
-    allowed = request.features.allows("uneven-shares") and 1 in job.stage_numbers
+    request, size = context.request, context.cluster.num_devices
+    allowed = request.features.allows("uneven-shares") and 1 in context.stage_numbers
     more = max(request.forced.cp or 1, request.forced.ep or 1)
-    if not allowed or more > 1 or job.basis.asked is not None:
+    if not allowed or more > 1 or context.basis.asked is not None:
         return
-    if why_not(job.structure.graph, (), lambda name: None):
+    if why_not(context.structure.graph, (), lambda name: None):
         return
-    for mesh in meshes(size, inner_size(job.cluster, 0, size), request.forced):
+    for mesh in meshes(size, inner_size(context.cluster, 0, size), request.forced):
         if mesh.axes[0] != "dp" or not request.features.allows_mesh(mesh, request.max_tp):
             continue
         for each in rows:
-            shared = _Shared(job, mesh, each)
+            shared = _Shared(context, mesh, each)
             if each >= mesh.shape[0] and len(set(shared.devices)) > 1:
-                if job.effort.left_seconds <= 0:
+                if context.budget.left_seconds <= 0:
                     yield None, 0.0
                     return
                 yield shared.best(), shared.bound_seconds()
@@ -91,7 +93,7 @@ def shared_candidates(job: Job, rows: Sequence[int]) -> Iterator[tuple[Candidate
 class _Shared:
     """One mesh over the cluster at one micro-batch size."""
 
-    job: Job
+    context: SearchContext
     mesh: Mesh
     rows: int
     _solvers: dict[tuple[int, int], IntraOp] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class _Shared:
 
     @property
     def count(self) -> int:
-        return self.job.num_microbatches(self.rows)
+        return self.context.num_microbatches(self.rows)
 
     @property
     def parts(self) -> int:
@@ -113,18 +115,18 @@ class _Shared:
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """For each coordinate the first one whose devices are the same."""
-        cluster = self.job.cluster
+        cluster = self.context.cluster
         own = [cluster.slowest_device(ranks) for ranks in self.ranks]
         return tuple(own.index(device) for device in own)
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """Bytes for each coordinate."""
-        return tuple(self.job.limits_on(ranks).memory_bytes for ranks in self.ranks)
+        return tuple(self.context.limits_on(ranks).memory_bytes for ranks in self.ranks)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        return 0, len(self.job.structure.blocks.blocks)
+        return 0, len(self.context.structure.blocks.blocks)
 
     def run(self, coordinate: int, rows: int) -> Run:
         return self.solver(coordinate, rows).model.structure.run(*self.blocks)
@@ -133,19 +135,19 @@ class _Shared:
         """The stage solver of a coordinate with so many rows; no memory limit."""
         key = self.devices[coordinate], rows
         if key not in self._solvers:
-            job, request = self.job, self.job.request
+            context, request = self.context, self.context.request
             prices = Prices(
-                self.mesh, job.cluster, tuple(range(self.mesh.size)), request.precision,
-                request.optimizer, job.rules, job.cache, profile=job.basis.used,
+                self.mesh, context.cluster, tuple(range(self.mesh.size)), request.precision,
+                request.optimizer, context.rules, context.cache, profile=context.basis.used,
                 own=self.ranks[key[0]],
             )  # fmt: skip
             limited = replace(
-                restriction(self.mesh, request.forced), pins=job.pins, features=request.features
+                restriction(self.mesh, request.forced), pins=context.pins, features=request.features
             )
-            graph = job.at(rows * self.parts)
-            model = StageModel(graph, prices, limited, job.cluster.link(0, 0))
-            limits = replace(job.limits, memory_bytes=INFINITE)
-            self._solvers[key] = IntraOp(model, limits, job.effort)
+            graph = context.at(rows * self.parts)
+            model = StageModel(graph, prices, limited, context.cluster.link(0, 0))
+            limits = replace(context.limits, memory_bytes=INFINITE)
+            self._solvers[key] = IntraOp(model, limits, context.budget)
         return self._solvers[key]
 
     @cached_property
@@ -180,8 +182,8 @@ class _Shared:
             return None
         best = min(found, key=lambda answer: (answer.objective, answer.cost.total_bytes))
         choice = StageChoice(*self.blocks, 0, self.mesh.size)
-        schedule = self.job.request.schedules[0]
-        return simulated(self.job, self.rows, schedule, (choice,), [(base.model, best)])
+        schedule = self.context.request.schedules[0]
+        return simulated(self.context, self.rows, schedule, (choice,), [(base.model, best)])
 
     def _is_possible(self, model: StageModel, answer: StageAnswer) -> bool:
         graph, own = model.structure.graph, model.structure.blocks
@@ -209,9 +211,11 @@ class _Shared:
 
     def _policies(self, run: Run) -> Iterator[RecomputePolicy]:
         """Ways to recompute, the one with nothing recomputed first."""
-        request = self.job.request
+        request = self.context.request
         listed = policies(*run.class_counts)
-        modes = self.job.limits.modes if request.recompute is None else (request.recompute, "none")
+        modes = (
+            self.context.limits.modes if request.recompute is None else (request.recompute, "none")
+        )
         sizes, allowed = run.class_counts[0], listed.within(modes)
         many = int(allowed.sum()) > MOST_POLICIES
         for number, allows in enumerate(allowed.tolist()):

@@ -1,1 +1,1 @@
-"""From a planning job to a plan: everything decided together."""
+"""From a planning context to a plan: everything decided together."""

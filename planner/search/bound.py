@@ -1,7 +1,7 @@
 """A lower bound of the step time over the whole search space.
 
-In: a job. Out: seconds that no plan takes less than, whatever its micro-batch size, cut, meshes,
-layouts, ZeRO stages, recomputation and schedule, with one or several stages per rank.
+In: a context. Out: a lower bound of the seconds of every plan, whatever its micro-batch size, cut,
+meshes, layouts, ZeRO stages, recomputation and schedule, with one or several stages per rank.
 
 The busiest of D devices works at least as long as the mean one. A block on a mesh of n devices
 takes n times its seconds of device time. A price of λ seconds per byte brings in the memory limit
@@ -22,7 +22,6 @@ the micro-batches in flight, and that blocks are whole. It is never below ``work
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,7 +45,7 @@ from ..pricing.choices import input_specs
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run, Structure
 from ..requests.request import MOST_CHUNKS
-from .job import Job
+from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 
 PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
@@ -56,60 +55,59 @@ UNLIMITED = 1e18
 """Bytes that are as good as no limit."""
 
 
-def lower_bound(job: Job) -> float:
-    """No plan takes less than this, with one stage per rank or several. Computed once per job.
+def lower_bound(context: SearchContext) -> float:
+    """No plan takes less than this, with one stage per rank or several. Computed once per context.
 
     After the time limit it is ``work_bound``, and also where the tables of a block would be too
     wide.
     """
-    if job.bound_seconds is None:
-        began = time.perf_counter()
-        job.bound_seconds = _lower_bound(job)
-        job.took("bound", time.perf_counter() - began)
-    return job.bound_seconds
+    if context.bound_seconds is None:
+        with context.budget.timed("bound"):
+            context.bound_seconds = _lower_bound(context)
+    return context.bound_seconds
 
 
-def _lower_bound(job: Job) -> float:
-    work = least = work_bound(job, job.microbatch_rows)
-    with job.stoppable():
+def _lower_bound(context: SearchContext) -> float:
+    work = least = work_bound(context, context.microbatch_rows)
+    with context.stoppable():
         # each process bounds the micro-batch sizes that it searched, whose tables it has
-        least = max(work, min(job.workers.map(relaxed)))
-    if job.shared_bound is not None:
-        return min(least, job.shared_bound)
-    return work if is_mixed(job.cluster) else least
+        least = max(work, min(context.workers.map(relaxed)))
+    if context.shared_bound is not None:
+        return min(least, context.shared_bound)
+    return work if is_mixed(context.cluster) else least
 
 
-def relaxed(job: Job, rows: Sequence[int]) -> float:
+def relaxed(context: SearchContext, rows: Sequence[int]) -> float:
     """The bound of some micro-batch sizes, without ``work_bound``; 0 where it is not known."""
     least = float("inf")
-    with job.stoppable(), suppress(TooWideError):
+    with context.stoppable(), suppress(TooWideError):
         for each in rows:
-            for tilings, most_stages in _parts(job, each):
-                if job.ended_by:
+            for tilings, most_stages in _parts(context, each):
+                if context.ended_by:
                     return 0.0
-                least = min(least, _Relaxation(job, each, tilings, most_stages).seconds())
+                least = min(least, _Relaxation(context, each, tilings, most_stages).seconds())
         return least
     return 0.0
 
 
-def _parts(job: Job, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
+def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
     """The space in parts: tilings of the devices, with the most stages that they may have."""
-    place, features = job.costs(rows).place, job.request.features
+    place, features = context.costs(rows).place, context.request.features
     most_chunks = 1
-    if job.request.chunked_schedules:
-        most_chunks = job.request.forced.chunks or MOST_CHUNKS
+    if context.request.chunked_schedules:
+        most_chunks = context.request.forced.chunks or MOST_CHUNKS
     uniform = {}
-    for number in job.stage_numbers:
-        tiling = uniform_tiling(job.cluster, number, place)
+    for number in context.stage_numbers:
+        tiling = uniform_tiling(context.cluster, number, place)
         if tiling is not None:
             uniform[number] = tiling
     if 1 in uniform:
         yield (uniform.pop(1),), 1
-    most = max(job.stage_numbers)
+    most = max(context.stage_numbers)
     is_any = features.allows("mixed-stages")
-    is_any |= features.allows("branches") and bool(sections(job.structure))
+    is_any |= features.allows("branches") and bool(sections(context.structure))
     if is_any and most > 1:
-        every = (*uniform.values(), mixed_tiling(job.cluster, most, place))
+        every = (*uniform.values(), mixed_tiling(context.cluster, most, place))
         yield every, most * most_chunks
     else:
         for number, tiling in uniform.items():
@@ -120,7 +118,7 @@ def _parts(job: Job, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
 class _Relaxation:
     """The relaxed problem of some tilings at one micro-batch size."""
 
-    job: Job
+    context: SearchContext
     rows: int
     tilings: Sequence[Tiling]
     most_stages: int
@@ -130,7 +128,7 @@ class _Relaxation:
         solvers = self._solvers
         if not solvers:
             return float("inf")
-        count = self.job.num_microbatches(self.rows)
+        count = self.context.num_microbatches(self.rows)
         work = float(self._device_seconds(np.zeros(1))[0])
         free = self._free_bytes
         if not np.isfinite(free) or free <= 0:
@@ -142,7 +140,7 @@ class _Relaxation:
     @cached_property
     def _solvers(self) -> list[IntraOp]:
         """Those of the meshes that differ."""
-        costs = self.job.costs(self.rows)
+        costs = self.context.costs(self.rows)
         places = dict.fromkeys(move.place for tiling in self.tilings for move in tiling.moves)
         found: dict[object, IntraOp] = {}
         for place in places:
@@ -154,7 +152,7 @@ class _Relaxation:
     @cached_property
     def _free_bytes(self) -> float:
         """What tensors may take on a device, the mean of all."""
-        cluster, limit = self.job.cluster, self.job.request.memory_limit_bytes
+        cluster, limit = self.context.cluster, self.context.request.memory_limit_bytes
         devices = [host.device for host in cluster.hosts for _ in range(host.num_devices)]
         sizes = [device.usable_memory_bytes if limit is None else limit for device in devices]
         reserved = min(reserve(solver.model) for solver in self._solvers)
@@ -162,9 +160,9 @@ class _Relaxation:
 
     def _device_seconds(self, prices: Floats) -> Floats:
         """By price of a byte the seconds of a micro-batch that the mean device works."""
-        structure = self.job.at(self.rows)
-        neighbours, count = Neighbours.of(structure), self.job.num_microbatches(self.rows)
-        shares = [solver.model.prices.mesh.size / self.job.cluster.num_devices
+        structure = self.context.at(self.rows)
+        neighbours, count = Neighbours.of(structure), self.context.num_microbatches(self.rows)
+        shares = [solver.model.prices.mesh.size / self.context.cluster.num_devices
                   for solver in self._solvers]  # fmt: skip
         every = [block_seconds(solver, count, neighbours, prices) for solver in self._solvers]
         total, saved = np.zeros(len(prices)), np.zeros(len(prices))
@@ -248,7 +246,7 @@ def block_seconds(
         tables = {kind: KindTables.of(model, kind) for kind in model.structure.blocks.kinds}
         for own in tables.values():
             own.check()
-        solver.effort.num_problems += len(solver.modes)
+        solver.budget.num_problems += len(solver.modes)
         blocks = _Blocks(model, solver.zeros, solver.modes, count, neighbours, prices, tables)
         return {kind: blocks.seconds(kind) for kind in tables}
 
@@ -318,7 +316,7 @@ def _over_ends(factor: Factor, number: int) -> Floats:
     return table[(slice(None),) * BATCH_AXES + tuple(index)]
 
 
-def work_bound(job: Job, rows: Sequence[int]) -> float:
+def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
     """A lower bound of the step from the ops' work alone, known without solving anything.
 
     Whatever the layouts, the devices that share an op do all of its FLOPs and touch all of its
@@ -332,23 +330,25 @@ def work_bound(job: Job, rows: Sequence[int]) -> float:
     taken for all. Communication, recomputation and idle time are left out. 0 where prices are
     measured, which peaks do not bound.
     """
-    if job.basis.used is not None or job.basis.only not in (None, "spec"):
+    if context.basis.used is not None or context.basis.only not in (None, "spec"):
         return 0.0
     largest = max(rows)
-    structure = job.at(largest)
-    devices = list({host.device.speed: host.device for host in job.cluster.hosts}.values())
+    structure = context.at(largest)
+    devices = list({host.device.speed: host.device for host in context.cluster.hosts}.values())
     total = 0.0
     for kind, count in Counter(block.kind for block in structure.blocks.blocks).items():
         nodes = structure.blocks.kinds[kind].nodes
-        total += count * sum(_least_seconds(job, largest, name, devices) for name in nodes)
-    return job.num_microbatches(largest) * total / job.cluster.num_devices
+        total += count * sum(_least_seconds(context, largest, name, devices) for name in nodes)
+    return context.num_microbatches(largest) * total / context.cluster.num_devices
 
 
-def _least_seconds(job: Job, rows: int, name: str, devices: Sequence[Device]) -> float:
+def _least_seconds(
+    context: SearchContext, rows: int, name: str, devices: Sequence[Device]
+) -> float:
     """Both passes of a whole op on the fastest of the devices."""
-    graph = job.at(rows).graph
+    graph = context.at(rows).graph
     node = graph[name]
-    work = job.rules.work(node, input_specs(node, graph), node.outputs)
+    work = context.rules.work(node, input_specs(node, graph), node.outputs)
     passes = (
         (work.flops_forward, work.bytes_forward), (work.flops_backward, work.bytes_backward)
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""From drafts to candidates: each stage's best mesh and layouts, and the simulated step.
+"""From proposals to candidates: each stage's best mesh and layouts, and the simulated step.
 
-In: a job, pipelines of the dynamic program. Out: candidates, simulated under the schedules
+In: a context, pipelines of the dynamic program. Out: candidates, simulated under the schedules
 that are allowed and fit. A step of very many micro-batches is simulated at two smaller numbers
 and continued: once the pipeline is full each further micro-batch takes equally long. Only the
 winner's whole step is simulated.
@@ -8,7 +8,6 @@ winner's whole step is simulated.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +27,9 @@ from ..pricing.weight_versions import num_versions, with_versions
 from ..schedules.held import Halves, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..summary import RankSummary, schedule_text, summary_text
+from .branch_and_bound import PipelineProposal
+from .context import SearchContext
 from .costs import answer_seconds
-from .job import Job
-from .quests import Draft
 
 Chosen = tuple[IntraOp, StageAnswer]
 
@@ -43,21 +42,21 @@ more micro-batches whole: so many more at most."""
 
 
 def stage(
-    job: Job, rows: int, choice: StageChoice, held: Halves, *,
+    context: SearchContext, rows: int, choice: StageChoice, held: Halves, *,
     versions: int = 1, programs: int = 0, free: bool = False,
 ) -> Chosen | None:  # fmt: skip
     """The best mesh of a stage of a pipeline, and its answer; None where it does not fit.
 
     ``versions`` of its weights are kept. ``programs``: with its gap narrowed by up to so many
-    integer programs. ``free``: with the axes of meshes left to the solver (``Job.solver``).
+    integer programs. ``free``: with the axes of meshes left to the solver.
     """
     holds_more = is_split(held) or versions > 1
     for more in range(1 + (MORE_HELD if holds_more else 0)):
         number = most_held(held) + more
-        chosen = _stage(job, rows, choice, number, free=free)
+        chosen = _stage(context, rows, choice, number, free=free)
         if chosen is not None and programs:
-            chosen[0].refine(chosen[1].run, job.num_microbatches(rows), number, programs)
-            chosen = _stage(job, rows, choice, number, free=free)
+            chosen[0].refine(chosen[1].run, context.num_microbatches(rows), number, programs)
+            chosen = _stage(context, rows, choice, number, free=free)
         if chosen is None or not holds_more:
             return chosen
         solver, answer = chosen
@@ -75,20 +74,20 @@ def stage(
 
 
 def _stage(
-    job: Job, rows: int, choice: StageChoice, in_flight: int, *, free: bool = False
+    context: SearchContext, rows: int, choice: StageChoice, in_flight: int, *, free: bool = False
 ) -> Chosen | None:
-    costs = job.costs(rows)
+    costs = context.costs(rows)
     place = costs.places[costs.place(choice.first_device, choice.num_devices)]
     number = int(costs.runs.classes.numbers[choice.start, choice.stop])
     if not free:
         return place.answer(number, in_flight)
     if number == NO_RUN:
         return None
-    run, count = costs.runs.run(number), job.num_microbatches(rows)
+    run, count = costs.runs.run(number), context.num_microbatches(rows)
     answers: list[Chosen] = []
     for mesh in place.meshes:
         axes = mesh.solver.model.prices.mesh
-        solver = job.solver(rows, axes, choice.first_device, free=True)
+        solver = context.solver(rows, axes, choice.first_device, free=True)
         answer = solver.best(run, count, in_flight) if solver.is_quick(run, count) else None
         if answer is not None:
             answers.append((solver, answer))
@@ -101,46 +100,51 @@ def splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
     return solver, replace(answer, setting=setting)
 
 
-def edges(job: Job, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
+def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
     """Which stage needs which; None for a chain."""
     ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
-    return stage_edges(job.at(rows), [s.start for s in stages], Places(job.cluster, ends))
+    return stage_edges(context.at(rows), [s.start for s in stages], Places(context.cluster, ends))
 
 
-def schedules(job: Job, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
+def schedules(context: SearchContext, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
     """The schedules to simulate. Those that split backwards run chains of stages only."""
-    allowed = job.request.schedules
+    allowed = context.request.schedules
     if num_stages == 1:
         return allowed[:1]
     return tuple(name for name in allowed if is_chain or not splits(name))
 
 
 def candidate(
-    job: Job, draft: Draft, schedule: str | None = None, *, programs: int = 0, free: bool = False
+    context: SearchContext,
+    proposal: PipelineProposal,
+    schedule: str | None = None,
+    *,
+    programs: int = 0,
+    free: bool = False,
 ) -> Candidate | None:
-    """A draft under a schedule, if not given the one that the dynamic program thought of.
+    """A proposal under a schedule, if not given the one that the dynamic program thought of.
 
     None where it does not fit. ``programs``: with the gaps of stages narrowed, each by up to so
     many integer programs. ``free``: see ``stage``.
     """
-    schedule = schedule or job.in_flight_schedule
-    stages, rows = draft.pipeline.stages, draft.rows
-    depths = stage_depths(edges(job, rows, stages), len(stages))
-    held = [job.held(schedule, len(stages), rows, depth) for depth in depths]
-    versions = num_versions(schedule, len(stages), job.num_microbatches(rows))
+    schedule = schedule or context.in_flight_schedule
+    stages, rows = proposal.pipeline.stages, proposal.rows
+    depths = stage_depths(edges(context, rows, stages), len(stages))
+    held = [context.held(schedule, len(stages), rows, depth) for depth in depths]
+    versions = num_versions(schedule, len(stages), context.num_microbatches(rows))
     chosen: list[Chosen] = []
     for choice, in_flight, kept in zip(stages, held, versions, strict=True):
-        found = stage(job, rows, choice, in_flight, versions=kept, free=free)
+        found = stage(context, rows, choice, in_flight, versions=kept, free=free)
         if found is None:
             return None
         chosen.append(found)
     if programs:
-        _refine(job, rows, stages, held, chosen, programs)
-    return simulated(job, rows, schedule, stages, models_of(chosen))
+        _refine(context, rows, stages, held, chosen, programs)
+    return simulated(context, rows, schedule, stages, models_of(chosen))
 
 
 def _refine(
-    job: Job, rows: int, stages: Sequence[StageChoice], held: Sequence[Halves],
+    context: SearchContext, rows: int, stages: Sequence[StageChoice], held: Sequence[Halves],
     chosen: list[Chosen], programs: int,
 ) -> None:  # fmt: skip
     """Narrows the gaps of stages, the slowest first, as long as that can make the step shorter.
@@ -148,36 +152,36 @@ def _refine(
     T = Σ q + max m (``costs``) is within half the gap of its least once the slowest stages
     are: what the others take counts once.
     """
-    count, left = job.num_microbatches(rows), set(range(len(stages)))
+    count, left = context.num_microbatches(rows), set(range(len(stages)))
     while left:
         figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
-        least = total_seconds(figures) * (1 - job.request.gap / 2)
+        least = total_seconds(figures) * (1 - context.request.gap / 2)
         if gap_adjusted_seconds(figures, gaps) >= least:
             return
         at = max(left, key=lambda each: (figures[each][1], -each))
         left.remove(at)
-        chosen[at] = stage(job, rows, stages[at], held[at], programs=programs) or chosen[at]
+        chosen[at] = stage(context, rows, stages[at], held[at], programs=programs) or chosen[at]
 
 
 def candidates(
-    job: Job, draft: Draft, *, programs: int = 0, below: float = float("inf"),
-    without: Collection[str] = (), free: bool = False,
+    context: SearchContext, proposal: PipelineProposal, *, programs: int = 0,
+    below: float = float("inf"), without: Collection[str] = (), free: bool = False,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """The draft under every schedule that is allowed and fits, ``without`` some. ``free``: see
+    """The proposal under every schedule that is allowed and fits, ``without`` some. ``free``: see
     ``stage``.
 
     A schedule that splits backwards only where it can take less than the first of the others
     that fits, and than ``below``: the stages' own work takes as long in any order, and with more
     micro-batches in flight not less.
     """
-    stages = draft.pipeline.stages
-    needs = edges(job, draft.rows, stages)
+    stages = proposal.pipeline.stages
+    needs = edges(context, proposal.rows, stages)
     work = 0.0
-    for schedule in schedules(job, len(stages), is_chain=needs is None):
+    for schedule in schedules(context, len(stages), is_chain=needs is None):
         if schedule in without or (splits(schedule) and work >= below):
             continue
-        found = candidate(job, draft, schedule, programs=programs, free=free)
+        found = candidate(context, proposal, schedule, programs=programs, free=free)
         if found is not None:
             yield found
             below = min(below, found.step_seconds)
@@ -200,7 +204,7 @@ def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer],
 
 
 def simulated(
-    job: Job,
+    context: SearchContext,
     rows: int,
     schedule: str,
     stages: tuple[StageChoice, ...],
@@ -210,7 +214,7 @@ def simulated(
     base: Candidate | None = None,
 ) -> Candidate:
     """A candidate of these stages, ``num_chunks`` per rank, with its step simulated."""
-    count = job.num_microbatches(rows)
+    count = context.num_microbatches(rows)
     policy = answers[0][0].prices.policy
     versions = num_versions(schedule, len(stages), count)
     costs = tuple(
@@ -219,44 +223,43 @@ def simulated(
     )
     sizes = rank_bytes(stages, costs)
     limits = {
-        stage.first_device: job.limits_on(stage.devices).memory_bytes for stage in stages
+        stage.first_device: context.limits_on(stage.devices).memory_bytes for stage in stages
     }  # fmt: skip
     made = Candidate(
         rows, count, schedule, stages, tuple(answers), costs, 0.0, 0.0, max(sizes.values()),
         num_chunks, base=base,
         fits=base is None or all(size <= limits[rank] for rank, size in sizes.items()),
     )  # fmt: skip
-    return _with_step(job, made, whole=False)
+    return _with_step(context, made, whole=False)
 
 
-def completed(job: Job, candidate: Candidate) -> Candidate:
+def completed(context: SearchContext, candidate: Candidate) -> Candidate:
     """The candidate with every micro-batch of its step simulated."""
-    return replace(_with_step(job, candidate, whole=True), is_complete=True)
+    return replace(_with_step(context, candidate, whole=True), is_complete=True)
 
 
-def _with_step(job: Job, made: Candidate, *, whole: bool) -> Candidate:
+def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candidate:
     """The candidate with its step; of many micro-batches two shorter steps are continued.
 
     Once the pipeline is full each further micro-batch takes equally long.
     """
-    began = time.perf_counter()
-    needs = edges(job, made.rows, made.stages)
-    latency = latency_seconds(job.cluster)
+    needs = edges(context, made.rows, made.stages)
+    latency = latency_seconds(context.cluster)
 
     def run(number: int) -> Step:
         pipeline = Pipeline(made.schedule, number, made.num_chunks, edges=needs)
-        return simulated_step(pipeline, made.costs, latency_seconds=latency, known=job.steps)
+        return simulated_step(pipeline, made.costs, latency_seconds=latency, known=context.steps)
 
     count = made.num_microbatches
-    if whole or is_whole(made):
-        step = run(count)
-    else:
-        few, more = _simulated_numbers(made)
-        first, second = run(few).seconds, run(more)
-        seconds = second.seconds + (count - more) * (second.seconds - first) / (more - few)
-        busy = (1 - second.bubble_fraction) * second.seconds * count / more
-        step = Step(seconds, max(0.0, 1 - busy / seconds))
-    job.took("simulator", time.perf_counter() - began)
+    with context.budget.timed("simulator"):
+        if whole or is_whole(made):
+            step = run(count)
+        else:
+            few, more = _simulated_numbers(made)
+            first, second = run(few).seconds, run(more)
+            seconds = second.seconds + (count - more) * (second.seconds - first) / (more - few)
+            busy = (1 - second.bubble_fraction) * second.seconds * count / more
+            step = Step(seconds, max(0.0, 1 - busy / seconds))
     return replace(made, step_seconds=step.seconds, bubble_fraction=step.bubble_fraction)
 
 

@@ -25,9 +25,10 @@ from functools import cached_property
 
 import numpy as np
 
+from ..budget import Budget
 from ..inter_op.cuts import Cuts
 from ..inter_op.inter_op import StageChoice
-from ..intra_op.intra_op import Effort, IntraOp, StageAnswer
+from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..pricing.assembly import reserve
 from ..pricing.run_classes import (
     NO_RUN,
@@ -344,7 +345,7 @@ class Costs:
     key: Callable[[int, int], Hashable]
     solvers: Callable[[int, int], list[IntraOp]]
     held: Callable[[int], int]
-    effort: Effort
+    budget: Budget
     places: list[PlaceCosts] = field(default_factory=list)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     _held: dict[int, int] = field(default_factory=dict)
@@ -374,7 +375,7 @@ class Costs:
 
     def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
         """``inter_op.cuts.Seconds``: of what is known."""
-        self.effort.num_steps += 1
+        self.budget.num_steps += 1
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from .branch_and_bound import PipelineProposal
 from .candidates import Candidate, candidates, completed, is_whole
-from .job import Job
-from .quests import Draft
+from .context import SearchContext
 
 
 class CandidatePool:
-    """Candidates: ``known`` fit in memory, ``rejected`` do not. ``drafts``: the pipelines of the
+    """Candidates: ``known`` fit in memory, ``rejected`` do not. ``proposals``: the pipelines of the
     dynamic program that were simulated."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.drafts: list[Draft] = []
+    def __init__(self, context: SearchContext) -> None:
+        self.context = context
+        self.proposals: list[PipelineProposal] = []
         self.known: list[Candidate] = []
         self.rejected: list[Candidate] = []
         self.best: Candidate | None = None
@@ -35,7 +35,9 @@ class CandidatePool:
     @property
     def cutoff(self) -> float:
         """Pipelines that take as long are not sought."""
-        return self.step_seconds if len(self.drafts) >= self.job.request.top else float("inf")
+        return (
+            self.step_seconds if len(self.proposals) >= self.context.request.top else float("inf")
+        )
 
     @property
     def bar(self) -> float:
@@ -49,7 +51,7 @@ class CandidatePool:
 
     def is_allowed(self, candidate: Candidate) -> bool:
         """Whether the request allows a candidate as a plan."""
-        return self.job.request.allows_one_stage or not candidate.is_pipeline
+        return self.context.request.allows_one_stage or not candidate.is_pipeline
 
     def add(self, candidate: Candidate) -> None:
         """Takes in a candidate."""
@@ -65,27 +67,27 @@ class CandidatePool:
         for candidate in candidates:
             self.add(candidate)
 
-    def simulate(self, draft: Draft) -> Iterator[Candidate]:
+    def simulate(self, proposal: PipelineProposal) -> Iterator[Candidate]:
         """The candidates of a pipeline of the dynamic program that was not simulated before."""
-        if draft.seconds < float("inf") and draft not in self.drafts:
-            self.drafts.append(draft)
-            yield from candidates(self.job, draft, below=self.step_seconds)
+        if proposal.seconds < float("inf") and proposal not in self.proposals:
+            self.proposals.append(proposal)
+            yield from candidates(self.context, proposal, below=self.step_seconds)
 
-    def best_drafts(self) -> list[Draft]:
-        """The drafts, that of the least T first."""
-        return sorted(self.drafts, key=lambda draft: draft.seconds)
+    def best_proposals(self) -> list[PipelineProposal]:
+        """The proposals, that of the least T first."""
+        return sorted(self.proposals, key=lambda proposal: proposal.seconds)
 
     def ranked(self) -> list[Candidate]:
         """The candidates, the fastest first."""
         return sorted(self.known, key=_order)
 
-    def hopeless_schedules(self, draft: Draft) -> set[str] | None:
-        """The schedules under which a draft cannot be the fastest, even if its layouts' gaps
+    def hopeless_schedules(self, proposal: PipelineProposal) -> set[str] | None:
+        """The schedules under which a proposal cannot be the fastest, even if its layouts' gaps
         were closed; None if it cannot be under any."""
-        bar = self.step_seconds * (1 - self.job.request.gap)
+        bar = self.step_seconds * (1 - self.context.request.gap)
         least: dict[str, float] = {}
         for each in self.known:
-            if each.base is None and (each.rows, each.stages) == draft.key:
+            if each.base is None and (each.rows, each.stages) == proposal.key:
                 gap = max(answer.gap for _, answer in each.answers)
                 seconds = each.step_seconds * (1 - gap)
                 least[each.schedule] = min(seconds, least.get(each.schedule, seconds))
@@ -99,7 +101,7 @@ class CandidatePool:
             first = min(self.allowed, key=_order, default=None)
             if first is None or is_whole(first) or first.is_complete:
                 return
-            self.replace(first, completed(self.job, first))
+            self.replace(first, completed(self.context, first))
 
     def replace(self, one: Candidate, other: Candidate) -> None:
         """Puts a candidate in the place of another."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..plan import Plan, Simplest
 from .candidates import Candidate, completed, is_whole
-from .job import Job
+from .context import SearchContext
 from .pool import CandidatePool
 
 SCHEDULES = (
@@ -55,7 +55,7 @@ def _schedule_number(name: str) -> int:
 
 
 def simplest_of(
-    job: Job, pool: CandidatePool, tolerance: float
+    context: SearchContext, pool: CandidatePool, tolerance: float
 ) -> tuple[Candidate, Simplest | None]:
     """The simplest candidate within the tolerance of the fastest that may win, and why it won if
     it is not the fastest.
@@ -64,12 +64,12 @@ def simplest_of(
     """
     ranked = [each for each in pool.ranked() if pool.is_allowed(each)]
     fastest = ranked[0]
-    if not tolerance or job.stopped:
+    if not tolerance or context.stopped:
         return fastest, None
     most = fastest.step_seconds * (1 + tolerance)
     near = [each for each in ranked if each.step_seconds <= most]
     for each in sorted(near, key=lambda own: (shape_of(own), own.step_seconds)):
-        best = each if each is fastest or is_whole(each) else completed(job, each)
+        best = each if each is fastest or is_whole(each) else completed(context, each)
         if best is not each:
             pool.replace(each, best)
         if best.step_seconds <= most:

@@ -1,9 +1,9 @@
 """The micro-batch sizes of a search in parts, and who searches each.
 
-In: a job, functions of it and of some micro-batch sizes. Out: what they return, part by part. The
-parts are the same whoever searches them, and no part knows what another one found, so plans do not
-depend on the number of processes. The planner itself starts none: ``plan`` takes a function that
-makes ``Workers``, and ``serial`` is the one that searches all parts here.
+In: a context, functions of it and of some micro-batch sizes. Out: what they return, part by part.
+The parts are the same whoever searches them, and no part knows what another one found, so plans do
+not depend on the number of processes. The planner itself starts none: ``plan`` takes a function
+that makes ``Workers``, and ``serial`` is the one that searches all parts here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from .job import Job
+    from .context import SearchContext
 
 Result = TypeVar("Result")
 Sizes = tuple[int, ...]
@@ -31,7 +31,7 @@ class Workers(Protocol):
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """``function(job, sizes, *args)`` of each part; of the first ``first(sizes)`` if given."""
+        """``function(context, sizes, *args)`` of each part; of the first ``first(sizes)``."""
         ...
 
     def end(self) -> None:
@@ -39,13 +39,13 @@ class Workers(Protocol):
         ...
 
 
-StartWorkers = Callable[["Job", Sizes], Workers]
-"""(job, micro-batch sizes) → the workers."""
+StartWorkers = Callable[["SearchContext", Sizes], Workers]
+"""(context, micro-batch sizes) → the workers."""
 
 
-def parts_of(job: Job, sizes: Sizes) -> tuple[Sizes, ...]:
+def parts_of(context: SearchContext, sizes: Sizes) -> tuple[Sizes, ...]:
     """The sizes in parts, dealt in turns. All are one part if asked prices are recorded."""
-    number = min(NUM_PARTS, len(sizes)) if job.basis.asked is None else 1
+    number = min(NUM_PARTS, len(sizes)) if context.basis.asked is None else 1
     return tuple(sizes[at::number] for at in range(number))
 
 
@@ -53,7 +53,7 @@ def parts_of(job: Job, sizes: Sizes) -> tuple[Sizes, ...]:
 class SerialWorkers:
     """Searches all parts in this process, one after the other."""
 
-    job: Job
+    context: SearchContext
     parts: tuple[Sizes, ...]
 
     def map(
@@ -64,7 +64,7 @@ class SerialWorkers:
     ) -> list[Result]:
         """See ``Workers``."""
         return [
-            function(self.job, sizes, *args) if at or first is None else first(sizes)
+            function(self.context, sizes, *args) if at or first is None else first(sizes)
             for at, sizes in enumerate(self.parts)
         ]
 
@@ -72,6 +72,6 @@ class SerialWorkers:
         """There is nothing to end."""
 
 
-def serial(job: Job, sizes: Sizes) -> Workers:
+def serial(context: SearchContext, sizes: Sizes) -> Workers:
     """Workers that are this process."""
-    return SerialWorkers(job, parts_of(job, sizes))
+    return SerialWorkers(context, parts_of(context, sizes))

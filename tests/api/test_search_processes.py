@@ -21,7 +21,7 @@ from autoparallel.planner.plan import Plan, SolverInfo
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers import pipelines
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.workers import serial
 from autoparallel.search_processes import Beside, two_processes
@@ -56,7 +56,9 @@ def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch)
     asked: list[tuple[int, ...]] = []
     explore, ask = pipelines._explored, Beside.ask
 
-    def explored(job: Job, pool: CandidatePool, sizes: tuple[int, ...]) -> pipelines.Explored:
+    def explored(
+        job: SearchContext, pool: CandidatePool, sizes: tuple[int, ...]
+    ) -> pipelines.Explored:
         own.append(sizes)
         return explore(job, pool, sizes)
 
@@ -78,7 +80,7 @@ def test_what_a_lost_process_should_have_done_is_done_here(
 ) -> None:
     alone, begun, lost = planned_alone(), Beside.start, []
 
-    def start(job: Job) -> Beside | None:
+    def start(job: SearchContext) -> Beside | None:
         found = begun(job)
         assert found is not None
         assert found.process.pid is not None
@@ -111,12 +113,12 @@ def test_what_nothing_fits_is_told_by_the_least_of_all() -> None:
     assert not multiprocessing.active_children()
 
 
-def _double(job: Job, rows: tuple[int, ...], more: int) -> tuple[int, int]:
+def _double(job: SearchContext, rows: tuple[int, ...], more: int) -> tuple[int, int]:
     return os.getpid(), sum(rows) * 2 + more
 
 
 def test_a_process_answers_for_its_part_and_ends() -> None:
-    job = Job.of(GRAPH, BLOCKS, CLUSTER, Request(32), rules=rules, basis=DEFAULT)
+    job = SearchContext.of(GRAPH, BLOCKS, CLUSTER, Request(32), rules=rules, basis=DEFAULT)
     workers = two_processes(job, (1, 2, 4, 8))
 
     def first(rows: tuple[int, ...]) -> tuple[int, int]:
@@ -132,14 +134,14 @@ def test_a_process_answers_for_its_part_and_ends() -> None:
 
 def test_a_process_that_does_not_answer_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(32, time_limit_seconds=0.01)
-    job = Job.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
+    job = SearchContext.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
     workers = two_processes(job, (1, 2, 4, 8))
     monkeypatch.setattr(search_processes, "LATE_SECONDS", 0.2)
     assert workers.map(named_slowly, "own", first=lambda rows: "first") == ["first", "own"]
     assert not multiprocessing.active_children()
 
 
-def named_slowly(job: Job, rows: tuple[int, ...], name: str) -> str:
+def named_slowly(job: SearchContext, rows: tuple[int, ...], name: str) -> str:
     """In another process later than is waited for."""
     if multiprocessing.parent_process() is not None:
         time.sleep(0.6)
@@ -151,7 +153,9 @@ def test_a_search_interrupted_before_its_first_plan_leaves_no_process(
 ) -> None:
     explore, own = pipelines._explored, os.getpid()
 
-    def interrupted(job: Job, pool: CandidatePool, sizes: tuple[int, ...]) -> pipelines.Explored:
+    def interrupted(
+        job: SearchContext, pool: CandidatePool, sizes: tuple[int, ...]
+    ) -> pipelines.Explored:
         if os.getpid() == own:
             raise KeyboardInterrupt
         return explore(job, pool, sizes)

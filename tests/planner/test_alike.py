@@ -19,26 +19,28 @@ from autoparallel.planner.proposers.alike import (
     with_one_mesh,
 )
 from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.branch_and_bound import PipelineProposal
 from autoparallel.planner.search.candidates import Candidate, simulated
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
-from autoparallel.planner.search.quests import Draft
 
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 STAGES = (StageChoice(0, 4, 0, 2), StageChoice(4, 8, 2, 2))
 
 
-def job_of(forced: Forced) -> Job:
-    return Job.of(*mlp(6, rows=8), SLOW, Request(8, forced=forced), rules=rules, basis=DEFAULT)
+def job_of(forced: Forced) -> SearchContext:
+    return SearchContext.of(
+        *mlp(6, rows=8), SLOW, Request(8, forced=forced), rules=rules, basis=DEFAULT
+    )
 
 
-def pipelines_of(job: Job, rows: int) -> list[Candidate]:
+def pipelines_of(job: SearchContext, rows: int) -> list[Candidate]:
     """Two stages on two devices each, under 1F1B and others."""
     pool = CandidatePool(job)
-    return list(pool.simulate(Draft(rows, Pipeline(STAGES, 1.0))))
+    return list(pool.simulate(PipelineProposal(rows, Pipeline(STAGES, 1.0))))
 
 
-def mixed(job: Job, rows: int) -> Candidate:
+def mixed(job: SearchContext, rows: int) -> Candidate:
     """The first stage with its rows divided, the second with its weights."""
     count = job.num_microbatches(rows)
     answers = []

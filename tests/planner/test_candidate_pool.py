@@ -13,15 +13,17 @@ from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.candidates import Candidate, completed, is_whole
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 
 GRAPH, BLOCKS = mlp(4, rows=4096)
 ON = cluster(2, bytes_per_second=1e6, flops=1e6)
 
 
-def job_of(forced: Forced) -> Job:
-    return Job.of(GRAPH, BLOCKS, ON, Request(4096, forced=forced), rules=rules, basis=DEFAULT)
+def job_of(forced: Forced) -> SearchContext:
+    return SearchContext.of(
+        GRAPH, BLOCKS, ON, Request(4096, forced=forced), rules=rules, basis=DEFAULT
+    )
 
 
 @cache

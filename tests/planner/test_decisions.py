@@ -18,7 +18,7 @@ from autoparallel.planner.pricing.choices import inner_collectives, input_specs
 from autoparallel.planner.pricing.decisions import ZEROS, Decision, decide
 from autoparallel.planner.pricing.kept_bytes import RECOMPUTE_MODES, Replay, replay
 from autoparallel.planner.pricing.prices import Prices, Seconds
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 
 SEEDS = range(8)
 
@@ -26,7 +26,9 @@ SEEDS = range(8)
 def solvers(seed: int) -> Iterator[IntraOp]:
     """Those of every submesh and batch of a random case, free and restricted: of one cache."""
     case = random_case(seed)
-    job = Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+    job = SearchContext.of(
+        case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
+    )
     batch, size = case.request.global_batch, case.cluster.num_devices
     for rows in (rows for rows in range(1, batch + 1) if batch % rows == 0):
         for number in range(1, size + 1):

@@ -19,7 +19,7 @@ from autoparallel.planner.intra_op.elimination import (
 )
 from autoparallel.planner.intra_op.kind_tables import KindTables, Rates, lifted
 from autoparallel.planner.pricing.basis import DEFAULT
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 
 SIZES = (2, 3, 2, 4, 2)
 SCOPES = ((0, 1), (1, 2), (3, 1), (2, 4), (0,), (3,), (4, 2, 0))
@@ -99,7 +99,9 @@ def alone(table: Floats, problem: int) -> Floats:
 def test_a_batch_of_rates_is_solved_as_each_of_them_alone(seed: int) -> None:
     """ZeRO stages and prices of a byte, as a grid and not, recomputed or not."""
     case = random_case(seed)
-    job = Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+    job = SearchContext.of(
+        case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
+    )
     rows, size = case.request.global_batch, case.cluster.num_devices
     grid = ((0, 0, 3, 3), (1e-9, 1e-8, 1e-9, 1e-8))
     ragged = ((0, 1, 3, 3), (1e-9, 1e-8, 1e-10, 1e-8))

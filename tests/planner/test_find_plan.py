@@ -39,10 +39,10 @@ from autoparallel.planner.requests.request import (
     Forced,
     Request,
 )
+from autoparallel.planner.search.branch_and_bound import PipelineProposal
 from autoparallel.planner.search.candidates import Candidate
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
-from autoparallel.planner.search.quests import Draft
 
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
 FREE = cluster(4, bytes_per_second=1e15, flops=1e6)
@@ -65,18 +65,18 @@ def layers(number: int, rows: int) -> tuple[Graph, Blocks]:
     )  # fmt: skip
 
 
-def job_of(model: tuple[Graph, Blocks], on: Cluster, request: Request) -> Job:
-    return Job.of(*model, on, request, rules=rules, basis=DEFAULT)
+def job_of(model: tuple[Graph, Blocks], on: Cluster, request: Request) -> SearchContext:
+    return SearchContext.of(*model, on, request, rules=rules, basis=DEFAULT)
 
 
-def pool_after(job: Job, *proposers: Proposer) -> CandidatePool:
+def pool_after(job: SearchContext, *proposers: Proposer) -> CandidatePool:
     pool = CandidatePool(job)
     for propose in proposers:
         pool.add_all(propose(job, pool))
     return pool
 
 
-def proposed(job: Job, pool: CandidatePool, propose: Proposer) -> list[Candidate]:
+def proposed(job: SearchContext, pool: CandidatePool, propose: Proposer) -> list[Candidate]:
     """What a proposer adds to a pool."""
     before = len(pool.known)
     pool.add_all(propose(job, pool))
@@ -115,7 +115,7 @@ def test_local_search_finds_the_even_cut_from_an_uneven_one() -> None:
     uneven = tuple(
         StageChoice(start, stop, rank, 1) for rank, (start, stop) in enumerate(pairwise(starts))
     )
-    pool.add_all(pool.simulate(Draft(ROWS, Pipeline(uneven, 1.0))))
+    pool.add_all(pool.simulate(PipelineProposal(ROWS, Pipeline(uneven, 1.0))))
     (start,) = pool.known
     made = proposed(job, pool, local_search)
     assert pool.best in made

@@ -23,7 +23,7 @@ from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.search.bound import work_bound
 from autoparallel.planner.search.candidates import Candidate, completed, is_whole
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.report_plan import make_plan
 
@@ -148,15 +148,15 @@ def test_a_plan_that_holds_too_much_is_recomputed_until_it_fits() -> None:
 
 def searched(
     request: Request, graph: Graph, blocks: Blocks, on: Cluster = SLOW
-) -> tuple[Job, CandidatePool]:
+) -> tuple[SearchContext, CandidatePool]:
     """The pool with the pipelines of one stage per rank."""
-    job = Job.of(graph, blocks, on, request, rules=rules, basis=DEFAULT)
+    job = SearchContext.of(graph, blocks, on, request, rules=rules, basis=DEFAULT)
     return job, run_proposers(job, ONE_STAGE_PER_RANK)
 
 
 def options_of(
     ranks: int, count: int, *, rows: int = 1, limit: int | None = None
-) -> tuple[Job, CandidatePool, list[Interleaving]]:
+) -> tuple[SearchContext, CandidatePool, list[Interleaving]]:
     """Every interleaving of the pipelines of so many ranks, with micro-batches of ``rows``."""
     forced = Forced(pp=ranks, num_microbatches=count)
     request = Request(
@@ -166,7 +166,7 @@ def options_of(
     return job, pool, list(_options(job, alike_pipelines(job, pool)))
 
 
-def oracle(job: Job, option: Interleaving, candidate: Candidate) -> Evaluation:
+def oracle(job: SearchContext, option: Interleaving, candidate: Candidate) -> Evaluation:
     """What the evaluator says of the base's plan cut again, recomputed as the candidate is."""
     graph, blocks = job.structure.graph, job.structure.blocks
     base = make_plan(job.structure, job.cluster, job.request, option.base, (), job.spent())

@@ -13,13 +13,15 @@ from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.intra_op.intra_op import IntraOp
 from autoparallel.planner.pricing.assembly import reserve
 from autoparallel.planner.pricing.basis import DEFAULT
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.least_bytes import LeastBytes
 
 
-def job_of(seed: int) -> Job:
+def job_of(seed: int) -> SearchContext:
     case = random_case(seed)
-    return Job.of(case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT)
+    return SearchContext.of(
+        case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -37,7 +39,7 @@ def test_every_solution_of_every_run_needs_as_much(seed: int) -> None:
                     held = found.cost.total_bytes
                     assert held >= bounds[number]
                     limits = replace(solver.limits, memory_bytes=held - 1)
-                    found = IntraOp(solver.model, limits, solver.effort).best(run, 2, 1)
+                    found = IntraOp(solver.model, limits, solver.budget).best(run, 2, 1)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -19,16 +19,16 @@ from autoparallel.planner.proposers.local_search import (
     shifted,
 )
 from autoparallel.planner.search.candidates import candidates
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 
 
-def job_of(case: Case, issue_seconds: float = 0.0) -> Job:
+def job_of(case: Case, issue_seconds: float = 0.0) -> SearchContext:
     hosts = [
         replace(host, device=replace(host.device, issue_seconds=issue_seconds))
         for host in case.cluster.hosts
     ]
     on = replace(case.cluster, hosts=tuple(hosts))
-    return Job.of(case.graph, case.blocks, on, case.request, rules=rules, basis=DEFAULT)
+    return SearchContext.of(case.graph, case.blocks, on, case.request, rules=rules, basis=DEFAULT)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -75,8 +75,8 @@ def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: fl
     found = promising(job, every, float("inf"))
     assert len(found) == len(every)
     assert [least for least, _ in found] == sorted(least for least, _ in found)
-    for least, draft in found:
-        for each in candidates(job, draft):
+    for least, proposal in found:
+        for each in candidates(job, proposal):
             assert least <= each.step_seconds * (1 + 1e-12)
 
 
@@ -88,6 +88,6 @@ def test_no_pipeline_of_few_beats_the_winner(seed: int) -> None:
     _, found = ranked(case.graph, case.blocks, job.cluster, case.request)
     every = few_pipelines(job, [case.request.global_batch], job.stage_numbers)
     assert every is not None
-    for _, draft in promising(job, every, found[0].step_seconds):
-        for each in candidates(job, draft):
+    for _, proposal in promising(job, every, found[0].step_seconds):
+        for each in candidates(job, proposal):
             assert each.step_seconds >= found[0].step_seconds * (1 - 1e-9)

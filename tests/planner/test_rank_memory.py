@@ -21,7 +21,7 @@ from autoparallel.planner.proposers.rank_memory import RankStage, recomputed_to_
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.held import splits, stage_halves
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 COUNT = 8
@@ -38,7 +38,7 @@ def ranks_of(schedule: str, chunks: int = 2) -> list[list[RankStage]]:
     request = Request(
         COUNT, forced=forced, features=features_of((), (), (*SCHEDULES, *CHUNKED_SCHEDULES))
     )
-    job = Job.of(*mlp(8, rows=COUNT), slow, request, rules=rules, basis=DEFAULT)
+    job = SearchContext.of(*mlp(8, rows=COUNT), slow, request, rules=rules, basis=DEFAULT)
     pool = run_proposers(job, ONE_STAGE_PER_RANK)
     option = next(
         each for each in _options(job, alike_pipelines(job, pool))

@@ -14,7 +14,7 @@ from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.refined import free_axes
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 
 FASTER = (6, 50, 100, 114)
@@ -52,7 +52,9 @@ def test_candidates_with_free_axes_fit_and_are_faster_than_those_without(seed: i
     limit = int(0.8 * free.peak_memory_bytes)
     without = tuple(each for each in ONE_STAGE_PER_RANK if each is not free_axes)
     for own in (case, case.limited(limit)):
-        job = Job.of(own.graph, own.blocks, own.cluster, own.request, rules=rules, basis=DEFAULT)
+        job = SearchContext.of(
+            own.graph, own.blocks, own.cluster, own.request, rules=rules, basis=DEFAULT
+        )
         pool = CandidatePool(job)
         for propose in without:
             pool.add_all(propose(job, pool))

@@ -104,7 +104,7 @@ def test_memory_that_binds_raises_the_bound() -> None:
 def test_with_no_time_left_the_bound_is_that_of_the_work() -> None:
     graph, blocks = mlp(3, rows=16)
     job, _found = ranked(graph, blocks, cluster(3), Request(16))
-    job.effort.deadline = 0.0
+    job.budget.deadline = 0.0
     rows = microbatch_rows(graph, Request(16), cluster(3))
     assert 0 < lower_bound(job) == work_bound(job, rows)
 

@@ -14,7 +14,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.simplest import Shape, shape_of, simplest_of
 
@@ -36,9 +36,9 @@ def test_shapes_are_compared_by_their_weightiest_difference() -> None:
     assert sorted([looped, pipeline, plain]) == [plain, pipeline, looped]
 
 
-def pool_of(*steps_and_kinds: tuple[float, str]) -> tuple[Job, CandidatePool]:
+def pool_of(*steps_and_kinds: tuple[float, str]) -> tuple[SearchContext, CandidatePool]:
     """A pool of candidates that take so long, with one stage or a pipeline of two."""
-    job = Job.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
+    job = SearchContext.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
     found = run_proposers(job, ONE_STAGE_PER_RANK)
     by_kind = {"single": 1, "pipeline": 2}
     pool = CandidatePool(job)
@@ -69,7 +69,7 @@ def test_of_equally_simple_ones_the_faster_is_chosen() -> None:
 def test_a_plan_is_no_slower_than_the_tolerance_allows_and_no_less_simple(
     tolerance: float,
 ) -> None:
-    job = Job.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
+    job = SearchContext.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
     pool = run_proposers(job)
     (fastest, _), (simple, why) = (simplest_of(job, pool, share) for share in (0.0, tolerance))
     assert simple.step_seconds <= fastest.step_seconds * (1 + tolerance)

@@ -16,7 +16,7 @@ from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.bound import work_bound
-from autoparallel.planner.search.job import Job
+from autoparallel.planner.search.context import SearchContext
 from examples.gpt import GPT, example_batch
 
 SAME = 1 + 1e-9
@@ -43,7 +43,9 @@ def test_no_layout_on_any_mesh_computes_a_gpt_in_less(name: str) -> None:
     """Each op in the layout in which it is fastest, of every mesh's own tables."""
     graph, blocks = captured_gpt()
     on = parse_cluster(name)
-    job = Job.of(graph, blocks, on, Request(8, precision="bf16"), rules=rules, basis=DEFAULT)
+    job = SearchContext.of(
+        graph, blocks, on, Request(8, precision="bf16"), rules=rules, basis=DEFAULT
+    )
     for rows in (1, 8):
         count = job.num_microbatches(rows)
         for size in (1, 2, 4, 8):
@@ -61,7 +63,7 @@ def test_devices_of_one_op_share_its_work() -> None:
     found = []
     for number in (1, 2):
         on = cluster(number)
-        job = Job.of(graph, blocks, on, Request(16), rules=rules, basis=DEFAULT)
+        job = SearchContext.of(graph, blocks, on, Request(16), rules=rules, basis=DEFAULT)
         found.append(work_bound(job, (16,)))
     assert found[0] == pytest.approx(2 * found[1])
 
@@ -69,5 +71,5 @@ def test_devices_of_one_op_share_its_work() -> None:
 def test_measured_times_have_no_such_bound() -> None:
     graph, blocks = mlp(1, rows=4)
     basis = Basis(only="measured")
-    job = Job.of(graph, blocks, cluster(2), Request(4), rules=rules, basis=basis)
+    job = SearchContext.of(graph, blocks, cluster(2), Request(4), rules=rules, basis=basis)
     assert work_bound(job, (4,)) == 0.0

@@ -1,12 +1,11 @@
-"""Pipelines in the order of how fast they can be, priced no further than that needs.
+"""Best-first search over pipelines: stages are priced lazily, in order of their lower bound.
 
-In: for each micro-batch size and tiling the costs of its stages, known or bounded. Out: drafts,
-pipelines all of whose stages are priced, about the best first. A quest is a micro-batch size
-with a tiling; its estimate is the least T under the bounds that are known, so no pipeline of it
-is faster. The quest with the least estimate goes on: the stages of its best pipeline are priced,
-the one with the most micro-batches in flight first, until that pipeline is worse than the next
-quest's, or all its stages are exact. Then it is the best of all that are left (best-first
-branch and bound).
+In: for each micro-batch size and tiling the costs of its stages, known or bounded. Out: proposals,
+pipelines all of whose stages are priced, about the best first. A node is a micro-batch size with a
+tiling; its estimate is the least T under the known bounds, a lower bound of all its pipelines. The
+node with the least estimate goes on: the stages of its best pipeline are priced, the one with the
+most micro-batches in flight first, until that pipeline is worse than the next node's, or all its
+stages are exact. Then it is the best of all that are left (best-first branch and bound).
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ NEAR = 4
 """Then so many cuts before and after each are tried, as many times closer to each other."""
 
 PATIENCE = 1.01
-"""A pipeline is priced on while it is at most this factor worse than the next quest's."""
+"""A pipeline is priced on while it is at most this factor worse than the next node's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PipelineProposal:
     """A pipeline of the dynamic program for one micro-batch size, and T."""
 
     rows: int
@@ -58,7 +57,7 @@ class Draft:
 
 
 @dataclass
-class Quest:
+class SearchNode:
     """The pipelines of a tiling at one micro-batch size, of ``numbers`` of stages.
 
     Before it is looked at, ``estimate`` is a bound that takes no time.
@@ -185,48 +184,48 @@ def _halving(number: int) -> list[int]:
     return found
 
 
-def drafts(
-    quests: Iterable[Quest], enough: Callable[[float, list[Draft]], bool]
-) -> Iterator[Draft]:
-    """Exact pipelines as they are found. A quest is looked at when its estimate is the least.
+def best_first(
+    nodes: Iterable[SearchNode], enough: Callable[[float, list[PipelineProposal]], bool]
+) -> Iterator[PipelineProposal]:
+    """Exact pipelines as they are found. A node is looked at when its estimate is the least.
 
-    Ends when no quest has a pipeline left, or when ``enough`` says of the least estimate and
-    the drafts so far that the rest need not be known.
+    Ends when no node has a pipeline left, or when ``enough`` says of the least estimate and
+    the proposals so far that the rest need not be known.
     """
     numbers = count()
-    found: list[Draft] = []
-    heap: list[tuple[float, int, Quest]] = []
-    for quest in quests:
-        if quest.estimate < float("inf"):
-            heapq.heappush(heap, (quest.estimate, next(numbers), quest))
+    found: list[PipelineProposal] = []
+    heap: list[tuple[float, int, SearchNode]] = []
+    for node in nodes:
+        if node.estimate < float("inf"):
+            heapq.heappush(heap, (node.estimate, next(numbers), node))
     while heap and not enough(heap[0][0], found):
         if _look_at_first(heap):
             continue
-        _, _, quest = heapq.heappop(heap)
+        _, _, node = heapq.heappop(heap)
         while _look_at_first(heap):
             pass
         rival = heap[0][0] if heap else float("inf")
-        before = quest.estimate
-        quest.look(float("inf"))
-        if quest.estimate < float("inf") and quest.estimate <= max(rival, before) * PATIENCE:
-            patience = max(rival, quest.estimate) * PATIENCE
-            pipeline = quest.price(patience)
+        before = node.estimate
+        node.look(float("inf"))
+        if node.estimate < float("inf") and node.estimate <= max(rival, before) * PATIENCE:
+            patience = max(rival, node.estimate) * PATIENCE
+            pipeline = node.price(patience)
             if pipeline is not None:
-                found.append(Draft(quest.rows, pipeline))
+                found.append(PipelineProposal(node.rows, pipeline))
                 yield found[-1]
-                if pipeline.seconds <= quest.estimate * (1 + 2 * TOLERANCE):
-                    quest.finish(len(pipeline.stages))
-        if quest.numbers and quest.estimate < float("inf"):
-            heapq.heappush(heap, (quest.estimate, next(numbers), quest))
+                if pipeline.seconds <= node.estimate * (1 + 2 * TOLERANCE):
+                    node.finish(len(pipeline.stages))
+        if node.numbers and node.estimate < float("inf"):
+            heapq.heappush(heap, (node.estimate, next(numbers), node))
 
 
-def _look_at_first(heap: list[tuple[float, int, Quest]]) -> bool:
-    """Looks at the quest with the least estimate, and puts it where it belongs; False where
+def _look_at_first(heap: list[tuple[float, int, SearchNode]]) -> bool:
+    """Looks at the node with the least estimate, and puts it where it belongs; False where
     there is none, or it was looked at before."""
     if not heap or heap[0][2].is_looked_at:
         return False
-    _, number, quest = heapq.heappop(heap)
-    quest.look(float("inf"))
-    if quest.estimate < float("inf"):
-        heapq.heappush(heap, (quest.estimate, number, quest))
+    _, number, node = heapq.heappop(heap)
+    node.look(float("inf"))
+    if node.estimate < float("inf"):
+        heapq.heappush(heap, (node.estimate, number, node))
     return True

@@ -7,16 +7,15 @@ proven worse than the winner (``proposers.refined``).
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from ..inter_op.inter_op import Pipeline
 from ..intra_op.closing import WINNERS_PROGRAMS
 from ..intra_op.pool import StageAnswer, gap_between
 from ..pricing.stage_model import StageModel
+from .branch_and_bound import PipelineProposal
 from .candidates import Candidate, candidate, completed, is_whole
-from .job import Job
-from .quests import Draft
+from .context import SearchContext
 
 TIME_SHARE = 0.5
 """Of the time that is left, what this may take."""
@@ -27,40 +26,40 @@ WORTH_IT = 1e-9
 _Answer = tuple[StageModel, StageAnswer]
 
 
-def tightened(job: Job, winner: Candidate) -> Candidate:
+def tightened(context: SearchContext, winner: Candidate) -> Candidate:
     """The winner with ``layouts_gap`` as it was asked for, as far as that can be reached in time.
 
     Left as it is where its devices have unequal shares: then more than the layouts of its meshes
     was searched; and after Ctrl-C. Of a candidate with a ``base`` the base's gap is tightened.
     """
-    effort = job.effort
-    if winner.layouts_gap <= job.request.gap or job.stopped or effort.left_seconds <= 0:
+    budget = context.budget
+    if winner.layouts_gap <= context.request.gap or context.stopped or budget.left_seconds <= 0:
         return winner
-    found, deadline = winner, effort.deadline
-    with job.stoppable():
-        effort.deadline = time.perf_counter() + TIME_SHARE * effort.left_seconds
+    found, deadline = winner, budget.deadline
+    with context.stoppable():
+        budget.end_in(TIME_SHARE * budget.left_seconds)
         if winner.base is not None:
-            found = replace(winner, base=_with_gaps(winner.base, _proven(job, winner.base)))
+            found = replace(winner, base=_with_gaps(winner.base, _proven(context, winner.base)))
         else:
-            found = _better_of(job, winner, _proven(job, winner))
-    if not job.stopped:
-        effort.deadline = deadline
+            found = _better_of(context, winner, _proven(context, winner))
+    if not context.stopped:
+        budget.deadline = deadline
     return found
 
 
-def _proven(job: Job, best: Candidate) -> Candidate | None:
+def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
     """The candidate solved again with more integer programs; None where another solver made it."""
-    draft = Draft(best.rows, Pipeline(best.stages, best.step_seconds))
-    plain = candidate(job, draft, best.schedule)
+    proposal = PipelineProposal(best.rows, Pipeline(best.stages, best.step_seconds))
+    plain = candidate(context, proposal, best.schedule)
     if plain is None or not _is_like(best, plain):
         return None
-    return candidate(job, draft, best.schedule, programs=WINNERS_PROGRAMS)
+    return candidate(context, proposal, best.schedule, programs=WINNERS_PROGRAMS)
 
 
-def _better_of(job: Job, best: Candidate, proven: Candidate | None) -> Candidate:
+def _better_of(context: SearchContext, best: Candidate, proven: Candidate | None) -> Candidate:
     """The proven candidate where it is faster; else the best with the bounds of the proven."""
     if proven is not None and proven.step_seconds < best.step_seconds * (1 - WORTH_IT):
-        whole = proven if is_whole(proven) else completed(job, proven)
+        whole = proven if is_whole(proven) else completed(context, proven)
         if whole.step_seconds < best.step_seconds:
             return whole
     return _with_gaps(best, proven)

@@ -13,8 +13,8 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.find_plan import search
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search import narrowing
-from autoparallel.planner.search.narrowing import tightened
+from autoparallel.planner.search import layout_gap
+from autoparallel.planner.search.layout_gap import tightened
 from examples.gpt import GPT, example_batch
 
 
@@ -76,6 +76,6 @@ def test_ctrl_c_leaves_the_winner(program: Program, monkeypatch: pytest.MonkeyPa
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(narrowing, "candidate", interrupted)
+    monkeypatch.setattr(layout_gap, "candidate", interrupted)
     assert tightened(asked, best) is best
     assert asked.stopped == "Ctrl-C"

@@ -9,25 +9,30 @@ from autoparallel.planner import rules
 from autoparallel.planner.inter_op.inter_op import PipelineSearch
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search import quests as search_quests
+from autoparallel.planner.search import nodes as search_quests
 from autoparallel.planner.search.bound import work_bound
-from autoparallel.planner.search.job import Job
-from autoparallel.planner.search.quests import TOLERANCE, Draft, Quest, drafts
+from autoparallel.planner.search.branch_and_bound import (
+    TOLERANCE,
+    PipelineProposal,
+    SearchNode,
+    best_first,
+)
+from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.space import mixed_tiling, uniform_tiling
 
 LAYERS = 12
 
 
-def quest() -> Quest:
+def node() -> SearchNode:
     graph, blocks = mlp(LAYERS)
-    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
+    job = SearchContext.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
     costs = job.costs(1)
-    return Quest(1, costs, mixed_tiling(job.cluster, 4, costs.place), (2, 3, 4))
+    return SearchNode(1, costs, mixed_tiling(job.cluster, 4, costs.place), (2, 3, 4))
 
 
 @pytest.mark.parametrize("at", [(0, 1, 2, 3), (0, 1, 3, 4, 9, 12), (0, 12)])
 def test_a_band_of_cuts_has_the_class_between_any_two_cuts(at: tuple[int, ...]) -> None:
-    runs = quest().costs.runs
+    runs = node().costs.runs
     last = runs.classes.num_blocks
     at = (*(cut for cut in at if cut < last), last)
     band = runs.cuts(at).band
@@ -41,7 +46,7 @@ def test_a_band_of_cuts_has_the_class_between_any_two_cuts(at: tuple[int, ...]) 
 
 
 def test_the_width_is_of_the_longest_run_within_the_blocks() -> None:
-    runs = quest().costs.runs
+    runs = node().costs.runs
     at = (0, 1, 2, 6, runs.classes.num_blocks)
     pairs = [(a, b) for a in range(len(at)) for b in range(a + 1, len(at))]
     for num_blocks in range(runs.classes.num_blocks + 1):
@@ -53,7 +58,7 @@ def test_the_width_is_of_the_longest_run_within_the_blocks() -> None:
 def test_cuts_between_groups_end_near_the_best_of_all(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact, coarse = quest(), quest()
+    exact, coarse = node(), node()
     exact.look(float("inf"))
     monkeypatch.setattr(search_quests, "MOST_CUTS", most)
     coarse.look(float("inf"))
@@ -64,10 +69,10 @@ def test_cuts_between_groups_end_near_the_best_of_all(
     assert coarse._known_seconds(stages) == pytest.approx(coarse._best.seconds)
 
 
-def uniform_quests() -> list[Quest]:
+def uniform_quests() -> list[SearchNode]:
     """One for each number of stages and micro-batch size, with the bound that takes no time."""
     graph, blocks = mlp(LAYERS)
-    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
+    job = SearchContext.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
     found = []
     for rows in (4, 2, 1):
         costs, count = job.costs(rows), job.num_microbatches(rows)
@@ -76,12 +81,12 @@ def uniform_quests() -> list[Quest]:
             tiling = uniform_tiling(job.cluster, number, costs.place)
             assert tiling is not None
             least = work * (count + number - 1) * (1 - TOLERANCE)
-            found.append(Quest(rows, costs, tiling, (number,), least))
+            found.append(SearchNode(rows, costs, tiling, (number,), least))
     return found
 
 
-def followed(quests: list[Quest], most: int) -> list[Draft]:
-    return list(drafts(quests, lambda estimate, found: len(found) >= most))
+def followed(nodes: list[SearchNode], most: int) -> list[PipelineProposal]:
+    return list(best_first(nodes, lambda estimate, found: len(found) >= most))
 
 
 def test_quests_that_are_looked_at_in_their_turn_give_the_same_drafts() -> None:
@@ -94,15 +99,15 @@ def test_quests_that_are_looked_at_in_their_turn_give_the_same_drafts() -> None:
 
 
 def test_a_quest_whose_turn_does_not_come_is_not_looked_at() -> None:
-    quests = uniform_quests()
-    quests[-1].estimate = 1e9
-    followed(quests, 2)
-    assert [each.is_looked_at for each in quests][-1] is False
-    assert any(each.is_looked_at for each in quests)
+    nodes = uniform_quests()
+    nodes[-1].estimate = 1e9
+    followed(nodes, 2)
+    assert [each.is_looked_at for each in nodes][-1] is False
+    assert any(each.is_looked_at for each in nodes)
 
 
 def test_the_best_of_several_numbers_of_stages_is_the_best_of_each() -> None:
-    own = quest()
+    own = node()
     costs, numbers = own.costs, (2, 3, 4)
     every = costs.runs.every
 
@@ -119,7 +124,7 @@ def test_the_best_of_several_numbers_of_stages_is_the_best_of_each() -> None:
 
 def test_runs_near_a_long_one_are_further_apart() -> None:
     graph, blocks = mlp(120)
-    job = Job.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
+    job = SearchContext.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
     runs = job.costs(1).runs
     series = max(runs.classes.series, key=lambda each: len(each.classes))
     length = dict(zip(series.classes, series.lengths, strict=True))

@@ -1,4 +1,4 @@
-"""A planning job: what is asked, and what has been solved for it so far.
+"""A planning context: what is asked, and what has been solved for it so far.
 
 In: a graph, its blocks, a cluster, a request. Out: on demand the solver of any mesh of any
 submesh at any micro-batch size (made once for all submeshes that cost the same), the costs of
@@ -7,7 +7,6 @@ stages from them, and where planning time went.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...cost_model.cluster import Cluster, Link
+from ..budget import Budget
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import inner_size
@@ -29,7 +29,7 @@ from ..inter_op.submesh import (
     restriction,
     submesh_sizes,
 )
-from ..intra_op.intra_op import Effort, IntraOp, Limits
+from ..intra_op.intra_op import IntraOp, Limits
 from ..intra_op.pulp_solver import find_solver
 from ..layout import Mesh
 from ..precision import with_precision
@@ -52,7 +52,7 @@ INTERRUPTED = "Ctrl-C"
 """What ended a search that was interrupted."""
 
 LONG = 5_000
-"""Of a search of no more work (``Effort.work``), no part is cut short."""
+"""Of a search of no more work (``Budget.work``), no part is cut short."""
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
@@ -67,10 +67,8 @@ GRACE_SECONDS = 2.0
 
 
 @dataclass
-class Job:
-    """``seconds`` are by phase; ``began`` and ``effort.deadline`` are of ``perf_counter``.
-
-    ``steps`` are those that were simulated. ``beyond`` is what ``excess_bytes`` other processes
+class SearchContext:
+    """``steps`` are those that were simulated. ``beyond`` is what ``excess_bytes`` other processes
     have. ``shared_bound``: a lower bound of plans in which unlike devices take unequal shares;
     None until these were tried. ``bound_seconds``: the lower bound of all plans, once computed
     (``bound``).
@@ -81,15 +79,13 @@ class Job:
     request: Request
     rules: Rules
     limits: Limits
-    effort: Effort
-    began: float
+    budget: Budget
     basis: Basis = DEFAULT
     pins: Pins = field(default_factory=dict)
     cache: PriceCache = field(default_factory=PriceCache)
     graphs: dict[int, Structure] = field(default_factory=dict)
     solvers: dict[object, IntraOp] = field(default_factory=dict)
     steps: KnownSteps = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
     began_work: float = 0.0
     stopped: str = ""
     shared_bound: float | None = None
@@ -108,12 +104,11 @@ class Job:
         *,
         rules: Rules,
         basis: Basis,
-    ) -> Job:
+    ) -> SearchContext:
         limit = request.memory_limit_bytes
         if limit is None:
             limit = cluster.usable_memory_bytes
-        now = time.perf_counter()
-        return Job(
+        return SearchContext(
             Structure(with_precision(graph, request.precision), blocks),
             cluster,
             request,
@@ -126,19 +121,17 @@ class Job:
                 request.features.recompute,
                 find_solver(request.solver),
             ),
-            Effort(now + request.time_limit_seconds),
-            now,
+            Budget.of(request.time_limit_seconds),
             basis,
             by_template(graph, blocks, request.pins),
         )
 
-    def like(self, other: Job) -> Job:
-        """This job with all that another one, of the hosts in another order, has found."""
-        other.effort.deadline = self.effort.deadline
+    def like(self, other: SearchContext) -> SearchContext:
+        """This context with all that another one, of the hosts in another order, has found."""
+        other.budget.deadline = self.budget.deadline
         return replace(
-            self, structure=other.structure, effort=other.effort, began=other.began,
+            self, structure=other.structure, budget=other.budget,
             cache=other.cache, graphs=other.graphs, solvers=other.solvers, steps=other.steps,
-            seconds=other.seconds,
         )  # fmt: skip
 
     def at(self, rows: int) -> Structure:
@@ -162,7 +155,7 @@ class Job:
         return {choice.start for choice in stages}.issuperset(self._begins)
 
     @cached_property
-    def proposals(self) -> Proposals:
+    def mesh_proposals(self) -> Proposals:
         """The meshes of more axes than dp × tp that are worth trying."""
         return proposals(self.structure.graph, self.cluster, self.request, self.rules)
 
@@ -191,7 +184,7 @@ class Job:
 
     @property
     def in_flight_schedule(self) -> str:
-        """The schedule of a draft where nothing is said: the thriftiest, if it is allowed."""
+        """The schedule of a proposal where nothing is said: the thriftiest, if it is allowed."""
         return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
     def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> Halves:
@@ -214,7 +207,7 @@ class Job:
                 place,
                 lambda first, size: self.solvers_on(rows, first, size),
                 lambda left: self._least_held(left, count),
-                self.effort,
+                self.budget,
             )
         return self._costs[rows]
 
@@ -229,7 +222,7 @@ class Job:
         """A solver for each mesh on the submesh."""
         found = []
         inner = inner_size(self.cluster, first, size)
-        proposed = self.proposals.meshes(size, inner, rows)
+        proposed = self.mesh_proposals.meshes(size, inner, rows)
         for mesh in (*meshes(size, inner, self.request.forced), *proposed):
             if not self.request.features.allows_mesh(mesh, self.request.max_tp):
                 continue
@@ -262,7 +255,7 @@ class Job:
                 pins=self.pins, features=request.features,
             )  # fmt: skip
             model = StageModel(self.at(rows), prices, limited, link)
-            self.solvers[key] = IntraOp(model, limits, self.effort)
+            self.solvers[key] = IntraOp(model, limits, self.budget)
         return self.solvers[key]
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:
@@ -281,39 +274,19 @@ class Job:
             _Exact(self.costs(rows)).matrix,
         )
 
-    @property
-    def solver_seconds(self) -> float:
-        return self.effort.seconds + self.effort.table_seconds
-
     def is_late(self, share: float = 0.7) -> bool:
         """Whether this share of the time has passed."""
-        return self.effort.left_seconds < (1 - share) * self.request.time_limit_seconds
+        return self.budget.left_seconds < (1 - share) * self.request.time_limit_seconds
 
     def is_long(self, began: float) -> bool:
         """Whether what was begun at some work has taken a third of all before it, and much."""
-        spent = self.effort.work - began
+        spent = self.budget.work - began
         return spent > max(0.5 * LONG, (began - self.began_work) / 3)
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Adds the time of what is inside to a phase, but for that of the stage solvers."""
-        began, solved = time.perf_counter(), self.solver_seconds
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - began - (self.solver_seconds - solved)
-            self.took(phase, spent)
-
-    def took(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
     def spent(self) -> tuple[int, dict[str, float]]:
-        """How many programs were solved, and seconds by phase."""
-        seconds = {
-            "costs": self.effort.table_seconds, "ilp": self.effort.seconds, **self.seconds
-        }  # fmt: skip
-        seconds["total"] = time.perf_counter() - self.began
-        return self.effort.num_problems, seconds
+        """How many problems were solved, and seconds by phase."""
+        seconds = {**self.budget.seconds, "total": self.budget.elapsed_seconds}
+        return self.budget.num_problems, seconds
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -326,7 +299,7 @@ class Job:
     @property
     def ended_by(self) -> str:
         """What ended the search before it was done; "" if nothing did."""
-        return self.stopped or ("its time limit" if self.effort.left_seconds <= 0 else "")
+        return self.stopped or ("its time limit" if self.budget.left_seconds <= 0 else "")
 
     def end(self) -> None:
         """Ends the processes beside this one."""
@@ -337,7 +310,7 @@ class Job:
         """After Ctrl-C: ends them, and leaves little time for all that is still to be done."""
         self.end()
         self.stopped = INTERRUPTED
-        self.effort.deadline = time.perf_counter() + GRACE_SECONDS
+        self.budget.end_in(GRACE_SECONDS)
 
     @property
     def excess_bytes(self) -> list[float]:
@@ -356,7 +329,7 @@ class Job:
                 "cluster",
                 fix="other degrees, or fix fewer of them",
             )  # fmt: skip
-        if not excess or (self.effort.left_seconds <= 0 and not is_proven):
+        if not excess or (self.budget.left_seconds <= 0 and not is_proven):
             return TimeLimitError(
                 "AP701", "no plan was found within the time limit", fix="a longer --time-limit"
             )
