@@ -9,7 +9,7 @@ from autoparallel.planner import rules
 from autoparallel.planner.inter_op.inter_op import PipelineSearch
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search import nodes as search_quests
+from autoparallel.planner.search import branch_and_bound
 from autoparallel.planner.search.bound import work_bound
 from autoparallel.planner.search.branch_and_bound import (
     TOLERANCE,
@@ -60,7 +60,7 @@ def test_cuts_between_groups_end_near_the_best_of_all(
 ) -> None:
     exact, coarse = node(), node()
     exact.look(float("inf"))
-    monkeypatch.setattr(search_quests, "MOST_CUTS", most)
+    monkeypatch.setattr(branch_and_bound, "MOST_CUTS", most)
     coarse.look(float("inf"))
     assert exact.estimate * (1 - 2e-3) <= coarse.estimate <= exact.estimate * 1.02
     assert coarse._best is not None

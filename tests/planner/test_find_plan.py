@@ -196,7 +196,7 @@ def test_the_pool_and_the_plan_agree_on_the_fastest() -> None:
     try:
         assert found.best_plan().prediction.step_seconds == pytest.approx(found.pool.bar, rel=1e-9)
     finally:
-        found.job.end()
+        found.context.end()
 
 
 def tampered(own: Plan, **factors: float) -> Plan:

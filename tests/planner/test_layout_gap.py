@@ -46,7 +46,7 @@ def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
     )
     found = search(program.graph, program.blocks, on, request)
     before = found.pool.ranked()[0]
-    after = tightened(found.job, before)
+    after = tightened(found.context, before)
     assert before.layouts_gap > request.gap >= after.layouts_gap
     assert after.step_seconds <= before.step_seconds
     assert after.peak_bytes <= limit
@@ -63,14 +63,14 @@ def test_a_gap_that_is_allowed_is_left_alone(program: Program) -> None:
     )  # fmt: skip
     found = search(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
     best = found.pool.ranked()[0]
-    assert tightened(found.job, best) is best
+    assert tightened(found.context, best) is best
 
 
 def test_ctrl_c_leaves_the_winner(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     forced = Forced(pp=1, num_microbatches=4)
     request = Request(32, precision="bf16", memory_limit_bytes=int(2.2e9), gap=0.5, forced=forced)
     found = search(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
-    asked, best = replace(found.job, request=replace(request, gap=0.0)), found.pool.ranked()[0]
+    asked, best = replace(found.context, request=replace(request, gap=0.0)), found.pool.ranked()[0]
     assert best.layouts_gap > 0
 
     def interrupted(*args: object, **options: object) -> None:
