@@ -115,7 +115,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"forced": Forced(zero=0)}, {"time_limit_seconds": 601.0}, {"top": 4}, {"gap": 0.02},
     {"tolerance": 0.1}, {"pins": (parse_pin("layers.*=R@dp"),)}, {"stage_at": ("layers.1",)},
     {"max_tp": 1}, {"features": Features(frozenset({"zero3"}))}, {"goal": Goal("memory")},
-    {"target": "other.py"}, {"settings": {"layers": 2}}, {"processes": 2}, {"solver": "cbc"},
+    {"target": "other.py"}, {"settings": {"layers": 2}}, {"solver": "cbc"},
 )  # fmt: skip
 """A change of every field of a request but ``placer``, with which no plan is kept."""
 

@@ -65,7 +65,7 @@ def random_stage(
     count = setting.num_microbatches
     whole = Candidate(
         graph.batch_size, count, "1f1b", (StageChoice(0, len(blocks.blocks), 0, mesh.size),),
-        ((model, answer),), 1.0, 0.0, 0.0,
+        ((model, answer),), (answer.cost,), 1.0, 0.0, 0.0,
     )  # fmt: skip
     request = Request(graph.batch_size * count)
     found = make_plan(structure, on, request, whole, [], (0, {}))
