@@ -16,7 +16,8 @@ def test_exit_codes_are_the_documented_ones() -> None:
     assert codes == {
         "AutoparallelError": 1, "UsageError": 2, "CaptureError": 3, "InfeasibleError": 4,
         "InternalError": 70, "MachineError": 5, "PlanError": 6, "VerificationError": 7,
-        "TimeLimitError": 8, "RunError": 20, "WorkerError": 20, "HangError": 21, "DeviceMemoryError": 22,
+        "TimeLimitError": 8, "RunError": 20, "WorkerError": 20, "HangError": 21,
+        "DeviceMemoryError": 22,
     }  # fmt: skip
 
 
