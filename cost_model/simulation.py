@@ -32,7 +32,7 @@ from .lines import Line, lines_of, outgoing
 from .overlap import Collectives
 from .ports import Arrival, Message, Ports
 from .simulated_rank import SimulatedRank
-from .stage_costs import Overlap, StageCosts
+from .stage_costs import StageCosts
 from .timeline import Event, Exposed, Stream, Timeline
 
 NOTHING = -1
@@ -49,13 +49,13 @@ class Simulation:
         self,
         schedule: Schedule,
         costs: StageCosts,
-        overlap: Overlap | None,
         *,
         records: bool = True,
     ) -> None:
         stages = schedule.num_stages
         zeros = (0,) * stages
-        self.schedule, self.costs, self.overlap = schedule, costs, overlap
+        self.schedule, self.costs = schedule, costs
+        self.hides = bool(costs.slowed_share)
         self.zero = 0 * costs.forward_seconds[0]
         self.shares = slice_shares(schedule, costs)
         self.seconds = action_seconds(costs)
@@ -125,24 +125,16 @@ class Simulation:
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
-        books = self._books()
+        books = Collectives(self.zero, self.zero)
         for stage in stages:
             books.gather(stage, costs, self.zero)
-        if self.overlap is not None:
+        if self.hides:
             rank.collectives = books
             rank.beside = {rank.first_forwards[stage] for stage in stages}
             rank.beside |= {a for s, a in rank.last_backwards.items() if self._syncs(s)}
         elif stages:
             rank.clock = rank.ended = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
             rank.events += books.events
-
-    def _books(self) -> Collectives:
-        """Those of a rank without collectives so far."""
-        if self.overlap is None:
-            return Collectives(1, self.zero)
-        parts, stages = self.overlap.gradient_buckets, range(self.schedule.num_stages)
-        buckets = [parts[self.schedule.part(stage)] for stage in stages] if parts else ()
-        return Collectives(self.overlap.slowdown, self.zero, buckets)
 
     def _advance(self, rank: SimulatedRank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""

@@ -57,13 +57,13 @@ def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
     """Where a rank that runs ``stages`` spends a step, in seconds; what is left is waiting.
 
     ``prediction.seconds`` counts compute, communication and send per micro-batch, and
-    gradient_sync and optimizer per update.
+    exposed_sync and optimizer per update.
     """
     updates, parts = num_updates(plan), dict.fromkeys(SPENT, 0.0)
     for stage in stages:
         seconds = plan.stages[stage].prediction.seconds
         for name, key in SPENT.items():
-            times = updates if key in ("gradient_sync", "optimizer") else _num_runs(plan)
+            times = updates if key in ("exposed_sync", "optimizer") else _num_runs(plan)
             parts[name] += seconds.get(key, 0.0) * times
     waiting = plan.prediction.step_seconds - sum(parts.values())
     other = "waiting for other stages" if plan.has_pipeline else "other"
@@ -75,7 +75,7 @@ SPENT = {
     "compute": "compute",
     "communication within the stage": "communication",
     "sends to the next stage": "send",
-    "gradient synchronization": "gradient_sync",
+    "gradient synchronization": "exposed_sync",
     "optimizer": "optimizer",
 }
 """What a rank does, and its name in a prediction."""

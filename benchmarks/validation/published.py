@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from math import inf
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.basis import CostAssumptions
@@ -57,6 +57,7 @@ def published(row: Row, line: int) -> Run:
         half_policy(_gradient_bytes(row)),
         attention_core=not _is_titan(row),
         shards_over_context=True,
+        slowdown=None if _overlaps(row, configuration.zero) else inf,
     )
     shape = _shape(row, configuration.tp, assumed)
     schedule, chunks = _schedule(row, configuration, shape.layers, assumed)
@@ -166,7 +167,6 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         recompute=_recompute(row, assumed),
         microbatch_size=rows * dp,
         num_microbatches=num_microbatches,
-        overlap=Overlap() if _overlaps(row, zero) else None,
         sequence_parallel=_sequence_parallel(row, tp),
         precision="bf16",
         recomputes_ends=False,

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ...cost_model.cluster import Cluster
-from ...cost_model.stage_costs import Overlap
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
 from ..budget import Budget
@@ -54,7 +53,7 @@ from ..requests.request import Forced
 from ..schedules.schedules import parts_of_ranks
 from ..search.report_plan import stage_layouts
 from ..sequence_places import find_places
-from .beside_stages import beside_compute, beside_stages, sent_bytes
+from .beside_stages import beside_stages, sent_bytes
 
 ONCE = ("transient", "buffers", "reserve")
 """Memory that the stages of a rank take in turn, or once."""
@@ -68,9 +67,7 @@ class Configuration:
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
-    stage's layers, and the others are recomputed fully. ``overlap``: gradients are reduced while
-    the last micro-batch runs backward, and ZeRO 2 and 3 gather and scatter beside compute.
-    ``compiled``: blocks run compiled.
+    stage's layers, and the others are recomputed fully. ``compiled``: blocks run compiled.
     """
 
     dp: int = 1
@@ -86,7 +83,6 @@ class Configuration:
     num_chunks: int = 1
     num_slices: int = 1
     layers: tuple[int, ...] | None = None
-    overlap: Overlap | None = None
     sequence_parallel: bool | None = None
     precision: Precision = "fp32"
     optimizer: str = "adamw"
@@ -174,21 +170,11 @@ class ConfigurationPricer:
     ) -> PricedStep:
         """The step of a plan whose stages cost this."""
         own, plan, cluster = configuration, staged.plan, staged.plan.cluster
-        overlap = own.overlap
-        if overlap is not None:
-            counts = [len(stage.blocks) for stage in plan.stages]
-            costs = [
-                beside_compute(cost, count, overlap)
-                for cost, count in zip(costs, counts, strict=True)
-            ]
-            overlap = replace(overlap, gradient_buckets=counts)
         pipeline = Pipeline(
             own.schedule, own.num_microbatches, num_chunks=own.num_chunks, edges=staged.edges,
             slices=staged.slices,
         )  # fmt: skip
-        timeline = simulate_stages(
-            pipeline, costs, overlap=overlap, latency_seconds=latency_seconds(cluster)
-        )
+        timeline = simulate_stages(pipeline, costs, latency_seconds=latency_seconds(cluster))
         structure = self._structure(own, own.microbatch_size)
         parts = own.mesh.size // (1 if own.sequence_parallel else own.tp)
         sent = [

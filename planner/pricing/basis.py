@@ -119,12 +119,14 @@ class CostAssumptions:
     optimizer. ``attention_core``: selective recomputation runs the core of attention again and
     nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5). ``shards_over_context``:
     ZeRO shards the bytes of states over context-parallel ranks too, as Megatron-LM's distributed
-    optimizer does.
+    optimizer does. ``slowdown``: how much longer compute takes beside collectives of states,
+    where that is not the device's; infinite where nothing runs beside compute.
     """
 
     policy: PrecisionPolicy | None = None
     attention_core: bool = False
     shards_over_context: bool = False
+    slowdown: float | None = None
 
 
 RUNTIME = CostAssumptions()

@@ -331,11 +331,12 @@ class Candidate:
         seconds = busiest.seconds
         count = self.num_microbatches * self.num_chunks
         communication = seconds.forward_communication + seconds.backward_communication
-        states = seconds.forward_states + seconds.backward_states
+        states = sum(busiest.exposed_states)
         return {
             "compute": count * sum(busiest.compute_seconds),
             "communication": count * (communication + states),
-            "gradient synchronization": seconds.gradient_sync * self.num_chunks,
+            "gradient synchronization": (busiest.step_seconds - seconds.optimizer)
+            * self.num_chunks,
             "optimizer": seconds.optimizer * self.num_chunks,
             "bubble": self.bubble_fraction * self.step_seconds,
         }
