@@ -55,7 +55,8 @@ class Simulation:
         stages = schedule.num_stages
         zeros = (0,) * stages
         self.schedule, self.costs = schedule, costs
-        self.hides = bool(costs.slowed_share)
+        shares = costs.slowed_share or (1,) * schedule.num_stages
+        self.hides = [share < 1 for share in shares]
         self.zero = 0 * costs.forward_seconds[0]
         self.shares = slice_shares(schedule, costs)
         self.seconds = action_seconds(costs)
@@ -126,15 +127,21 @@ class Simulation:
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
         books = Collectives(self.zero, self.zero)
-        for stage in stages:
+        stopped = [stage for stage in stages if not self.hides[stage]]
+        for stage in (*stopped, *(stage for stage in stages if self.hides[stage])):
             books.gather(stage, costs, self.zero)
-        if self.hides:
+        rank.events += books.events
+        books.events = []
+        if stopped:
+            rank.clock = rank.ended = rank.gather = rank.busy = books.gathered[stopped[-1]][-1]
+        if any(self.hides[stage] for stage in rank.last_backwards | rank.first_forwards):
             rank.collectives = books
-            rank.beside = {rank.first_forwards[stage] for stage in stages}
-            rank.beside |= {a for s, a in rank.last_backwards.items() if self._syncs(s)}
-        elif stages:
-            rank.clock = rank.ended = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
-            rank.events += books.events
+            rank.beside = {rank.first_forwards[s] for s in stages if self.hides[s]}
+            rank.beside |= {
+                action
+                for stage, action in rank.last_backwards.items()
+                if self.hides[stage] and self._syncs(stage)
+            }
 
     def _advance(self, rank: SimulatedRank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""
@@ -336,7 +343,7 @@ class Simulation:
 
     def _reduce(self, rank: SimulatedRank, action: Action) -> None:
         """Sums the stage's gradients, unless that began beside the last backward."""
-        if not self._syncs(action.stage) or rank.collectives is not None:
+        if not self._syncs(action.stage) or self.hides[action.stage]:
             return
         start = rank.clock
         seconds = self.costs.gradient_sync_seconds[action.stage]

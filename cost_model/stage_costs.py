@@ -26,11 +26,11 @@ class StageCosts:
     way from the beginning of the call. All three are for both directions.
     ``gather_seconds``: gathering sharded parameters, once per step, for the first forward.
     ``gradient_sync_seconds``: summing gradients, once per step, after the last backward. Where
-    there is a ``slowed_share``, both run beside that forward and that backward in ``buckets``
+    the ``slowed_share`` is below 1, both run beside that forward and that backward in ``buckets``
     equal parts (one where this is empty): a part of the parameters is there before its part of
     the forward, and a part of the gradients is summed after its part of the backward. While one
-    of them runs, ``slowed_share`` of the rank's compute is lost: 0 where they do not disturb each
-    other, 1 where compute stops. Without it they stop their rank.
+    of them runs, that share of the rank's compute is lost: 0 where they do not disturb each other.
+    With 1, the default, they stop their rank.
     ``step_seconds``: the optimizer, once.
     ``activation_bytes``: what one micro-batch keeps until its backward, on the worst rank.
     ``static_bytes``: everything held throughout. ``weight_backward_seconds``: the part of the
