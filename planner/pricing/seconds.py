@@ -128,9 +128,9 @@ def objective_weights(
     compute C by s add max(s, S - C) to it, but for the first of the groups: it counts
     (1 - e)·s + e·(S - C) of that, for any share e that is ``exposed``.
 
-    >>> weights = objective_weights(4, 10)
+    >>> weights = objective_weights(4, 2)
     >>> weights[[Resource.FORWARD_COMPUTE, Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]].tolist()
-    [1.0, 0.025, 0.225]
+    [1.0, 0.125, 0.125]
     """
     rest = 1 - 1 / num_groups
     weights = np.zeros(len(Resource))
