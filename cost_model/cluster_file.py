@@ -41,6 +41,13 @@ given; ``wires = "switch"`` is a host of them with a switch::
     link = { preset = "nvlink3-bridge", num_links = 1 }
     wires = [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
     detour = "pcie4"
+
+``slowdown`` says how much longer a device computes while a collective of gradients or parameters
+runs beside it, by kind of collective::
+
+    [[hosts]]
+    num_devices = 8
+    device = { preset = "H100", slowdown = { all_gather = 1.15, reduce_scatter = 1.25 } }
 """
 
 from __future__ import annotations
