@@ -20,7 +20,15 @@ from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster
 from .models import Family, Kernels, Shape
-from .sources import ACCUMULATING, BF16_OPTIMIZER, CUDNN_ATTENTION, Program
+from .sources import (
+    ACCUMULATING,
+    BF16_OPTIMIZER,
+    CUDNN_ATTENTION,
+    FOUNDRY,
+    FOUNDRY_A100,
+    FOUNDRY_H100,
+    Program,
+)
 from .tables import (
     Row,
     Run,
@@ -49,7 +57,7 @@ def published(row: Row, line: int) -> Run:
     cluster, missing = _cluster(
         row.get("gpu_type", ""), number(row, "n_gpus"),
         number(row, "gpus_per_node", default=8), row.get("interconnect", ""),
-        row.get("attention_impl", ""),
+        row.get("attention_impl", ""), row.get("source", ""),
     )  # fmt: skip
     assumed += missing
     configuration = _configuration(row, assumed)
@@ -87,11 +95,13 @@ def published(row: Row, line: int) -> Run:
 
 @cache
 def _cluster(
-    gpu: str, num_devices: int, per_host: int, interconnect: str, attention: str
+    gpu: str, num_devices: int, per_host: int, interconnect: str, attention: str, source: str
 ) -> tuple[Cluster, tuple[str, ...]]:
     cluster, missing = make_cluster(gpu, num_devices, per_host, interconnect)
     if "cuDNN" in attention and gpu.startswith("H"):
         cluster = CUDNN_ATTENTION.seen(cluster)
+    if "llm-foundry" in source:
+        cluster = (FOUNDRY_H100 if gpu.startswith("H") else FOUNDRY_A100).seen(cluster)
     return cluster, missing
 
 
@@ -117,7 +127,7 @@ def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
     return Shape(
         family, hidden, heads, kv_heads, ffn, number(row, "layers"), number(row, "seq_len"),
         padded(vocab, tp), attention, 0.1 if dropped else 0.0, _fuses(row), family == "gpt",
-        _is_titan(row),
+        _is_titan(row), "llm-foundry" in row["source"],
     )  # fmt: skip
 
 
@@ -204,13 +214,18 @@ def _zero(row: Row) -> int:
 
 
 def _overlaps(row: Row, zero: int) -> bool:
-    """Whether gradients and parameters travel while others compute: FSDP, or where stated."""
+    """Whether gradients and parameters travel while others compute: FSDP, or where stated.
+
+    XLA ran collectives in the stream of compute when Alpa was measured.
+    """
     text = row.get("zero_stage/fsdp", "")
-    return zero >= 2 or "overlap" in text
+    return (zero >= 2 and "alpa" not in row.get("source", "")) or "overlap" in text
 
 
 def _program(row: Row, num_microbatches: int) -> Program:
     """How gradients are accumulated, where they are: DeepSpeed's, and Megatron-LM's of 2021."""
+    if "llm-foundry" in row["source"]:
+        return FOUNDRY
     if num_microbatches == 1:
         return Program()
     if "BF16_Optimizer" in row["zero_stage/fsdp"]:

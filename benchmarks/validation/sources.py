@@ -24,18 +24,21 @@ class Program:
     those that are reduced, over the latter's (half-precision ones that are added to float32).
     ``accumulation``: bytes that adding a micro-batch's gradients to those before moves, over
     the gradients' own (two read, one written: 3), where no product does so as it ends.
+    ``optimizer_passes``: bytes that the optimizer's step moves over those that a fused one does.
     """
 
     message_seconds: float = 0.0
     loss_seconds: float = 0.0
     second_gradients: float = 0.0
     accumulation: float = 0.0
+    optimizer_passes: float = 1.0
 
     def around(
         self, cost: StageCost, device: Device, *, is_first: bool, is_last: bool
     ) -> StageCost:
         """A stage's cost with them."""
         seconds, (forward, backward) = cost.seconds, cost.receive_seconds
+        seconds = seconds._replace(optimizer=seconds.optimizer * self.optimizer_passes)
         if self.accumulation:
             moved = self.accumulation * cost.memory_bytes["gradients"]
             added = op_seconds(device, "elementwise", 0.0, moved, "bfloat16")
@@ -61,8 +64,9 @@ class Source:
     """Figures that take the place of the presets'; None leaves the preset's.
 
     ``launch_seconds``: of a kernel on the device; ``issue_seconds``: of the host per kernel;
-    ``start_seconds``: of a collective within a host; ``attention``: the share of the peak that
-    the implementation of attention reaches. ``program`` as ``Program`` has it.
+    ``start_seconds``: of a collective within a host; ``attention`` and ``matmul``: the share of
+    the peak that the implementations of attention and of products reach. ``program`` as
+    ``Program`` has it.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Source:
     issue_seconds: float | None = None
     start_seconds: float | None = None
     attention: float | None = None
+    matmul: float | None = None
     program: Program = field(default_factory=Program)
 
     def seen(self, cluster: Cluster) -> Cluster:
@@ -82,9 +87,9 @@ class Source:
             launch_seconds=_or(self.launch_seconds, host.device.launch_seconds),
             issue_seconds=_or(self.issue_seconds, host.device.issue_seconds),
         )
-        if self.attention is not None:
-            efficiency = {**device.efficiency, "attention": self.attention}
-            device = replace(device, efficiency=efficiency)
+        given = {"attention": self.attention, "matmul": self.matmul}
+        reached = {family: share for family, share in given.items() if share is not None}
+        device = replace(device, efficiency={**device.efficiency, **reached})
         return replace(host, device=device, link=self._link(host.link))
 
     def _link(self, link: Link) -> Link:
@@ -107,6 +112,19 @@ VTRAIN_SINGLE = Source(
 CUDNN_ATTENTION = Source("cuDNN's fused attention on Hopper", attention=0.5)
 """The preset's figure is PyTorch's FlashAttention-2 kernel; cuDNN's is made for Hopper. Chosen on
 Llama 8B and Nemotron 15B in bfloat16 (NVIDIA/dgxc-benchmarking@v25.02)."""
+
+FOUNDRY = Program(optimizer_passes=88 / 28)
+"""llm-foundry's DecoupledAdamW steps a tensor at a time in nine kernels that move 88 bytes per
+parameter, where a fused step moves 28: the decay 8, both moments 40, the denominator 24, the
+update 16 (composer/optim/decoupled_weight_decay.py)."""
+
+FOUNDRY_A100 = Source("mosaicml/llm-foundry on A100", attention=0.325, program=FOUNDRY)
+"""FlashAttention 1, which reaches 25 to 40 % of the A100's peak (FlashAttention-2, Dao 2023,
+abstract): the middle."""
+
+FOUNDRY_H100 = Source("mosaicml/llm-foundry on H100", attention=0.19, matmul=0.65, program=FOUNDRY)
+"""FlashAttention 1 at half the rate of FlashAttention-2, the preset's kernel (Dao 2023, abstract:
+"around 2x"), and the products of a cuBLAS of 2023, fitted on the recomputed runs of 2048 tokens."""
 
 VTRAIN_MULTI = Source(
     "VIA-Research/vTrain validation data, multi node (MIT)",
