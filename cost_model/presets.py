@@ -209,7 +209,7 @@ _H100_PCIE = _gpu(
 _H100_96GB = _hopper("H100-96GB", 97871, 2400, 0.91, _H100_MEMORY)
 _H100_96GB = replace(
     _H100_96GB,
-    efficiency={**_H100_96GB.efficiency, "matmul": 0.48},
+    efficiency={**_H100_96GB.efficiency, "matmul": 0.49, "attention": 0.27},
     sources={
         **_H100_96GB.sources,
         "peak_flops": f"taken as the SXM5 card's; {_ML_ENGINEERING}",

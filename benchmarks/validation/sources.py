@@ -7,6 +7,7 @@ they were fitted, and the errors on rows that were held out, are in the README.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
@@ -24,6 +25,10 @@ class Program:
     those that are reduced, over the latter's (half-precision ones that are added to float32).
     ``accumulation``: bytes that adding a micro-batch's gradients to those before moves, over
     the gradients' own (two read, one written: 3), where no product does so as it ends.
+    ``kept_outputs``: bytes of a stage's outputs that are held until its backward, over those of its
+    checkpoints. ``cached``: bytes that the allocator holds besides, over those of what comes and
+    goes, where the figure was read from nvidia-smi or is torch's reserved one.
+    ``exposed_share``: of the collectives among tensor-parallel ranks what no product runs beside.
     ``optimizer_passes``: bytes that the optimizer's step moves over those that a fused one does.
     """
 
@@ -32,13 +37,20 @@ class Program:
     second_gradients: float = 0.0
     accumulation: float = 0.0
     optimizer_passes: float = 1.0
+    exposed_share: float = 1.0
+    kept_outputs: float = 0.0
+    cached: float = 0.0
 
     def around(
         self, cost: StageCost, device: Device, *, is_first: bool, is_last: bool
     ) -> StageCost:
         """A stage's cost with them."""
         seconds, (forward, backward) = cost.seconds, cost.receive_seconds
-        seconds = seconds._replace(optimizer=seconds.optimizer * self.optimizer_passes)
+        seconds = seconds._replace(
+            optimizer=seconds.optimizer * self.optimizer_passes,
+            forward_communication=seconds.forward_communication * self.exposed_share,
+            backward_communication=seconds.backward_communication * self.exposed_share,
+        )
         if self.accumulation:
             moved = self.accumulation * cost.memory_bytes["gradients"]
             added = op_seconds(device, "elementwise", 0.0, moved, "bfloat16")
@@ -53,10 +65,17 @@ class Program:
             )
         if not is_first:
             forward, backward = forward + self.message_seconds, backward + self.message_seconds
-        gradients = cost.memory_bytes["gradients"] * (1 + self.second_gradients)
-        memory = {**cost.memory_bytes, "gradients": gradients}
-        received = (forward, backward)
+        received, memory = (forward, backward), self._held(cost.memory_bytes)
         return replace(cost, seconds=seconds, receive_seconds=received, memory_bytes=memory)
+
+    def _held(self, memory: Mapping[str, float]) -> dict[str, float]:
+        activations = memory["activations"] * (1 + self.kept_outputs)
+        return {
+            **memory,
+            "gradients": memory["gradients"] * (1 + self.second_gradients),
+            "activations": activations,
+            "transient": memory["transient"] * (1 + self.cached) + activations * self.cached,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +131,16 @@ VTRAIN_SINGLE = Source(
 CUDNN_ATTENTION = Source("cuDNN's fused attention on Hopper", attention=0.5)
 """The preset's figure is PyTorch's FlashAttention-2 kernel; cuDNN's is made for Hopper. Chosen on
 Llama 8B and Nemotron 15B in bfloat16 (NVIDIA/dgxc-benchmarking@v25.02)."""
+
+CACHED = 0.23
+"""Of what comes and goes what torch's allocator had reserved besides, fitted on one eager run of
+Llama 8B on 8 GPUs (pytorch/torchtitan@b5bcd76, maximum of reserved bytes)."""
+
+EXPOSED_BESIDE_PRODUCTS = 0.65
+"""Of the collectives among tensor-parallel ranks what remains where products are cut in parts and
+run beside them: mean of the five pairs of runs with and without AsyncTP
+(pytorch/torchtitan@b5bcd76), so with what products lose beside collectives. NVIDIA's runs do the
+same by TransformerEngine's userbuffers; they were not fitted."""
 
 FOUNDRY = Program(optimizer_passes=88 / 28)
 """llm-foundry's DecoupledAdamW steps a tensor at a time in nine kernels that move 88 bytes per

@@ -29,7 +29,7 @@ from ...cost_model.collectives import (
     group_of,
     p2p_seconds,
 )
-from ...cost_model.compute import host_seconds, work_seconds
+from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, work_seconds
 from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
 from ...cost_model.profile.lookup import Profile, level_of
 from ...cost_model.tf32 import TFLOAT32, product_dtype
@@ -239,8 +239,9 @@ class Prices:
     ) -> Priced:
         work = self.rules.work(node, inputs, outputs)
         issue = host_seconds(self.device, work)
-        analytic = Priced(*work_seconds(self.device, work, node.spec.dtype), "spec", *issue)
-        if (self.profile is None and self.asked is None) or node.fused is not None:
+        analytic = Priced(*self._analytic(node, work), "spec", *issue)
+        has_no_case = node.fused is not None or node.product_dtype
+        if (self.profile is None and self.asked is None) or has_no_case:
             return analytic
         in_tf32 = product_dtype(self.device, work.family, node.spec.dtype) == TFLOAT32
         case = op_case(node, inputs, outputs, work, in_tf32=in_tf32)
@@ -257,6 +258,12 @@ class Prices:
             op = AskedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
+
+    def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
+        if not node.product_dtype:
+            return work_seconds(self.device, work, node.spec.dtype)
+        cast_bytes = self.assumptions.cast_bytes
+        return eight_bit_seconds(self.device, work, node.spec.dtype, node.product_dtype, cast_bytes)
 
     def op(
         self,

@@ -83,7 +83,7 @@ def test_the_sum_of_the_solvers_is_never_above_the_objective(seed: int) -> None:
     for collectives, slowed in COLLECTIVES_OF_STATES:
         values[slowed.name.lower()] = rng.random() * values[collectives.name.lower()]
     once = rng.random() < 0.5  # gathering and summing in every micro-batch, or once
-    for name in (("forward_", "backward_") if once else ("parameter_", "gradient_")):
+    for name in ("forward_", "backward_") if once else ("parameter_", "gradient_"):
         for resource in COLLECTIVES_OF_STATES:
             if resource[0].name.lower().startswith(name):
                 values |= {each.name.lower(): 0.0 for each in resource}
