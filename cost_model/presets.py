@@ -215,6 +215,7 @@ _H100_96GB = replace(
         "peak_flops": f"taken as the SXM5 card's; {_ML_ENGINEERING}",
         "memory_bytes_per_second": "pytorch/torchtitan@b5bcd76 llama3_h100_202412_torchtitan.md",
         "efficiency.matmul": _GRAND_TETON,
+        "efficiency.attention": "the SXM5 card's share x 0.7, as of products: the limit of 500 W",
         "memory_bytes": _RECALLED,
     },
 )
