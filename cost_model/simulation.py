@@ -16,6 +16,7 @@ from .action_costs import (
 from .actions import (
     BACKWARD,
     FORWARD,
+    GATHER,
     INPUT_BACKWARD,
     RECEIVES,
     RECV_BACKWARD,
@@ -289,6 +290,7 @@ class Simulation:
         if not self.records:
             return
         rank.events.append(Event(action, start, end, "compute"))
+        self._record_states(rank, action, start, end)
         if self.inside:
             inside = self.inside[kind][stage]
             rank.inside += inside * self.shares[kind][part] if self.shares else inside
@@ -302,6 +304,24 @@ class Simulation:
             if kind in self.frees:
                 rank.held -= num_bytes
                 rank.memory.append((end, rank.held))
+
+    def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
+        """Adds the collectives of states beside a pass: gathers from its start, sums to its end."""
+        kind, stage, m, part = action
+        if kind == FORWARD and self.costs.forward_states_seconds:
+            seconds = self.costs.forward_states_seconds[stage]
+            event = Event(
+                Action(GATHER, stage, m, part), start, min(start + seconds, end), "parameter gather"
+            )
+        elif kind in (BACKWARD, INPUT_BACKWARD) and self.costs.backward_states_seconds:
+            seconds = self.costs.backward_states_seconds[stage]
+            event = Event(
+                Action(REDUCE, stage, m, part), max(start, end - seconds), end, "gradient sync"
+            )
+        else:
+            return
+        if seconds:
+            rank.events.append(event)
 
     def _beside(
         self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float

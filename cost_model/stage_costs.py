@@ -24,6 +24,8 @@ class StageCosts:
     ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``:
     the time of a rank itself to send such a message and to post its receive; a message is on its
     way from the beginning of the call. All three are for both directions.
+    ``forward_states_seconds``, ``backward_states_seconds``: collectives of states that run beside a
+    micro-batch's compute, whose passes have what they add; for the timeline.
     ``gather_seconds``: gathering sharded parameters, once per step, for the first forward.
     ``gradient_sync_seconds``: summing gradients, once per step, after the last backward. Where
     the ``slowed_share`` is below 1, both run beside that forward and that backward in ``buckets``
@@ -61,6 +63,8 @@ class StageCosts:
     send_call_seconds: Sequence[float] = ()
     receive_call_seconds: Sequence[float] = ()
     slowed_share: Sequence[float] = ()
+    forward_states_seconds: Sequence[float] = ()
+    backward_states_seconds: Sequence[float] = ()
     buckets: Sequence[int] = ()
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ def _seconds(
     for stage in stages:
         own = stage.seconds
         compute += own["compute"] * count + own["optimizer"]
-        per_microbatch = own["communication"] + own["hidden_communication"] + own["receive"]
+        per_microbatch = own["communication"] + own["hidden_states"] + own["receive"]
         communication += per_microbatch * count + own["parameter_gather"] + own["gradient_sync"]
     return dict(zip(PARTS, (compute, communication), strict=True))
 

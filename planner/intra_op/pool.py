@@ -146,9 +146,9 @@ class Pool:
         much of the collectives of states runs beside compute."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
-        forward, backward, end = seconds_of_passes(seconds, run.num_blocks, shares_links)
+        forward, backward, gather, end = seconds_of_passes(seconds, run.num_blocks, shares_links)
         hidden: Floats = seconds @ objective_weights(num_microbatches, run.num_blocks) + received
-        found: Floats = forward + backward + end / num_microbatches + received
+        found: Floats = forward + backward + (gather + end) / num_microbatches + received
         return found, hidden
 
     @property

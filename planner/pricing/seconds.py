@@ -161,8 +161,11 @@ def beside_compute(collectives: Any, slowed: Any, compute: Any, num_groups: Any)
     return collectives / num_groups + rest * np.maximum(slowed, collectives - compute)
 
 
-def seconds_of_passes(seconds: Floats, num_groups: int, shares_links: bool) -> tuple[Any, Any, Any]:
-    """Of ``seconds[..., RESOURCE]``: forward and backward of a micro-batch, the end of a step.
+def seconds_of_passes(
+    seconds: Floats, num_groups: int, shares_links: bool
+) -> tuple[Any, Any, Any, Any]:
+    """Of ``seconds[..., RESOURCE]``: forward and backward of a micro-batch; of a step what
+    gathering parameters adds to its first forward, and what comes after its last backward.
 
     Collectives of states run beside compute, and beside the stage's other collectives unless they
     share links with those. What the host takes to issue a pass is not in it.
@@ -180,4 +183,4 @@ def seconds_of_passes(seconds: Floats, num_groups: int, shares_links: bool) -> t
         ]  # fmt: skip
         found.append((compute + communication + added[0], added[1]))
     (forward, gather), (backward, sync) = found
-    return forward, backward, gather + sync + seconds[..., Resource.OPTIMIZER]
+    return forward, backward, gather, sync + seconds[..., Resource.OPTIMIZER]

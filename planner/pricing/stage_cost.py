@@ -81,19 +81,24 @@ class StageCost:
     @property
     def step_seconds(self) -> float:
         """The optimizer, and what of gathering parameters and summing gradients is exposed."""
-        return self._passes[2]
+        return self._passes[2] + self._passes[3]
+
+    @property
+    def end_seconds(self) -> float:
+        """Of these what comes after the last backward."""
+        return self._passes[3]
 
     @cached_property
-    def _passes(self) -> tuple[float, float, float]:
+    def _passes(self) -> tuple[float, float, float, float]:
         forward, backward = self.compute_seconds
         both = self.seconds._replace(forward_compute=forward, backward_compute=backward)
         return self._with_exposed(both)
 
-    def _with_exposed(self, seconds: Seconds) -> tuple[float, float, float]:
-        """Forward, backward and end of the step."""
+    def _with_exposed(self, seconds: Seconds) -> tuple[float, float, float, float]:
+        """See ``seconds_of_passes``."""
         found = seconds_of_passes(np.array(seconds), self.num_groups, self.shares_links)
-        forward, backward, end = map(float, found)
-        return forward, backward, end
+        forward, backward, gather, end = map(float, found)
+        return forward, backward, gather, end
 
     @property
     def exposed_states(self) -> tuple[float, float]:
@@ -118,8 +123,8 @@ class StageCost:
 
         The device's alone: that the host may take longer to issue a pass is no sum of ops.
         """
-        forward, backward, end = self._with_exposed(self.seconds)
-        return forward + backward + end / num_microbatches + sum(self.receive_seconds)
+        forward, backward, gather, end = self._with_exposed(self.seconds)
+        return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
     def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
         """What a pipeline waits for the stage once, and what it waits besides if the stage is its

@@ -24,6 +24,7 @@ from .stage_cost import StageCost
 _UNSIMULATED = frozenset({
     "activation_bytes", "static_bytes",
     "forward_communication_seconds", "backward_communication_seconds",
+    "forward_states_seconds", "backward_states_seconds",
 })  # fmt: skip
 _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
 """What a step and its bubble follow from; the rest is what a timeline says besides."""
@@ -171,6 +172,8 @@ def stage_costs(
         send_backward_seconds=[backward for _, backward in receives],
         gather_seconds=[each.parameter_gather for each in own],
         gradient_sync_seconds=[each.gradient_sync for each in own],
+        forward_states_seconds=[each.forward_states for each in own],
+        backward_states_seconds=[each.backward_states for each in own],
         slowed_share=[cost.slowed_share for cost in costs],
         buckets=[cost.num_groups for cost in costs],
         step_seconds=[each.optimizer for each in own],
@@ -197,7 +200,8 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
             "backward": cost.backward_seconds,
             "compute": sum(cost.compute_seconds),
             "communication": own.forward_communication + own.backward_communication + exposed,
-            "hidden_communication": max(0.0, own.forward_states + own.backward_states - exposed),
+            "states": own.forward_states + own.backward_states,
+            "hidden_states": max(0.0, own.forward_states + own.backward_states - exposed),
             "parameter_gather": own.parameter_gather,
             "gradient_sync": own.gradient_sync,
             "slowed_share": cost.slowed_share,

@@ -192,7 +192,7 @@ def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
     """What these stages take in any order, whatever part of their backwards may wait."""
     costs = [answer.cost for _, answer in found.answers]
     figures = [
-        (c.forward_seconds, 0.0, *c.receive_seconds, c.step_seconds, c.backward_seconds)
+        (c.forward_seconds, 0.0, *c.receive_seconds, c.end_seconds, c.backward_seconds)
         for c in costs
     ]
     return float(least_seconds(figures, found.num_microbatches, needs))
