@@ -14,7 +14,7 @@ from .layout import Mesh, NodeLayout
 SCHEMA = 5
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 Float32Ops = Literal["autocast", "none"]
 """The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
 

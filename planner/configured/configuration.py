@@ -67,7 +67,8 @@ class Configuration:
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
-    stage's layers, and the others are recomputed fully. ``compiled``: blocks run compiled.
+    stage's layers, and the others are recomputed fully; with ``recompute_share`` less than 1, of so
+    many of a stage's layers, and the others keep what they made. ``compiled``: blocks run compiled.
     """
 
     dp: int = 1
@@ -88,6 +89,7 @@ class Configuration:
     optimizer: str = "adamw"
     recomputes_ends: bool = True
     selective_share: float = 1.0
+    recompute_share: float = 1.0
     compiled: bool = False
 
     @property
@@ -235,8 +237,13 @@ class ConfigurationPricer:
         again = [own.recomputes_ends or block.name in layers for block in blocks]
         share = own.selective_share if own.recompute == "selective" else 1.0
         num_full = round((1 - share) * sum(again))
+        num_again = round(own.recompute_share * sum(again))
         return [
-            "none" if not is_again else "full" if place <= num_full else own.recompute
+            "none"
+            if not is_again or place > num_again
+            else "full"
+            if place <= num_full
+            else own.recompute
             for is_again, place in zip(again, accumulate(again), strict=True)
         ]
 

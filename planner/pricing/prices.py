@@ -29,7 +29,7 @@ from ...cost_model.collectives import (
     group_of,
     p2p_seconds,
 )
-from ...cost_model.compute import host_seconds, work_seconds
+from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, work_seconds
 from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
 from ...cost_model.profile.lookup import Profile, level_of
 from ...cost_model.tf32 import TFLOAT32, product_dtype
@@ -239,8 +239,9 @@ class Prices:
     ) -> Priced:
         work = self.rules.work(node, inputs, outputs)
         issue = host_seconds(self.device, work)
-        analytic = Priced(*work_seconds(self.device, work, node.spec.dtype), "spec", *issue)
-        if (self.profile is None and self.asked is None) or node.fused is not None:
+        analytic = Priced(*self._analytic(node, work), "spec", *issue)
+        has_no_case = node.fused is not None or node.product_dtype
+        if (self.profile is None and self.asked is None) or has_no_case:
             return analytic
         in_tf32 = product_dtype(self.device, work.family, node.spec.dtype) == TFLOAT32
         case = op_case(node, inputs, outputs, work, in_tf32=in_tf32)
@@ -257,6 +258,12 @@ class Prices:
             op = AskedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
+
+    def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
+        if not node.product_dtype:
+            return work_seconds(self.device, work, node.spec.dtype)
+        cast_bytes = self.assumptions.cast_bytes
+        return eight_bit_seconds(self.device, work, node.spec.dtype, node.product_dtype, cast_bytes)
 
     def op(
         self,
@@ -314,6 +321,7 @@ class Prices:
             gather = self._streamed("all_gather", numel * self.policy.gathered_bytes)
             sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
             seconds = self._states_of(zero, gather, self._streamed(sync, gradient_bytes))
+            seconds = seconds.plus(self._copies(zero, numel, numel))
         sharded = shards if zero else 1
         runs_beside = shards == 1
         for axis, placement in enumerate(held):
@@ -344,6 +352,20 @@ class Prices:
         if zero == 1:
             return once._replace(gradient_sync=sync, sync_slowed=summed)
         return once._replace(backward_states=sync, backward_slowed=summed)
+
+    def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
+        """How much longer compute takes for the copies around ZeRO's collectives.
+
+        Parameters are copied out of the buffer in which they were gathered, and gradients are cast
+        into the one that is reduced (``fully_shard``). The device moves these bytes while it
+        computes. A profile measures the collectives with their copies.
+        """
+        if zero < 2 or self.profile is not None or not self.has_spec:
+            return Seconds()
+        rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
+        out = 2 * gathered * self.policy.gathered_bytes / rate if zero == 3 else 0.0
+        into = reduced * (self.policy.gathered_bytes + self.policy.gradient_bytes) / rate
+        return Seconds(forward_slowed=out, backward_slowed=out + into)
 
     def _slowed_share(self, kind: CollectiveKind) -> float:
         """The share of its compute that a device loses beside a collective of states."""
@@ -384,7 +406,7 @@ class Prices:
         if zero == 0:
             return Seconds(), states
         gather = self._streamed("all_gather", gathered_bytes)
-        seconds = self._states_of(zero, gather, 0.0)
+        seconds = self._states_of(zero, gather, 0.0).plus(self._copies(zero, numel, 0))
         gathered = gathered_bytes if zero == 3 else 0.0
         return seconds, StateBytes(parameters=held.parameters, gathered=gathered)
 

@@ -355,7 +355,7 @@ def _least_seconds(
     )  # fmt: skip
     least = float("inf")
     for device in devices:
-        own = rate(device, work.family, node.spec.dtype)
+        own = rate(device, work.family, node.product_dtype or node.spec.dtype)
         per_byte = 0.0 if work.family in COMPUTE_FAMILIES else own.seconds_per_byte
         seconds = sum(max(f * own.seconds_per_flop, b * per_byte) for f, b in passes)
         least = min(least, seconds)
