@@ -124,6 +124,8 @@ class CostAssumptions:
     casting an element of a product's factor to 8 bits moves: the largest value is found (2 bytes
     read) to scale by, then the tensor is cast in both layouts (2 read, 1 written twice), as torchao
     does with one scale per tensor.
+    ``copies_states``: parameters and gradients pass through buffers that ZeRO 2 and 3 exchange;
+    XLA exchanges the tensors themselves.
     """
 
     policy: PrecisionPolicy | None = None
@@ -131,6 +133,7 @@ class CostAssumptions:
     shards_over_context: bool = False
     slowdown: float | None = None
     cast_bytes: float = 6.0
+    copies_states: bool = True
 
 
 RUNTIME = CostAssumptions()

@@ -360,7 +360,8 @@ class Prices:
         into the one that is reduced (``fully_shard``). The device moves these bytes while it
         computes. A profile measures the collectives with their copies.
         """
-        if zero < 2 or self.profile is not None or not self.has_spec:
+        is_measured = self.profile is not None or not self.has_spec
+        if zero < 2 or is_measured or not self.assumptions.copies_states:
             return Seconds()
         rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
         out = 2 * gathered * self.policy.gathered_bytes / rate if zero == 3 else 0.0

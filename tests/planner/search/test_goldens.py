@@ -76,7 +76,7 @@ def gpt(
     return capture(model, example_batch(2, seq), dtype=dtype)
 
 
-NOTHING_BESIDE_COMPUTE = Basis(assumptions=CostAssumptions(slowdown=inf))
+NOTHING_BESIDE_COMPUTE = Basis(assumptions=CostAssumptions(slowdown=inf, copies_states=False))
 """As in Alpa, whose XLA of 2022 ran collectives between kernels and not beside them."""
 
 
