@@ -76,8 +76,8 @@ def gpt(
     return capture(model, example_batch(2, seq), dtype=dtype)
 
 
-NOTHING_BESIDE_COMPUTE = Basis(assumptions=CostAssumptions(slowdown=inf, copies_states=False))
-"""As in Alpa, whose XLA of 2022 ran collectives between kernels and not beside them."""
+XLA = Basis(assumptions=CostAssumptions(slowdown=inf, copies_states=False))
+"""That of Alpa, of 2022, ran collectives between kernels and not beside them, without copies."""
 
 
 def planned(program: Program, cluster: str, request: Request, basis: Basis = DEFAULT) -> Plan:
@@ -217,7 +217,7 @@ def test_2d_meshes_lose_to_1d_meshes_on_one_nvlink_host(
     for tp in measured:
         forced = Forced(dp=num_devices // tp, tp=tp, pp=1, recompute="full", num_microbatches=1)
         request = Request(8, precision="fp16", forced=forced)
-        found = planned(program, f"{num_devices}xV100-16GB", request, NOTHING_BESIDE_COMPUTE)
+        found = planned(program, f"{num_devices}xV100-16GB", request, XLA)
         predicted[tp] = found.prediction.step_seconds
     assert sorted(measured, key=predicted.__getitem__)[-1] == 2
     flat = [tp for tp in predicted if tp in (1, num_devices)]
