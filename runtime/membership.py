@@ -22,6 +22,9 @@ from .process import Worker
 GLOO_ENDS_SECONDS = 0.1
 """How long the end of a process waits for gloo's threads."""
 
+EIGHT_BIT_CAPABILITY = (8, 9)
+"""The first compute capability with units for 8-bit products (L40S)."""
+
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
     """Joins the process group as a launched worker of ``cluster``, whose watchdog then follows its
@@ -100,6 +103,7 @@ def num_processes(plan: Plan) -> int:
 def check_device(device: torch.device, precision: Precision) -> None:
     """Raises MachineError AP413 for fp8, and where ``device`` is a GPU that only emulates bf16."""
     if precision == "fp8":
+        _check_eight_bits(device)
         raise MachineError(
             "AP413",
             "training in fp8 is not implemented",
@@ -117,6 +121,20 @@ def check_device(device: torch.device, precision: Precision) -> None:
             why=f"its compute capability is {major}.{minor}, and bf16 needs 8.0",
             fix="plan with --precision fp16 or fp32",
         )
+
+
+def _check_eight_bits(device: torch.device) -> None:
+    """Raises MachineError AP413 where ``device`` has no units for 8-bit products."""
+    name, why = f"a device of type {device.type}", "it has no units for 8-bit products"
+    if device.type == "cuda":
+        major, minor = capability = torch.cuda.get_device_capability(device)
+        if capability >= EIGHT_BIT_CAPABILITY:
+            return
+        name = torch.cuda.get_device_name(device)
+        why = f"its compute capability is {major}.{minor}, and fp8 needs 8.9"
+    raise MachineError(
+        "AP413", f"{name} does not compute in fp8", why=why, fix="plan with --precision bf16"
+    )
 
 
 def check_plan(program: Program, plan: Plan, device: torch.device) -> None:

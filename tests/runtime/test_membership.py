@@ -126,8 +126,18 @@ def test_a_plan_that_leaves_processes_idle_is_refused_unless_asked_for() -> None
     assert run_processes(2, idle, True)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_plan_in_fp8_is_not_run() -> None:
-    with pytest.raises(MachineError, match="fp8 is not implemented") as caught:
-        check_device(torch.device("cpu"), "fp8")
+@pytest.mark.parametrize(
+    ("device", "capability", "message"),
+    [
+        ("cpu", None, "type cpu does not compute in fp8"),
+        ("cuda", (8, 0), "capability is 8.0, and fp8 needs 8.9"),
+        ("cuda", (9, 0), "fp8 is not implemented"),
+    ],
+)
+def test_a_plan_in_fp8_is_not_run(monkeypatch, device, capability, message) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    with pytest.raises(MachineError, match=message) as caught:
+        check_device(torch.device(device), "fp8")
     assert caught.value.code == "AP413"
     assert "bf16" in str(caught.value)
