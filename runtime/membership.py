@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..cost_model.cluster import Cluster
 from ..cost_model.detect import BFLOAT16_CAPABILITY
+from ..passes.ops.eight_bits import load_torchao
 from ..passes.programs.program import Program
 from ..planner.errors import MachineError, PlanError
 from ..planner.plan import Plan, Precision
@@ -101,15 +102,11 @@ def num_processes(plan: Plan) -> int:
 
 
 def check_device(device: torch.device, precision: Precision) -> None:
-    """Raises MachineError AP413 for fp8, and where ``device`` is a GPU that only emulates bf16."""
+    """Raises MachineError AP413 where ``device`` is a GPU that only emulates bf16, and for fp8
+    where it has no units for it or torchao is not installed."""
     if precision == "fp8":
         _check_eight_bits(device)
-        raise MachineError(
-            "AP413",
-            "training in fp8 is not implemented",
-            why="plans in fp8 are priced and simulated only; linear layers are not converted",
-            fix="plan with --precision bf16",
-        )
+        load_torchao(emulate=False)
     if device.type != "cuda" or precision != "bf16":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+    "fp8": torch.bfloat16,
 }  # fmt: skip
-MASTER_DTYPES = COMPUTE_DTYPES | {"bf16": torch.float32, "fp16": torch.float32}
+MASTER_DTYPES = COMPUTE_DTYPES | dict.fromkeys(("bf16", "fp16", "fp8"), torch.float32)
 
 
 @dataclass(eq=False, slots=True)

@@ -31,6 +31,7 @@ from ..planner.errors import UsageError
 from ..planner.padding import find_padding
 from ..planner.plan import Plan
 from ..planner.plan_schedule import schedule_of, updating_plan
+from ..planner.precision import with_precision
 from ..planner.pricing.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ..planner.replicas import check_replicas
 from ..planner.sequence_places import find_places
@@ -78,6 +79,8 @@ def variant_of(program: Program, plan: Plan) -> Variant:
     """
     check_asynchronous(plan, program.graph, program.blocks)
     program = program.with_batch_size(plan.microbatch_size)
+    if plan.model.precision == "fp8":
+        program = replace(program, graph=with_precision(program.graph, "fp8"))
     graph, blocks = program.graph, program.blocks
     schedule = schedule_of(plan, crossing_pairs(program, plan))
     if schedule.parts:

@@ -6,7 +6,8 @@ Most ops run unchanged on their parts. ``RULES`` lists those that do not:
 - size arguments (``view``, ``expand``, ``new_zeros``) are taken from the local output, which
   also makes them right after the graph was rescaled to another batch;
 - means over split dimensions become shares that add up to the mean;
-- a split vocabulary needs an offset, a split loss needs its reductions.
+- a split vocabulary needs an offset, a split loss needs its reductions;
+- a linear layer may compute with 8-bit factors.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...planner.graph import Node, Ref, TensorSpec, map_refs
 from ...planner.layout import NodeLayout, balanced_axes, local_region
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
+from ..ops.eight_bits import eight_bit_linear
 from ..ops.experts import split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.random_ops import DROPOUT, UNIFORM, dropout_part, uniform_part
@@ -182,6 +184,13 @@ def _embedding(op: LocalOp) -> Call:
     return Call(op.rank.bound(split_embedding), (op["weight"], op["indices"]), options)
 
 
+def _linear(op: LocalOp) -> Call:
+    """With 8-bit factors where the plan has them."""
+    if not op.node.product_dtype:
+        return op.call()
+    return Call(eight_bit_linear, tuple(op[name] for name in ("input", "weight", "bias")), {})
+
+
 def _cross_entropy(op: LocalOp) -> Call:
     classes = min(1, len(op.global_shape("self")) - 1)
     class_axes = op.axes("self", classes)
@@ -322,6 +331,7 @@ RULES: Mapping[str, Rule] = {
     "aten.slice": _slice,
     "aten.narrow": _narrow,
     "aten.embedding": _embedding,
+    "aten.linear": _linear,
     "aten.cross_entropy_loss": _cross_entropy,
     "aten.scaled_dot_product_attention": _attention,
     "aten.group_norm": _group_norm,

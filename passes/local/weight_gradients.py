@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..ops.eight_bits import eight_bit_linear, of_data, of_weights
 from .compiled_runs import OF_WEIGHTS
 
 aten = torch.ops.aten
@@ -132,6 +133,7 @@ _CONVOLUTION = Halves(0, (1, 2), _convolution_data, _convolution_weights)
 
 HALVES: dict[Any, Halves] = {
     aten.linear.default: Halves(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
+    eight_bit_linear: Halves(0, (1, 2), of_data, of_weights),
     aten.mm.default: Halves(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
     aten.bmm.default: Halves(0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
     aten.addmm.default: Halves(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),

@@ -1,0 +1,86 @@
+"""Linear layers in 8 bits, emulated on a CPU, held to torchao's own ``Float8Linear``."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoparallel.passes.ops.eight_bits import (
+    eight_bit_linear,
+    load_torchao,
+    of_data,
+    of_weights,
+)
+from autoparallel.planner.errors import MachineError
+
+
+def operands(rows: int, width: int) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    """Data ``[2, rows / 2, 32]``, a layer from 32 to ``width``, and a gradient of its result."""
+    torch.manual_seed(0)
+    data = torch.randn((2, rows // 2, 32), dtype=torch.bfloat16)
+    layer = nn.Linear(32, width, dtype=torch.bfloat16)
+    return data, layer, torch.randn((2, rows // 2, width), dtype=torch.bfloat16)
+
+
+def run(call: Any, data: torch.Tensor, gradient: torch.Tensor, *weights: Any) -> list[torch.Tensor]:
+    """A call's result, and its gradients of the data and the weights."""
+    data = data.clone().requires_grad_()
+    result = call(data)
+    return [result, *torch.autograd.grad(result, [data, *weights], gradient)]
+
+
+def test_a_linear_layer_and_the_halves_of_its_backward_are_torchaos() -> None:
+    training = pytest.importorskip("torchao.float8")
+    data, layer, gradient = operands(16, 48)
+    own = run(lambda x: eight_bit_linear(x, layer.weight, layer.bias), data, gradient,
+              layer.weight, layer.bias)  # fmt: skip
+    plain = run(layer, data, gradient, layer.weight, layer.bias)
+    config = training.Float8LinearConfig(emulate=True)
+    (converted,) = training.convert_to_float8_training(nn.Sequential(layer), config=config)
+    theirs = run(converted, data, gradient, converted.weight, converted.bias)
+    for found, expected, in_bf16 in zip(own, theirs, plain, strict=True):
+        assert torch.equal(found, expected)
+        assert (found - in_bf16).norm() < 0.1 * in_bf16.norm()
+    assert not any(torch.equal(*pair) for pair in zip(own[:3], plain[:3], strict=True))
+
+    with torch.no_grad():
+        assert torch.equal(of_data(gradient, layer.weight, data, ()), own[1])
+        shapes = (layer.weight.shape, layer.bias.shape)
+        of_weight, of_bias = of_weights(gradient, data, shapes, ())
+    assert of_weight is not None
+    assert of_bias is not None
+    assert torch.equal(of_weight, own[2])
+    assert torch.equal(of_bias, own[3])
+
+
+@pytest.mark.parametrize(("rows", "width"), [(16, 40), (10, 48)])
+def test_sides_that_the_kernels_do_not_take_stay_in_bf16(rows: int, width: int) -> None:
+    data, layer, gradient = operands(rows, width)
+    weights = (layer.weight, layer.bias)
+    own = run(lambda x: eight_bit_linear(x, *weights), data, gradient, *weights)
+    for found, expected in zip(own, run(layer, data, gradient, *weights), strict=True):
+        assert torch.equal(found, expected)
+    assert torch.allclose(of_data(gradient, layer.weight, data, ()), own[1], atol=1e-2)
+    shapes = (layer.weight.shape, layer.bias.shape)
+    for half, expected in zip(of_weights(gradient, data, shapes, ()), own[2:], strict=True):
+        assert torch.allclose(half, expected, atol=1e-1)
+
+
+def test_without_torchao_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("torchao"):
+            raise ImportError("No module named 'torchao'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MachineError, match="fp8 needs torchao") as caught:
+        load_torchao.__wrapped__(emulate=True)
+    assert caught.value.code == "AP413"
+    assert "pip install" in str(caught.value)
+    assert "bf16" in str(caught.value)
