@@ -1,0 +1,145 @@
+"""Training in fp8, emulated on CPUs: held to the model as torchao converts it, and to bf16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from one_stage import plan
+from processes import run_processes
+from torch import Tensor, nn
+
+from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.options import parse_parallel
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
+from autoparallel.planner.plan import Precision
+from autoparallel.planner.requests.request import Request
+from autoparallel.runtime import membership
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.verify import collect
+
+ROWS, WIDTH, LAYERS, STEPS = 64, 32, 4, 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shrunk: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + shrunk
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).float(), y)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn((ROWS, WIDTH), generator=generator),
+        "y": torch.randint(16, (ROWS,), generator=generator),
+    }
+
+
+@cache
+def program() -> Program:
+    model = net().to("meta")
+    parts = {name: part.to("meta") for name, part in batch().items()}
+    return capture(model, parts, dtype="bfloat16")
+
+
+def trained(parallel: str, precision: Precision) -> tuple[list[float], dict[str, Any]]:
+    """The losses of some steps by a plan, and on rank 0 the gradients of the first."""
+    membership._check_eight_bits = lambda device: None  # a CPU emulates
+    forced = parse_parallel(parallel)
+    request = Request(ROWS, forced=forced, precision="bf16")
+    count = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
+    found = plan(program().graph, program().blocks, parse_cluster(f"cpu:{count}"), request)
+    found = replace(found, model=replace(found.model, precision=precision))
+    weights = {name: each.detach() for name, each in net().named_parameters()}
+    trainer = Trainer(
+        program(), found, weights, device=torch.device("cpu"),
+        build=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    )  # fmt: skip
+    values = batch()
+    inputs = {name: values[str(key)] for name, key in program().inputs.items()}
+    losses: list[float] = []
+    gradients: dict[str, Any] = {}
+    for step in range(STEPS):
+        losses.append(float(trainer.step(inputs).loss))
+        if step == 0:
+            pieces = collect(
+                trainer.model.all_parameters(), trainer.program.graph, lambda each: each.gradient
+            )
+            gradients = {
+                name: [(region, part.numpy()) for region, part in held]
+                for name, held in pieces.items()
+            }
+    return losses, gradients
+
+
+def converted(training: Any) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and the gradients of the model that torchao converts."""
+    model, parts = net().to(torch.bfloat16), batch()
+    training.convert_to_float8_training(
+        model, config=training.Float8LinearConfig(emulate=True),
+        module_filter_fn=lambda module, name: name != "head",
+    )  # fmt: skip
+    loss = model(parts["x"].to(torch.bfloat16), parts["y"])
+    loss.backward()
+    return float(loss.detach()), {n: p.grad.float().numpy() for n, p in model.named_parameters()}
+
+
+def test_one_device_computes_what_torchaos_model_does() -> None:
+    training = pytest.importorskip("torchao.float8")
+    losses, gradients = run_processes(1, trained, "dp=1,microbatches=1", "fp8")[0]
+    loss, expected = converted(training)
+    assert losses[0] == loss
+    assert gradients.keys() == expected.keys()
+    for name, ((_, found),) in gradients.items():
+        assert np.array_equal(found, expected[name]), name
+
+
+@cache
+def losses_of(parallel: str, precision: Precision, num_ranks: int) -> list[float]:
+    return run_processes(num_ranks, trained, parallel, precision, timeout_seconds=60)[0][0]
+
+
+PLANS = (
+    "dp=2,zero=0,microbatches=1",
+    "dp=2,zero=3,microbatches=2,recompute=selective",
+    "tp=2,microbatches=1,recompute=full",
+    "pp=2,microbatches=4,schedule=zb-h1",
+)
+
+
+@pytest.mark.parametrize("parallel", PLANS)
+def test_plans_train_in_fp8_nearly_as_in_bf16(parallel: str) -> None:
+    pytest.importorskip("torchao.float8")
+    losses = losses_of(parallel, "fp8", 2)
+    bf16 = losses_of("dp=1,microbatches=1", "bf16", 1)
+    print(parallel, losses, bf16)
+    assert losses != bf16
+    assert losses == pytest.approx(bf16, rel=0.03)
+    assert losses[-1] < 0.8 * losses[0]
