@@ -25,6 +25,7 @@ from ..cost_model.profile.records import Measurement
 from ..passes.local.localize import BlockInterface, localize_block, reference_layouts, value_key
 from ..passes.ops.collectives import Alone, Rank
 from ..passes.programs.inputs import random_batch
+from ..planner.errors import MachineError
 from ..planner.graph import Block, Graph, Ref, TensorSpec
 from ..planner.layout import INVARIANT
 from ..planner.pricing.whole_block import ONE_DEVICE, block_inputs
@@ -106,7 +107,7 @@ def measure_everywhere(
     own: Measurement | str
     try:
         own = measure_block(graph, block, device=device, accumulates=accumulates, seconds=seconds)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (MachineError, RuntimeError, ValueError, TypeError, IndexError) as error:
         own = f"{type(error).__name__}: {error}".split("\n")[0]
     answers = gather_values(own)
     found = [answer for answer in answers if isinstance(answer, Measurement)]

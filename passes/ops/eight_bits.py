@@ -81,7 +81,11 @@ def load_torchao(emulate: bool) -> _Torchao:
             fix="pip install 'torchao>=0.18', on every machine, or plan with --precision bf16",
         ) from error
     config = Float8LinearConfig(emulate=emulate)
-    each = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    each = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
     products = LinearMMConfig(
         *(ScaledMMConfig(emulate, gemm.use_fast_accum, False, False) for gemm in each)
     )

@@ -185,8 +185,12 @@ def _digest(graph: Graph, block: Block) -> str:
     """What the block computes, whatever its names and its batch."""
     numbers = {name: index for index, name in enumerate(block.nodes)}
     lines = [
-        [graph[name].op, [numbers.get(ref.name, -1) for ref in graph[name].inputs]]
-        for name in block.nodes
+        [
+            node.op,
+            [numbers.get(ref.name, -1) for ref in node.inputs],
+            *([node.product_dtype] if node.product_dtype else []),
+        ]
+        for node in map(graph.__getitem__, block.nodes)
     ]
     shapes = [
         graph.spec(ref).shape

@@ -23,7 +23,7 @@ from autoparallel.runtime import membership
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import collect
 
-ROWS, WIDTH, LAYERS, STEPS = 64, 32, 4, 8
+ROWS, WIDTH, LAYERS, STEPS = 64, 32, 4, 4
 
 
 class Layer(nn.Module):
@@ -139,7 +139,6 @@ def test_plans_train_in_fp8_nearly_as_in_bf16(parallel: str) -> None:
     pytest.importorskip("torchao.float8")
     losses = losses_of(parallel, "fp8", 2)
     bf16 = losses_of("dp=1,microbatches=1", "bf16", 1)
-    print(parallel, losses, bf16)
     assert losses != bf16
-    assert losses == pytest.approx(bf16, rel=0.03)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses == pytest.approx(bf16, rel=0.02)
+    assert losses[-1] < 0.5 * losses[0]

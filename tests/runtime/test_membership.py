@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from processes import RankError, run_processes
 from torch import Tensor, nn
 
 import autoparallel
+from autoparallel.passes.ops.eight_bits import load_torchao
 from autoparallel.planner.errors import MachineError
 from autoparallel.runtime.membership import check_device, join
 from autoparallel.runtime.shared import control_group, gather_values, share_value
@@ -131,10 +133,12 @@ def test_a_plan_that_leaves_processes_idle_is_refused_unless_asked_for() -> None
     [
         ("cpu", None, "type cpu does not compute in fp8"),
         ("cuda", (8, 0), "capability is 8.0, and fp8 needs 8.9"),
-        ("cuda", (9, 0), "fp8 is not implemented"),
+        ("cuda", (9, 0), "fp8 needs torchao"),
     ],
 )
-def test_a_plan_in_fp8_is_not_run(monkeypatch, device, capability, message) -> None:
+def test_fp8_needs_a_device_and_torchao(monkeypatch, device, capability, message) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8.config", None)
+    load_torchao.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     with pytest.raises(MachineError, match=message) as caught:

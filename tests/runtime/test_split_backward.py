@@ -29,6 +29,7 @@ from autoparallel.cost_model.actions import Action, Schedule, Table, compute_onl
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.stage_program import build_stage
 from autoparallel.passes.local.weight_gradients import HALVES, WeightGradients, defer
+from autoparallel.passes.ops.eight_bits import eight_bit_linear
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.schedules.check import check_schedule
@@ -84,6 +85,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 OPS = {
     "linear": (aten.linear.default, [random(2, 3, 4), weight(5, 4), weight(5)]),
     "linear without bias": (aten.linear.default, [random(2, 3, 4), weight(5, 4)]),
+    "linear in eight bits": (eight_bit_linear, [random(2, 3, 4), weight(5, 4), weight(5)]),
     "mm": (aten.mm.default, [random(3, 4), weight(4, 5)]),
     "bmm": (aten.bmm.default, [random(2, 3, 4), weight(2, 4, 5)]),
     "addmm": (aten.addmm.default, [weight(5), random(3, 4), weight(4, 5)]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from typing import Any
 
 import pytest
@@ -71,16 +71,11 @@ def test_sides_that_the_kernels_do_not_take_stay_in_bf16(rows: int, width: int) 
 
 
 def test_without_torchao_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("torchao"):
-            raise ImportError("No module named 'torchao'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "torchao.float8.config", None)
+    load_torchao.cache_clear()
+    data, layer, _ = operands(16, 48)
     with pytest.raises(MachineError, match="fp8 needs torchao") as caught:
-        load_torchao.__wrapped__(emulate=True)
+        eight_bit_linear(data, layer.weight)
     assert caught.value.code == "AP413"
     assert "pip install" in str(caught.value)
     assert "bf16" in str(caught.value)
