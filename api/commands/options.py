@@ -45,7 +45,7 @@ PrecisionOption = Annotated[
     str,
     typer.Option(
         "--precision",
-        help="fp32, bf16, fp16 or fp8 (fp32 master weights), or fp64; fp8 is planned, not run",
+        help="fp32, bf16, fp16 or fp8 (fp32 master weights), or fp64; fp8 needs torchao to run",
     ),
 ]
 Float32OpsOption = Annotated[

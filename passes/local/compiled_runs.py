@@ -2,11 +2,12 @@
 
 In: the graph of a block as one rank executes it, and a compiler: a function from a run to a
 callable. Out: the same graph, in which each run is one call of its compiled function. A run is a
-sequence of ``aten`` ops; it ends before the first other op that reads one of its values.
+sequence of ``aten`` ops and of linear layers in 8 bits, whose casts are compiled with it; it
+ends before the first other op that reads one of its values.
 
-These ops are never part of a run: collectives, ops of this package, counted random numbers, ops
-whose weight gradients are computed later, ops that are marked for recomputation, and, in a block
-of which only a part is recomputed, matrix products whose results may be kept.
+These ops are never part of a run: collectives, other ops of this package, counted random numbers,
+ops whose weight gradients are computed later, ops that are marked for recomputation, and, in a
+block of which only a part is recomputed, matrix products whose results may be kept.
 
 The text of a run does not depend on the names in its graph, so equal blocks have equal texts and
 can share what was compiled.
@@ -23,6 +24,7 @@ from torch import fx, nn
 
 from ...planner.graph import Node
 from ...planner.replay import is_costly
+from ..ops.eight_bits import eight_bit_linear
 
 aten = torch.ops.aten
 
@@ -75,6 +77,8 @@ def _runs(graph: fx.Graph, *, in_parts: bool) -> Iterator[list[fx.Node]]:
 
 def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
     target = node.target
+    if target is eight_bit_linear:
+        return not in_parts
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
@@ -95,6 +99,8 @@ def _is_part_of(node: fx.Node, run: list[fx.Node]) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
+    if node.target is eight_bit_linear:
+        return True
     return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
 
 

@@ -7,8 +7,8 @@ stay in bfloat16. torchao's own autograd function does this; ``of_data`` and ``o
 the halves of its backward, for schedules that compute them apart. On a CPU torchao emulates the
 products: it rounds the factors to 8 bits and multiplies them in float32.
 
-Source: ``torchao.float8.float8_linear`` (https://github.com/pytorch/ao), which its
-``Float8Linear`` and torchtitan use.
+Source: torchao/float8/float8_linear.py of https://github.com/pytorch/ao, whose linear layer
+torchtitan uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from ...planner.errors import MachineError
 
 MULTIPLE = 16
-"""What the sides of an 8-bit product have to be multiples of (``torch._scaled_mm``)."""
+"""What the sides of an 8-bit product have to be multiples of, for torch's kernels."""
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def load_torchao(emulate: bool) -> _Torchao:
 
 
 def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``aten.linear`` of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors.
+    """The linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors.
 
     A product with a side that is no multiple of ``MULTIPLE`` keeps its factors as they are: the
     kernels take no other. Raises MachineError AP413 where torchao is not installed.

@@ -17,6 +17,7 @@ from autoparallel.passes.local.compiled_runs import Run, compile_runs
 from autoparallel.passes.local.stage_program import StageProgram, build_stage
 from autoparallel.passes.local.weight_gradients import WeightGradients
 from autoparallel.passes.ops.collectives import Alone
+from autoparallel.passes.ops.eight_bits import eight_bit_linear
 from autoparallel.passes.ops.random_ops import Draws
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import RunError
@@ -168,6 +169,17 @@ def test_where_products_are_kept_they_run_between_what_is_compiled() -> None:
     assert runs
     assert not any("linear" in run.text for run in runs)
     assert sum(_is_product(node) for node in module.graph.nodes) == 2
+
+
+def test_linear_layers_in_eight_bits_are_compiled_where_products_are() -> None:
+    for mode, in_parts in (("none", False), ("selective", True)):
+        module = stage_program(mode).blocks[1].module
+        for node in module.graph.nodes:
+            if _is_product(node):
+                node.target = eight_bit_linear
+        runs = _runs_of(module, in_parts=in_parts)
+        found = [node.target for run in runs for node in run.module.graph.nodes]
+        assert found.count(eight_bit_linear) == (0 if in_parts else 2), mode
 
 
 def test_a_run_that_cannot_be_compiled_names_its_block_and_the_way_out() -> None:

@@ -69,14 +69,17 @@ def program() -> Program:
     return capture(model, parts, dtype="bfloat16")
 
 
-def trained(parallel: str, precision: Precision) -> tuple[list[float], dict[str, Any]]:
+def trained(
+    parallel: str, precision: Precision, compiled: bool = False
+) -> tuple[list[float], dict[str, Any]]:
     """The losses of some steps by a plan, and on rank 0 the gradients of the first."""
     membership._check_eight_bits = lambda device: None  # a CPU emulates
     forced = parse_parallel(parallel)
     request = Request(ROWS, forced=forced, precision="bf16")
     count = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
     found = plan(program().graph, program().blocks, parse_cluster(f"cpu:{count}"), request)
-    found = replace(found, model=replace(found.model, precision=precision))
+    model = replace(found.model, precision=precision)
+    found = replace(found, model=model, compiled=compiled)
     weights = {name: each.detach() for name, each in net().named_parameters()}
     trainer = Trainer(
         program(), found, weights, device=torch.device("cpu"),
@@ -122,8 +125,14 @@ def test_one_device_computes_what_torchaos_model_does() -> None:
 
 
 @cache
-def losses_of(parallel: str, precision: Precision, num_ranks: int) -> list[float]:
-    return run_processes(num_ranks, trained, parallel, precision, timeout_seconds=60)[0][0]
+def losses_of(
+    parallel: str, precision: Precision, num_ranks: int, compiled: bool = False
+) -> list[float]:
+    found = run_processes(
+        num_ranks, trained, parallel, precision, compiled, timeout_seconds=100
+    )  # fmt: skip
+    losses: list[float] = found[0][0]
+    return losses
 
 
 PLANS = (
@@ -142,3 +151,12 @@ def test_plans_train_in_fp8_nearly_as_in_bf16(parallel: str) -> None:
     assert losses != bf16
     assert losses == pytest.approx(bf16, rel=0.02)
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_cast_in_their_runs() -> None:
+    pytest.importorskip("torchao.float8")
+    losses = losses_of("dp=1,microbatches=1", "fp8", 1, True)
+    eager = losses_of("dp=1,microbatches=1", "fp8", 1)
+    assert losses == pytest.approx(eager, rel=0.02)
+    assert losses != eager
