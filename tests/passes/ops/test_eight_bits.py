@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits, emulated on a CPU, held to torchao's own ``Float8Linear``."""
+"""Linear layers in 8 bits, on a GPU or emulated, held to torchao's own ``Float8Linear``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from autoparallel.passes.ops.eight_bits import (
 )
 from autoparallel.planner.errors import MachineError
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-def operands(rows: int, width: int) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+
+def operands(
+    rows: int, width: int, device: str = "cpu"
+) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
     """Data ``[2, rows / 2, 32]``, a layer from 32 to ``width``, and a gradient of its result."""
     torch.manual_seed(0)
     data = torch.randn((2, rows // 2, 32), dtype=torch.bfloat16)
     layer = nn.Linear(32, width, dtype=torch.bfloat16)
-    return data, layer, torch.randn((2, rows // 2, width), dtype=torch.bfloat16)
+    gradient = torch.randn((2, rows // 2, width), dtype=torch.bfloat16)
+    return data.to(device), layer.to(device), gradient.to(device)
 
 
 def run(call: Any, data: torch.Tensor, gradient: torch.Tensor, *weights: Any) -> list[torch.Tensor]:
@@ -33,13 +38,16 @@ def run(call: Any, data: torch.Tensor, gradient: torch.Tensor, *weights: Any) ->
     return [result, *torch.autograd.grad(result, [data, *weights], gradient)]
 
 
-def test_a_linear_layer_and_the_halves_of_its_backward_are_torchaos() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_linear_layer_and_the_halves_of_its_backward_are_torchaos(device: str) -> None:
     training = pytest.importorskip("torchao.float8")
-    data, layer, gradient = operands(16, 48)
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no units for 8-bit products")
+    data, layer, gradient = operands(16, 48, device)
     own = run(lambda x: eight_bit_linear(x, layer.weight, layer.bias), data, gradient,
               layer.weight, layer.bias)  # fmt: skip
     plain = run(layer, data, gradient, layer.weight, layer.bias)
-    config = training.Float8LinearConfig(emulate=True)
+    config = training.Float8LinearConfig(emulate=device == "cpu")
     (converted,) = training.convert_to_float8_training(nn.Sequential(layer), config=config)
     theirs = run(converted, data, gradient, converted.weight, converted.bias)
     for found, expected, in_bf16 in zip(own, theirs, plain, strict=True):
