@@ -14,6 +14,7 @@ from autoparallel.cost_model.profile.records import Measurement
 from autoparallel.cost_model.tf32 import with_tf32
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.whole_block import (
     BLOCK_OP,
@@ -105,6 +106,12 @@ def test_a_block_measured_in_full_float32_is_not_one_in_tf32() -> None:
         found = whole_blocks(GRAPH, BLOCKS, on, Basis(profile), precision="fp32").profile
         assert found is not None
         assert set(LAYER.nodes).issubset(found.factors) == is_used
+
+
+def test_a_block_measured_in_bf16_is_not_one_in_8_bits() -> None:
+    cases = [block_case(with_precision(GRAPH, p), LAYER) for p in ("bf16", "fp8")]
+    assert cases[0].tensors == cases[1].tensors
+    assert cases[0] != cases[1]
 
 
 def test_equal_blocks_are_one_case_and_others_are_not() -> None:
