@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from one_stage import plan
-from processes import run_processes
+from processes import RankError, run_processes
 from torch import Tensor, nn
 
 from autoparallel.cost_model.shorthand import parse_cluster
@@ -70,10 +70,14 @@ def program() -> Program:
 
 
 def trained(
-    parallel: str, precision: Precision, compiled: bool = False
+    parallel: str, precision: Precision, compiled: bool = False, emulates: bool = True
 ) -> tuple[list[float], dict[str, Any]]:
-    """The losses of some steps by a plan, and on rank 0 the gradients of the first."""
-    membership._check_eight_bits = lambda device: None  # a CPU emulates
+    """The losses of some steps by a plan, and on rank 0 the gradients of the first.
+
+    ``emulates``: CPUs are taken for devices with units for 8-bit products.
+    """
+    if emulates:
+        membership._check_eight_bits = lambda device: None
     forced = parse_parallel(parallel)
     request = Request(ROWS, forced=forced, precision="bf16")
     count = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
@@ -160,3 +164,8 @@ def test_compiled_blocks_cast_in_their_runs() -> None:
     eager = losses_of("dp=1,microbatches=1", "fp8", 1)
     assert losses == pytest.approx(eager, rel=0.02)
     assert losses != eager
+
+
+def test_a_cpu_does_not_train_in_fp8() -> None:
+    with pytest.raises(RankError, match=r"AP413.*type cpu does not compute in fp8"):
+        run_processes(1, trained, "dp=1,microbatches=1", "fp8", False, False)
