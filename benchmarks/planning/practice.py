@@ -1,8 +1,10 @@
 """What practitioners run beside what the planner chooses, both priced by the same model.
 
-``python benchmarks/planning/practice.py [--only NAME,...] [--json FILE]``. A practice is a
-published configuration: its degrees, ZeRO stage, recomputation, schedule and micro-batch are
-forced, and what it leaves open (layouts, cuts) the planner chooses for it. The table is Markdown.
+``python benchmarks/planning/practice.py [--only NAME,...] [--json FILE] [--write FILE]``. A
+practice is a published or usual configuration: its degrees, ZeRO stage, recomputation, schedule
+and micro-batch are forced, and what it leaves open (layouts, cuts) the planner chooses for it.
+Each setting is added to the JSON file as soon as it is planned; ``--write`` puts the tables of all
+that are in it between the markers of a Markdown page.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from benchmarks.planning.cases import HERE, LLAMA, LLAMA_70B, LLAMA_405B
 GPT = f"hf:{HERE / 'gpt_39b'}"
 GPT_175B = {"n_embd": 12288, "n_head": 96, "n_layer": 96, "n_positions": 2048}
 GPT_1B = {"n_embd": 2048, "n_head": 16, "n_layer": 24, "n_positions": 2048}
+TERMS = ("compute", "communication", "synchronization", "optimizer", "bubble")
+MUCH_FASTER = 0.1
+BEGIN, END = "<!-- practice.py: begin -->", "<!-- practice.py: end -->"
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,11 @@ SETTINGS = (
     Setting("GPT 1.3B, 8 x 24 GB over PCIe", GPT, "8xRTX4090", 256, 2048,
             "dp=8,zero=2,recompute=full", "usual recipe: ZeRO 2 with recomputation", 32,
             settings=GPT_1B),
+    Setting("LoRA of Llama-3-8B, 2 x 24 GB over PCIe", LLAMA, "2xRTX4090", 16, 2048,
+            "dp=2,zero=3,recompute=full", "usual recipe: FSDP with recomputation", 2,
+            settings={"lora": "r=8,alpha=16"}),
+    Setting("ViT-L/16, 8 A100", f"hf:{HERE / 'vit_l'}", "8xA100-80GB", 1024, None,
+            "dp=8,zero=0", "usual recipe: data parallelism, 128 images per device", 1024),
     Setting("Llama-3-8B, 2 H100", LLAMA, "2xH100", 16, 2048, "dp=2,zero=3,recompute=full",
             "usual recipe: FSDP with recomputation", 4),
 )  # fmt: skip
@@ -94,6 +104,8 @@ class Compared:
     plan_seconds: float
     gap: float
     source: str
+    practice_terms: dict[str, float] = field(default_factory=dict)
+    plan_terms: dict[str, float] = field(default_factory=dict)
 
     @property
     def gain(self) -> float | None:
@@ -103,7 +115,24 @@ class Compared:
         return 1 - self.plan_seconds / self.practice_seconds
 
 
-def compared(setting: Setting) -> Compared:
+def terms(plan: Plan) -> dict[str, float]:
+    """Seconds of a step by what the busiest pipeline rank spends them on, and the bubble."""
+    ranks: dict[tuple[int, ...], dict[str, float]] = {}
+    count = plan.num_microbatches
+    for stage in plan.stages:
+        seconds = stage.prediction.seconds
+        rank = ranks.setdefault(stage.devices, dict.fromkeys(TERMS, 0.0))
+        rank["compute"] += count * seconds["compute"]
+        rank["communication"] += count * (
+            seconds["communication"] + seconds["states"] - seconds["hidden_states"]
+        )
+        rank["synchronization"] += seconds["exposed_sync"]
+        rank["optimizer"] += seconds["optimizer"]
+    busiest = max(ranks.values(), key=lambda rank: sum(rank.values()))
+    return {**busiest, "bubble": plan.prediction.bubble_fraction * plan.prediction.step_seconds}
+
+
+def compared(setting: Setting, time_limit: float) -> Compared:
     """Plans a setting with and without its practice forced."""
     target = load_target(setting.target, dict(setting.settings))
     cluster = find_cluster(setting.cluster)
@@ -114,19 +143,22 @@ def compared(setting: Setting) -> Compared:
         own = PlanOptions(
             setting.global_batch, setting.seq, precision=setting.precision,
             micro_batch=micro_batch, forced=parse_parallel(parallel or None),
-            time_limit_seconds=240.0,
+            time_limit_seconds=time_limit,
         )  # fmt: skip
         return plan_program(program, target, cluster, own)
 
     free = planned("", None)
+    spent: dict[str, float] = {}
     try:
         forced = planned(setting.practice, setting.micro_batch)
         text, seconds = plan_summary(forced), forced.prediction.step_seconds
+        spent = terms(forced)
     except AutoparallelError as error:
         text, seconds = f"{setting.practice}: {str(error).splitlines()[0]}", None
     return Compared(
         setting.name, text, seconds, setting.measured_seconds, plan_summary(free),
         free.prediction.step_seconds, free.solver.gap, setting.source,
+        spent, terms(free),
     )  # fmt: skip
 
 
@@ -142,21 +174,56 @@ def line(found: Compared) -> str:
     )
 
 
+def reason(found: Compared) -> str:
+    """A row on where a plan that is much faster spends less than the practice."""
+    cells = (f"{found.practice_terms[term]:.4g} → {found.plan_terms[term]:.4g}" for term in TERMS)
+    return f"| {found.name} | {' | '.join(cells)} |"
+
+
+def tables(rows: Sequence[Compared]) -> str:
+    """Every setting, and the terms of those whose plan is over ``MUCH_FASTER``."""
+    much = [row for row in rows if row.gain is not None and row.gain > MUCH_FASTER]
+    return "\n".join(
+        (
+            "| setting | practice | priced | measured | plan | priced | faster by | source |",
+            "|---|---|---|---|---|---|---|---|",
+            *map(line, rows),
+            "",
+            "Where the plan is more than 10 % faster, seconds of a step, practice → plan:",
+            "",
+            f"| setting | {' | '.join(TERMS)} |",
+            f"|---|{'---|' * len(TERMS)}",
+            *map(reason, much),
+        )
+    )
+
+
+def write(page: Path, text: str) -> None:
+    """Replaces what is between the markers of ``page``."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", metavar="NAME,...", help="settings whose names contain one")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", type=Path, default=HERE / "practice.json")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="a page with the markers")
+    parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=60.0)
     asked = parser.parse_args(arguments)
-    wanted = asked.only.split(",") if asked.only else [""]
-    print("| setting | practice | priced | measured | plan | priced | faster by | source |")
-    print("|---|---|---|---|---|---|---|---|")
-    rows = []
+    kept = json.loads(asked.json.read_text()) if asked.json.exists() else []
+    rows = {row["name"]: Compared(**row) for row in kept}
+    wanted = [""] if asked.only is None else asked.only.split(",") if asked.only else []
     for setting in SETTINGS:
         if any(text in setting.name for text in wanted):
-            rows.append(compared(setting))
-            print(line(rows[-1]), flush=True)
-    if asked.json:
-        Path(asked.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            rows[setting.name] = compared(setting, asked.time_limit)
+            print(line(rows[setting.name]), flush=True)
+            values = [asdict(row) for row in rows.values()]
+            asked.json.write_text(json.dumps(values, indent=2) + "\n")
+    ordered = [rows[setting.name] for setting in SETTINGS if setting.name in rows]
+    if asked.write:
+        write(asked.write, tables(ordered))
     return 0
 
 
