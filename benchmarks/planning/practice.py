@@ -1,6 +1,6 @@
 """What practitioners run beside what the planner chooses, both priced by the same model.
 
-``python benchmarks/planning/practice.py [--only NAME,...] [--json FILE] [--write FILE]``. A
+``python benchmarks/planning/practice.py [--only NAME] [--json FILE] [--write FILE]``. A
 practice is a published or usual configuration: its degrees, ZeRO stage, recomputation, schedule
 and micro-batch are forced, and what it leaves open (layouts, cuts) the planner chooses for it.
 Each setting is added to the JSON file as soon as it is planned; ``--write`` puts the tables of all
@@ -79,8 +79,8 @@ SETTINGS = (
             "dp=4,ep=8,pp=4,zero=1,recompute=selective,schedule=interleaved,chunks=7",
             "Megatron Core's recipe for experts (ep within a host, pp across)", 32),
     Setting("GPT-3 175B, 1,024 A100", GPT, "128x8xA100-80GB", 1536, 2048,
-            "dp=8,tp=8,pp=16,recompute=full", "Megatron-LM README of 2021", 8, 31.92,
-            precision="fp16", settings=GPT_175B),
+            "dp=8,tp=8,pp=16,zero=0,recompute=full,schedule=1f1b",
+            "Megatron-LM README of 2021", 8, 31.92, precision="fp16", settings=GPT_175B),
     Setting("GPT 1.3B, 8 x 24 GB over PCIe", GPT, "8xRTX4090", 256, 2048,
             "dp=8,zero=2,recompute=full", "usual recipe: ZeRO 2 with recomputation", 32,
             settings=GPT_1B),
@@ -222,16 +222,17 @@ def write(page: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", metavar="NAME,...", help="settings whose names contain one")
+    parser.add_argument(
+        "--only", metavar="NAME", default="", help="settings that contain it; - is none"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, default=HERE / "practice.json")
     parser.add_argument("--write", metavar="FILE", type=Path, help="a page with the markers")
     parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=60.0)
     asked = parser.parse_args(arguments)
     kept = json.loads(asked.json.read_text()) if asked.json.exists() else []
     rows = {row["name"]: Compared(**row) for row in kept}
-    wanted = [""] if asked.only is None else asked.only.split(",") if asked.only else []
     for setting in SETTINGS:
-        if any(text in setting.name for text in wanted):
+        if asked.only in setting.name and asked.only != "-":
             rows[setting.name] = compared(setting, asked.time_limit)
             print(line(rows[setting.name]), flush=True)
             values = [asdict(row) for row in rows.values()]
