@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus gpu
+.PHONY: check lint types test durations slow strict zoo corpus faults gpu
 
 check: lint types test
 
@@ -44,6 +44,10 @@ zoo:
 # Every case of the golden corpus, planned and compared with the committed plans.
 corpus:
 	$(PYTHON) benchmarks/corpus/run.py
+
+# 25 deliberate faults, each of which a test must notice (about 6 minutes).
+faults:
+	$(PYTHON) benchmarks/faults/run.py
 
 # On a machine with GPUs: the tests that need one, verified plans, profiles and training steps,
 # into build/gpu.json. PARTS=step,verify runs some of them.

@@ -43,12 +43,13 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float16", "float64"]] = 
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
+    "fp8": "bfloat16",
     "fp64": "float64",
 }
 MOST_REPEATS = 2
 """So often the search is repeated for a plan whose final memory keeps the limit."""
 
-HALF_PRECISIONS = ("bf16", "fp16")
+HALF_PRECISIONS = ("bf16", "fp16", "fp8")
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 

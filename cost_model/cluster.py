@@ -33,6 +33,15 @@ class ClusterError(ValueError):
         return f"{self.what}{where}" + (f": {self.fix}" if self.fix else "")
 
 
+STATE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+"""The kinds of collectives that gather parameters and sum gradients, beside compute."""
+
+MEASURED_SLOWDOWN = 1.189
+"""Compute beside communication takes this much longer: 18.9 % on average and 40 % at most,
+over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114, abstract).
+That average counts whole iterations, so while both really run it is a lower estimate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """An accelerator (or a share of a CPU).
@@ -47,6 +56,10 @@ class Device:
     matrix product are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is
     what one device costs, None where nobody said. ``tf32`` are the families whose float32
     products run in TensorFloat-32; None, where nobody said, counts as none.
+
+    ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) how
+    much longer compute takes while one runs beside it, at least 1. Where nobody said, it is
+    ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores and nothing is gained.
     """
 
     name: str
@@ -62,6 +75,16 @@ class Device:
     num_units: int = 0
     dollars_per_hour: float | None = None
     tf32: tuple[str, ...] | None = None
+    slowdown: Mapping[str, float] = field(default_factory=dict)
+
+    def slowed_share(self, collective: str) -> float:
+        """The share of its compute that the device loses while a collective runs beside it.
+
+        0 where they do not disturb each other, 1 where compute stops.
+        """
+        if collective in self.slowdown:
+            return 1 - 1 / self.slowdown[collective]
+        return 1.0 if self.kind == "cpu" else 1 - 1 / MEASURED_SLOWDOWN
 
     @property
     def speed(self) -> str:
@@ -69,7 +92,7 @@ class Device:
         figures = (
             self.name, self.kind, self.memory_bytes_per_second, sorted(self.peak_flops.items()),
             sorted(self.efficiency.items()), self.launch_seconds, self.issue_seconds,
-            self.num_units, self.tf32 or (),
+            self.num_units, self.tf32 or (), sorted(self.slowdown.items()),
         )  # fmt: skip
         return repr(figures)
 
@@ -293,7 +316,15 @@ def _worst(devices: Sequence[Device]) -> Device:
         issue_seconds=max(device.issue_seconds for device in devices),
         num_units=slowest.num_units,
         tf32=_common_tf32(devices),
+        slowdown=_largest_slowdown(devices),
     )
+
+
+def _largest_slowdown(devices: Sequence[Device]) -> Mapping[str, float]:
+    """Of every kind of collective for which one of these devices says something."""
+    kinds = sorted({kind for device in devices for kind in device.slowdown})
+    shares = {kind: max(device.slowed_share(kind) for device in devices) for kind in kinds}
+    return {kind: 1 / (1 - share) if share < 1 else float("inf") for kind, share in shares.items()}
 
 
 def _common_tf32(devices: Sequence[Device]) -> tuple[str, ...] | None:

@@ -41,6 +41,13 @@ given; ``wires = "switch"`` is a host of them with a switch::
     link = { preset = "nvlink3-bridge", num_links = 1 }
     wires = [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
     detour = "pcie4"
+
+``slowdown`` says how much longer a device computes while a collective of gradients or parameters
+runs beside it, by kind of collective::
+
+    [[hosts]]
+    num_devices = 8
+    device = { preset = "H100", slowdown = { all_gather = 1.15, reduce_scatter = 1.25 } }
 """
 
 from __future__ import annotations
@@ -53,7 +60,7 @@ from itertools import groupby
 from math import isfinite
 from typing import Any
 
-from .cluster import Cluster, ClusterError, Device, Host, Link
+from .cluster import STATE_COLLECTIVES, Cluster, ClusterError, Device, Host, Link
 from .presets import find_link, find_preset
 from .quantity import parse_bytes, parse_rate
 from .tf32 import FAMILIES
@@ -264,7 +271,7 @@ def _device(value: Any, at: str) -> tuple[Device, str]:
     if preset_name:
         base = find_preset(preset_name, f"{at}.preset").device
         changed = {"sources": {**base.sources, **dict.fromkeys(values, at)}, **values}
-        for key in ("peak_flops", "efficiency"):
+        for key in ("peak_flops", "efficiency", "slowdown"):
             if key in values:
                 changed[key] = {**getattr(base, key), **values[key]}
         return replace(base, **changed), preset_name
@@ -335,6 +342,18 @@ def _positive(value: Any, at: str) -> float:
     return number
 
 
+def _slowdowns(value: Any, at: str) -> dict[str, float]:
+    found = {}
+    for key, item in _table(value, at).items():
+        if key not in STATE_COLLECTIVES:
+            known = ", ".join(STATE_COLLECTIVES)
+            raise ClusterError(f"unknown collective {key!r}", at, f"known: {known}")
+        found[key] = _number(item, f"{at}.{key}")
+        if not found[key] >= 1:
+            raise ClusterError(f"expected at least 1, found {item!r}", f"{at}.{key}")
+    return found
+
+
 def _count(value: Any, at: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ClusterError(f"expected a whole number of at least 1, found {value!r}", at)
@@ -395,6 +414,7 @@ _DEVICE_FIELDS: Mapping[str, _Convert] = {
     "num_units": lambda value, at: _count(value, at) if value != 0 else 0,
     "dollars_per_hour": _number,
     "tf32": _families,
+    "slowdown": _slowdowns,
     "sources": _map_of(_text),
 }
 _LINK_FIELDS: Mapping[str, _Convert] = {

@@ -171,6 +171,29 @@ def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
     )
 
 
+def eight_bit_seconds(
+    device: Device, work: OpWork, dtype: str, factor_dtype: str, cast_bytes: float
+) -> tuple[float, float]:
+    """``work_seconds`` of a matrix product that casts its factors to ``factor_dtype``.
+
+    ``cast_bytes`` are moved per element that is cast: forward both factors, backward the output's
+    gradient, a kernel each.
+    """
+    plain = replace(rate(device, "matmul", dtype), ramp_seconds=0.0)
+    own = replace(plain, seconds_per_flop=rate(device, "matmul", factor_dtype).seconds_per_flop)
+    comes_in_waves = device.num_units and work.products_forward
+    forward, backward = (
+        _matmul_seconds(device, own, work, dtype)
+        if comes_in_waves
+        else work_seconds(device, work, factor_dtype)
+    )
+    factors = [size for b, m, n, k in work.products_forward for size in (b * m * k, b * k * n)]
+    gradients = [b * m * n for b, m, n, k in work.products_forward]
+    cast_forward = sum(plain.seconds(0.0, cast_bytes * size) for size in factors)
+    cast_backward = sum(plain.seconds(0.0, cast_bytes * size) for size in gradients)
+    return forward + cast_forward, backward + cast_backward
+
+
 def _matmul_seconds(device: Device, own: Rate, work: OpWork, dtype: str) -> tuple[float, float]:
     aligned = alignment(work.products_forward[0], dtype)
 

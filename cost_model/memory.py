@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 
 OPTIMIZER_STATES = {
     "adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
@@ -60,10 +60,10 @@ class StateBytes:
 
 
 def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
-    """The policy of a precision ("fp32", "bf16", "fp16", "fp64") with an optimizer.
+    """The policy of a precision ("fp32", "bf16", "fp16", "fp8", "fp64") with an optimizer.
 
-    bf16 and fp16 are mixed: float32 parameters, gradients reduced and kept in float32, compute
-    in half precision.
+    bf16, fp16 and fp8 are mixed: float32 parameters, gradients reduced and kept in float32, compute
+    in half precision; in fp8 values are bfloat16, of which products cast their factors.
 
     >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
     PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
@@ -74,10 +74,12 @@ def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
         raise PolicyError(f"unknown optimizer {optimizer!r}: expected one of {known}")
     dtypes = {
         "fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp16": ("float16", 4, 2),
-        "fp64": ("float64", 8, 8),
+        "fp8": ("bfloat16", 4, 2), "fp64": ("float64", 8, 8),
     }  # fmt: skip
     if precision not in dtypes:
-        raise PolicyError(f"unknown precision {precision!r}: expected fp32, bf16, fp16 or fp64")
+        raise PolicyError(
+            f"unknown precision {precision!r}: expected fp32, bf16, fp16, fp8 or fp64"
+        )
     compute_dtype, master, gathered = dtypes[precision]
     states = OPTIMIZER_STATES[optimizer] * master
     return PrecisionPolicy(precision, compute_dtype, master, master, states, gathered)

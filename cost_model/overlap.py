@@ -1,6 +1,7 @@
 """Compute beside collectives, on one rank: exact times at piecewise constant rates.
 
-While a collective of the rank runs, its compute goes at the rate 1/slowdown, else at 1. A
+While a collective of the rank runs, a share of its compute is lost, so that it goes at the rate
+``1 - share``, else at 1. A
 collective stream carries one after the other, each from when it is ready. A collective is
 ready once something that the rank has already computed is done, so when a piece of compute
 is timed, all that runs beside it is known and has no gaps: it lasts to ``busy_until``.
@@ -8,7 +9,6 @@ is timed, all that runs beside it is known and has no gaps: it lasts to ``busy_u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .actions import GATHER, REDUCE, Action
@@ -22,12 +22,12 @@ class Collectives:
 
     ``gathered[stage]``: when each bucket of the stage's parameters is there, in order;
     ``reduced[stage]``: when all of its gradients are summed. ``lost_seconds``: how much longer
-    compute has taken beside collectives. ``buckets``: those of each stage, one where this is empty.
+    compute has taken beside collectives. ``slowed_share`` is that of the
+    collective that was launched last.
     """
 
-    slowdown: float
+    slowed_share: float
     busy_until: float
-    buckets: Sequence[int] = ()
     free: dict[Stream, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     gathered: dict[int, list[float]] = field(default_factory=dict)
@@ -45,29 +45,36 @@ class Collectives:
 
     def gather(self, stage: int, costs: StageCosts, now: float) -> None:
         """Launches the gathering of a stage's parameters, bucket by bucket."""
-        parts = self.buckets[stage] if self.buckets else 1
+        parts = self._parts(stage, costs)
         seconds = costs.gather_seconds[stage] / parts
         self.gathered[stage] = [
             self.launch(Action(GATHER, stage), "parameter gather", now, seconds)
             for _ in range(parts)
         ]
 
+    def _parts(self, stage: int, costs: StageCosts) -> int:
+        """In how many buckets a stage's states travel, whose collectives are the next ones."""
+        if costs.slowed_share:
+            self.slowed_share = costs.slowed_share[stage]
+        return costs.buckets[stage] if costs.buckets else 1
+
     def finish(self, start: float, work: float) -> float:
         """When ``work`` seconds of undisturbed compute end that start at ``start``.
 
-        >>> Collectives(2.0, busy_until=3.0).finish(1.0, 2.5)
+        >>> Collectives(0.5, busy_until=3.0).finish(1.0, 2.5)
         4.5
         """
-        until = self.busy_until
-        if until <= start:
+        beside = self.busy_until - start
+        if beside <= 0:
             return start + work
-        longer = work * self.slowdown - work
-        if start + work + longer <= until:
-            self.lost_seconds += longer
-            return start + work + longer
-        done = (until - start) / self.slowdown
-        self.lost_seconds += until - start - done
-        return until + work - done
+        rate = 1 - self.slowed_share
+        done = beside * rate
+        if work <= done:
+            end = start + work / rate if rate else start
+            self.lost_seconds += end - start - work
+            return end
+        self.lost_seconds += beside - done
+        return self.busy_until + work - done
 
     def first_forward(self, stage: int, start: float, work: float) -> tuple[float, float, float]:
         """A forward that needs each bucket before its share: (start, end, waited within both)."""
@@ -84,7 +91,7 @@ class Collectives:
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
         """A backward whose every share completes a bucket of gradients; when it ends."""
-        parts = self.buckets[stage] if self.buckets else 1
+        parts = self._parts(stage, costs)
         share, seconds = work / parts, costs.gradient_sync_seconds[stage] / parts
         now = start
         for _ in range(parts):

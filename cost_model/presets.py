@@ -209,12 +209,13 @@ _H100_PCIE = _gpu(
 _H100_96GB = _hopper("H100-96GB", 97871, 2400, 0.91, _H100_MEMORY)
 _H100_96GB = replace(
     _H100_96GB,
-    efficiency={**_H100_96GB.efficiency, "matmul": 0.52},
+    efficiency={**_H100_96GB.efficiency, "matmul": 0.49, "attention": 0.27},
     sources={
         **_H100_96GB.sources,
         "peak_flops": f"taken as the SXM5 card's; {_ML_ENGINEERING}",
         "memory_bytes_per_second": "pytorch/torchtitan@b5bcd76 llama3_h100_202412_torchtitan.md",
         "efficiency.matmul": _GRAND_TETON,
+        "efficiency.attention": "the SXM5 card's share x 0.7, as of products: the limit of 500 W",
         "memory_bytes": _RECALLED,
     },
 )

@@ -16,6 +16,7 @@ from .action_costs import (
 from .actions import (
     BACKWARD,
     FORWARD,
+    GATHER,
     INPUT_BACKWARD,
     RECEIVES,
     RECV_BACKWARD,
@@ -32,7 +33,7 @@ from .lines import Line, lines_of, outgoing
 from .overlap import Collectives
 from .ports import Arrival, Message, Ports
 from .simulated_rank import SimulatedRank
-from .stage_costs import Overlap, StageCosts
+from .stage_costs import StageCosts
 from .timeline import Event, Exposed, Stream, Timeline
 
 NOTHING = -1
@@ -49,13 +50,14 @@ class Simulation:
         self,
         schedule: Schedule,
         costs: StageCosts,
-        overlap: Overlap | None,
         *,
         records: bool = True,
     ) -> None:
         stages = schedule.num_stages
         zeros = (0,) * stages
-        self.schedule, self.costs, self.overlap = schedule, costs, overlap
+        self.schedule, self.costs = schedule, costs
+        shares = costs.slowed_share or (1,) * schedule.num_stages
+        self.hides = [share < 1 for share in shares]
         self.zero = 0 * costs.forward_seconds[0]
         self.shares = slice_shares(schedule, costs)
         self.seconds = action_seconds(costs)
@@ -125,24 +127,22 @@ class Simulation:
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
-        books = self._books()
-        for stage in stages:
+        books = Collectives(self.zero, self.zero)
+        stopped = [stage for stage in stages if not self.hides[stage]]
+        for stage in (*stopped, *(stage for stage in stages if self.hides[stage])):
             books.gather(stage, costs, self.zero)
-        if self.overlap is not None:
+        rank.events += books.events
+        books.events = []
+        if stopped:
+            rank.clock = rank.ended = rank.gather = rank.busy = books.gathered[stopped[-1]][-1]
+        if any(self.hides[stage] for stage in rank.last_backwards | rank.first_forwards):
             rank.collectives = books
-            rank.beside = {rank.first_forwards[stage] for stage in stages}
-            rank.beside |= {a for s, a in rank.last_backwards.items() if self._syncs(s)}
-        elif stages:
-            rank.clock = rank.ended = rank.gather = rank.busy = books.gathered[stages[-1]][-1]
-            rank.events += books.events
-
-    def _books(self) -> Collectives:
-        """Those of a rank without collectives so far."""
-        if self.overlap is None:
-            return Collectives(1, self.zero)
-        parts, stages = self.overlap.gradient_buckets, range(self.schedule.num_stages)
-        buckets = [parts[self.schedule.part(stage)] for stage in stages] if parts else ()
-        return Collectives(self.overlap.slowdown, self.zero, buckets)
+            rank.beside = {rank.first_forwards[s] for s in stages if self.hides[s]}
+            rank.beside |= {
+                action
+                for stage, action in rank.last_backwards.items()
+                if self.hides[stage] and self._syncs(stage)
+            }
 
     def _advance(self, rank: SimulatedRank) -> int:
         """Runs a rank until its row ends or it waits; the message it waits for."""
@@ -290,6 +290,7 @@ class Simulation:
         if not self.records:
             return
         rank.events.append(Event(action, start, end, "compute"))
+        self._record_states(rank, action, start, end)
         if self.inside:
             inside = self.inside[kind][stage]
             rank.inside += inside * self.shares[kind][part] if self.shares else inside
@@ -303,6 +304,24 @@ class Simulation:
             if kind in self.frees:
                 rank.held -= num_bytes
                 rank.memory.append((end, rank.held))
+
+    def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
+        """Adds the collectives of states beside a pass: gathers from its start, sums to its end."""
+        kind, stage, m, part = action
+        if kind == FORWARD and self.costs.forward_states_seconds:
+            seconds = self.costs.forward_states_seconds[stage]
+            event = Event(
+                Action(GATHER, stage, m, part), start, min(start + seconds, end), "parameter gather"
+            )
+        elif kind in (BACKWARD, INPUT_BACKWARD) and self.costs.backward_states_seconds:
+            seconds = self.costs.backward_states_seconds[stage]
+            event = Event(
+                Action(REDUCE, stage, m, part), max(start, end - seconds), end, "gradient sync"
+            )
+        else:
+            return
+        if seconds:
+            rank.events.append(event)
 
     def _beside(
         self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float
@@ -344,7 +363,7 @@ class Simulation:
 
     def _reduce(self, rank: SimulatedRank, action: Action) -> None:
         """Sums the stage's gradients, unless that began beside the last backward."""
-        if not self._syncs(action.stage) or rank.collectives is not None:
+        if not self._syncs(action.stage) or self.hides[action.stage]:
             return
         start = rank.clock
         seconds = self.costs.gradient_sync_seconds[action.stage]

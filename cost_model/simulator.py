@@ -10,8 +10,8 @@ same time.
 A rank has one compute stream that runs its compute actions in order, and the calls that send
 a message or post a receive, which take the rank's time if the costs say so. A message is ready
 when its send is called and its receive is posted; a rank's messages share its two ports (see
-``ports``). Gradient sums and parameter gathers stop a rank, or with an ``Overlap`` run beside
-its compute (see ``overlap``).
+``ports``). Gradient sums and parameter gathers stop a rank, or run beside its compute where the
+costs say how much they slow it down (see ``overlap``).
 
 With no communication, GPipe and 1F1B of D equal stages and N micro-batches have the bubble
 (D-1)/(D-1+N), and interleaved 1F1B of K chunks per rank (D-1)/(D-1+KN) (Narayanan et al.
@@ -25,23 +25,21 @@ from collections.abc import Sequence
 
 from .actions import Schedule
 from .simulation import Simulation
-from .stage_costs import Overlap, StageCosts, of_replicas
+from .stage_costs import StageCosts, of_replicas
 from .timeline import Timeline
 
-__all__ = ["Overlap", "StageCosts", "Timeline", "simulate", "step_and_bubble", "step_seconds"]
+__all__ = ["StageCosts", "Timeline", "simulate", "step_and_bubble", "step_seconds"]
 
 
 def simulate(
     schedule: Schedule,
     costs: StageCosts,
     *,
-    overlap: Overlap | None = None,
     replicas: Sequence[int] = (),
 ) -> Timeline:
     """Runs the table once. Raises ValueError if it deadlocks or does not fit the costs.
 
-    ``overlap`` lets gradient sums and parameter gathers run beside compute; without it they
-    stop their rank. ``replicas``: how many devices each pipeline rank stands for, one by default.
+    ``replicas``: how many devices each pipeline rank stands for, one by default.
 
     >>> from autoparallel.cost_model.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -51,8 +49,8 @@ def simulate(
     """
     if len(replicas) not in (0, schedule.num_ranks):
         raise ValueError(f"replicas of {len(replicas)} ranks for {schedule.num_ranks}")
-    costs = _checked(schedule, costs, overlap)
-    return Simulation(schedule, costs, overlap).timeline(tuple(replicas))
+    costs = _checked(schedule, costs)
+    return Simulation(schedule, costs).timeline(tuple(replicas))
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
@@ -64,8 +62,8 @@ def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
     >>> step_seconds(Schedule("example", 1, (0, 1), table), costs)
     7.0
     """
-    costs = _checked(schedule, costs, None)
-    return Simulation(schedule, costs, None, records=False).step_seconds()
+    costs = _checked(schedule, costs)
+    return Simulation(schedule, costs, records=False).step_seconds()
 
 
 def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
@@ -77,19 +75,15 @@ def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float
     >>> step_and_bubble(Schedule("example", 1, (0, 1), table), costs)[0]
     7.0
     """
-    costs = _checked(schedule, costs, None)
-    return Simulation(schedule, costs, None, records=False).step_and_bubble()
+    costs = _checked(schedule, costs)
+    return Simulation(schedule, costs, records=False).step_and_bubble()
 
 
-def _checked(schedule: Schedule, costs: StageCosts, overlap: Overlap | None) -> StageCosts:
+def _checked(schedule: Schedule, costs: StageCosts) -> StageCosts:
     """The costs of the schedule's stages. Raises ValueError where they do not fit it."""
     if len(costs.forward_seconds) != schedule.num_parts:
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"
-        )
-    if overlap is not None and len(overlap.gradient_buckets) not in (0, schedule.num_parts):
-        raise ValueError(
-            f"buckets of {len(overlap.gradient_buckets)} stages for {schedule.num_parts}"
         )
     costs = of_replicas(costs, schedule)
     if schedule.edges is not None and costs.edges is not None and schedule.edges != costs.edges:

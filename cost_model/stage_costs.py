@@ -7,33 +7,8 @@ from dataclasses import dataclass, replace
 
 from .actions import Edges, Schedule
 
-MEASURED_SLOWDOWN = 1.189
-"""Compute beside communication takes this much longer: 18.9 % on average and 40 % at most,
-over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114, abstract).
-That average counts whole iterations, so while both really run it is a lower estimate."""
-
-
 OF_EDGES = ("send_", "receive_")
 """What the names of costs begin with that have one entry per edge."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Collectives of gradients and parameters run beside compute, which they slow down.
-
-    ``slowdown``: seconds that a second's work takes while one of them runs on the same device.
-    ``gradient_buckets``: into how many equal parts the gradients and parameters of each part of
-    the model travel (its blocks); into one where this is empty.
-    """
-
-    slowdown: float = MEASURED_SLOWDOWN
-    gradient_buckets: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        if self.slowdown < 1:
-            raise ValueError(f"a slowdown of {self.slowdown} would be a speedup")
-        if any(buckets < 1 for buckets in self.gradient_buckets):
-            raise ValueError("a stage's gradients are at least one bucket")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +24,15 @@ class StageCosts:
     ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``:
     the time of a rank itself to send such a message and to post its receive; a message is on its
     way from the beginning of the call. All three are for both directions.
-    ``gather_seconds``: gathering sharded parameters, once, before the first forward.
-    ``gradient_sync_seconds``: summing gradients, once, after the last backward; with an
-    ``Overlap`` both go bucket by bucket beside that forward and that backward.
+    ``forward_states_seconds``, ``backward_states_seconds``: collectives of states that run beside a
+    micro-batch's compute, whose passes have what they add; for the timeline.
+    ``gather_seconds``: gathering sharded parameters, once per step, for the first forward.
+    ``gradient_sync_seconds``: summing gradients, once per step, after the last backward. Where
+    the ``slowed_share`` is below 1, both run beside that forward and that backward in ``buckets``
+    equal parts (one where this is empty): a part of the parameters is there before its part of
+    the forward, and a part of the gradients is summed after its part of the backward. While one
+    of them runs, that share of the rank's compute is lost: 0 where they do not disturb each other.
+    With 1, the default, they stop their rank.
     ``step_seconds``: the optimizer, once.
     ``activation_bytes``: what one micro-batch keeps until its backward, on the worst rank.
     ``static_bytes``: everything held throughout. ``weight_backward_seconds``: the part of the
@@ -81,6 +62,10 @@ class StageCosts:
     send_latency_seconds: Sequence[float] = ()
     send_call_seconds: Sequence[float] = ()
     receive_call_seconds: Sequence[float] = ()
+    slowed_share: Sequence[float] = ()
+    forward_states_seconds: Sequence[float] = ()
+    backward_states_seconds: Sequence[float] = ()
+    buckets: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
@@ -92,6 +77,10 @@ class StageCosts:
             length = num_edges if name.startswith(OF_EDGES) else stages
             if found != length and not (found == 0 and name != "backward_seconds"):
                 raise ValueError(f"{name} has {found} entries for {stages} stages, not {length}")
+        if not all(0 <= share <= 1 for share in self.slowed_share):
+            raise ValueError(f"shares of compute that is lost: {self.slowed_share}")
+        if any(number < 1 for number in self.buckets):
+            raise ValueError("a stage's gradients are at least one bucket")
 
 
 def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:

@@ -83,7 +83,8 @@ class Staged:
         for stage, cost in zip(self.plan.stages, self.costs, strict=True):
             work = self.plan.num_microbatches * (cost.forward_seconds + cost.backward_seconds)
             rank = frozenset(stage.devices)
-            totals[rank] = totals.get(rank, 0.0) + work + cost.step_seconds
+            end = cost.end_seconds if self.plan.num_chunks == 1 else cost.seconds.optimizer
+            totals[rank] = totals.get(rank, 0.0) + work + end
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:

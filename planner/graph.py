@@ -105,6 +105,7 @@ class Node:
     ``outputs`` has one spec per output. ``module`` is the module path that made the node,
     ``source`` the user's ``file:line``. ``rule`` is that of an op which the user registered;
     ``fused`` says what a compiler leaves an op to move, None where it is a kernel of its own.
+    ``product_dtype``: the format that a product casts its factors to; empty where it casts none.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Node:
     source: str = ""
     rule: OpRule | None = None
     fused: Fused | None = None
+    product_dtype: str = ""
     _inputs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -139,7 +141,7 @@ class Node:
         """The same node with other outputs."""
         made = Node(
             self.name, self.kind, self.op, self.args, self.kwargs, outputs,
-            self.module, self.source, self.rule, self.fused,
+            self.module, self.source, self.rule, self.fused, self.product_dtype,
         )  # fmt: skip
         object.__setattr__(made, "_inputs", self._inputs)
         return made

@@ -14,7 +14,7 @@ from .layout import Mesh, NodeLayout
 SCHEMA = 5
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 Float32Ops = Literal["autocast", "none"]
 """The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
 
@@ -72,8 +72,11 @@ class StagePlan:
 class StagePrediction:
     """Predicted seconds per micro-batch, seconds per step, and bytes on the worst rank.
 
-    ``seconds``: forward, backward (recomputation included), compute, communication (both
-    per micro-batch), gradient_sync, optimizer (both per step), send (to the next stage).
+    ``seconds`` per micro-batch: forward, backward (recomputation included), compute,
+    communication (what of it is exposed), states (gathering parameters and summing gradients) and
+    hidden_states (what of that runs beside compute), send (to the next stage), receive. Per step:
+    parameter_gather and gradient_sync (whole), exposed_sync (what of these two adds to the step),
+    slowed_share (of the compute beside them), optimizer.
     ``memory_bytes``: parameters, gradients, optimizer, activations, transient, buffers, reserve
     as the search prices them; of a finished plan those of the moment at which the rank is fullest,
     also master (the copy that is stepped), gathered, inputs, communication, communicators and

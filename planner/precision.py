@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cost_model.cluster import Cluster
 from .errors import UsageError
-from .graph import Graph
+from .graph import Graph, Node
 from .plan import Precision
+
+EIGHT_BITS = "float8_e4m3fn"
+"""The format of factors in fp8; the gradients' (float8_e5m2) runs at the same rate."""
 
 
 def with_precision(graph: Graph, precision: Precision) -> Graph:
     """The graph as it runs: float32 becomes the format that is computed in.
 
-    A model captured in that format stays as it is, with what it keeps in float32.
+    A model captured in that format stays as it is, with what it keeps in float32. In fp8 values are
+    bfloat16, and linear layers cast the factors of their products.
     """
+    if precision == "fp8":
+        graph = with_precision(graph, "bf16")
+        return replace(graph, nodes=_with_eight_bit_products(graph.nodes))
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}[precision]
     if dtype == "float32" or any(node.spec.dtype == dtype for node in graph.parameters):
         return graph
@@ -30,9 +38,21 @@ def with_precision(graph: Graph, precision: Precision) -> Graph:
     return replace(graph, nodes=nodes)
 
 
+def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Every linear layer but the last one, the head, which torchtitan and Megatron-LM leave too."""
+    linear = [node.name for node in nodes if node.op == "aten.linear.default"]
+    cast = frozenset(linear[:-1])
+    return tuple(
+        replace(node, product_dtype=EIGHT_BITS) if node.name in cast else node for node in nodes
+    )
+
+
 def check_precision(cluster: Cluster, precision: Precision) -> None:
-    """Raises UsageError AP126 for bf16 on a GPU without units for it (before compute capability
-    8.0: V100, T4), which is one with no figure of its own for bfloat16."""
+    """Raises UsageError AP126 for fp8, and for bf16 on a GPU, on a device without units for it,
+    which is one with no figure of its own for the format (bfloat16: before compute capability 8.0,
+    V100, T4; 8 bits: before 8.9)."""
+    if precision == "fp8":
+        _check_eight_bits(cluster)
     if precision != "bf16":
         return
     for host in cluster.hosts:
@@ -46,4 +66,17 @@ def check_precision(cluster: Cluster, precision: Precision) -> None:
                 where=f"cluster {cluster.name}",
                 fix="--precision fp16 or fp32; in a cluster file, give peak_flops.bfloat16 of a "
                 "device that has such units",
+            )
+
+
+def _check_eight_bits(cluster: Cluster) -> None:
+    for host in cluster.hosts:
+        if EIGHT_BITS not in host.device.peak_flops:
+            raise UsageError(
+                "AP126",
+                f"{host.device.name} does not compute in fp8",
+                why=f"it has no peak_flops for {EIGHT_BITS}; GPUs from compute capability 8.9 on "
+                "(L40S, H100) have units for it",
+                where=f"cluster {cluster.name}",
+                fix="--precision bf16",
             )

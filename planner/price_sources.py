@@ -2,7 +2,8 @@
 
 In: a plan and what its prices rest on. Out: the plan with the shares. The plan is priced
 again, node by node, once per kind of source with the seconds of the others taken as zero; as
-a stage's seconds are sums, what then remains is that source's part. What neither measurement
+a stage's seconds are sums (collectives that run beside compute counted in full), what then remains
+is that source's part. What neither measurement
 nor interpolation accounts for is from specifications, so the shares add up to 1.
 """
 
@@ -63,7 +64,8 @@ def _seconds(
     for stage in stages:
         own = stage.seconds
         compute += own["compute"] * count + own["optimizer"]
-        communication += (own["communication"] + own["receive"]) * count + own["gradient_sync"]
+        per_microbatch = own["communication"] + own["hidden_states"] + own["receive"]
+        communication += per_microbatch * count + own["parameter_gather"] + own["gradient_sync"]
     return dict(zip(PARTS, (compute, communication), strict=True))
 
 

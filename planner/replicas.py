@@ -15,6 +15,7 @@ from ..cost_model.collectives import collective_seconds, group_of
 from .errors import PlanError
 from .graph import Graph
 from .plan import Plan, StagePlan
+from .pricing.seconds import Seconds
 from .pricing.stage_cost import StageCost
 from .schedules.schedules import parts_of_ranks
 
@@ -69,6 +70,7 @@ def with_replica_sums(
         group = group_of(cluster, (first * devices, second * devices))
         cost = costs[first]
         seconds = collective_seconds("all_reduce", cost.memory_bytes["gradients"], group)
-        gradient_sync = cost.seconds.gradient_sync + seconds
-        found.append(replace(cost, seconds=cost.seconds._replace(gradient_sync=gradient_sync)))
+        # summed after the last backward, and beside nothing
+        sums = Seconds(gradient_sync=seconds, sync_slowed=seconds)
+        found.append(replace(cost, seconds=cost.seconds.plus(sums)))
     return tuple(found)

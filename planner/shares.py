@@ -106,7 +106,10 @@ def slowest(costs: Sequence[StageCost]) -> StageCost:
     fullest = max(costs, key=lambda cost: cost.total_bytes)
     seconds = found.seconds._replace(
         optimizer=max(cost.seconds.optimizer for cost in costs),
+        parameter_gather=max(cost.seconds.parameter_gather for cost in costs),
         gradient_sync=max(cost.seconds.gradient_sync for cost in costs),
+        gather_slowed=max(cost.seconds.gather_slowed for cost in costs),
+        sync_slowed=max(cost.seconds.sync_slowed for cost in costs),
     )
     return replace(
         found, seconds=seconds, memory_bytes=fullest.memory_bytes,

@@ -132,6 +132,8 @@ class StageWalk:
             self._memory(states, kept),
             kept,
             late if self.setting.splits else None,
+            len(self.stage.blocks),
+            self.prices.shares_links,
         )
 
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:

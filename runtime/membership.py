@@ -98,7 +98,14 @@ def num_processes(plan: Plan) -> int:
 
 
 def check_device(device: torch.device, precision: Precision) -> None:
-    """Raises MachineError AP413 where ``device`` is a GPU that only emulates bf16."""
+    """Raises MachineError AP413 for fp8, and where ``device`` is a GPU that only emulates bf16."""
+    if precision == "fp8":
+        raise MachineError(
+            "AP413",
+            "training in fp8 is not implemented",
+            why="plans in fp8 are priced and simulated only; linear layers are not converted",
+            fix="plan with --precision bf16",
+        )
     if device.type != "cuda" or precision != "bf16":
         return
     capability = torch.cuda.get_device_capability(device)

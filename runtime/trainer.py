@@ -57,7 +57,8 @@ class Trainer:
         shorter lengths than the planned one: a step runs at the shortest that its batch fits.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
-        where there are fewer processes than the plan has devices, AP413 for bf16 without units.
+        where there are fewer processes than the plan has devices, AP413 for fp8, and for bf16
+        without units.
         """
         check_plan(program, plan, device)
         planned = variant_of(program, plan)

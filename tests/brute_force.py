@@ -236,9 +236,15 @@ class BruteForce:
                 bar, best = seconds, Best(seconds, rows, count, schedule, ways)
         return best
 
-    def simulate(self, schedule: str, count: int, figures: list[tuple[float, ...]]) -> float:
+    def simulate(
+        self, schedule: str, count: int, figures: list[tuple[float, ...]],
+        beside: Sequence[tuple[float, ...]] = (),
+    ) -> float:  # fmt: skip
+        """The step. ``beside``: of each stage what of its end runs beside its first forward and
+        its last backward (``Stage.of_step``); without it all of the end comes after that, which
+        takes as long for one stage, and never longer for several."""
         self.num_simulated += 1
-        if len(figures) == 1:
+        if len(figures) == 1 and not beside:
             forward, backward, _, _, end = figures[0]
             return count * (forward + backward) + end
         key = ("table", schedule, len(figures), count)
@@ -251,6 +257,12 @@ class BruteForce:
             send_latency_seconds=[latency_seconds(self.cluster)] * (len(figures) - 1),
             weight_backward_seconds=late[0] if late else (),
         )  # fmt: skip
+        if beside:
+            gather, sync, share, groups, end = zip(*beside, strict=True)
+            costs = replace(
+                costs, gather_seconds=gather, gradient_sync_seconds=sync, step_seconds=end,
+                slowed_share=share, buckets=groups,
+            )  # fmt: skip
         return simulate(self.tables[key], costs).step_seconds
 
     def _ways(self, rows: int, stage: tuple[int, int, int, int], in_flight: Held) -> list[Way]:

@@ -38,6 +38,12 @@ from autoparallel.planner.pricing.kept_bytes import (
 from autoparallel.planner.pricing.prices import Prices, boundary_layout
 from autoparallel.planner.pricing.seconds import Seconds
 
+OF_STATES = (
+    "forward_states", "backward_states", "forward_slowed", "backward_slowed", "parameter_gather",
+    "gradient_sync", "gather_slowed", "sync_slowed", "optimizer",
+)  # fmt: skip
+"""What gathering parameters, summing gradients and the optimizer take."""
+
 LEAVES = ("input", "constant", "buffer")
 PASSES = (
     "forward_compute", "backward_compute", "forward_communication", "backward_communication",
@@ -280,10 +286,10 @@ class Stage(Choices):
         self.ends += np.array(pairs).T[:, ids]
 
     def _price_parameters(self) -> None:
-        """Per ZeRO stage: seconds forward, backward and per step of the states; their bytes,
-        and those gathered, per block."""
+        """Per ZeRO stage: seconds of the states by ``OF_STATES``; their bytes, and those gathered,
+        per block."""
         num = self.num_assignments
-        self.states = np.zeros((len(ZEROS), 3, num))
+        self.states = np.zeros((len(ZEROS), len(OF_STATES), num))
         self.state_bytes = np.zeros((len(ZEROS), num))
         self.gathered = np.zeros((len(ZEROS), len(self.blocks), num))
         self.parameters: dict[str, int] = {}
@@ -349,15 +355,49 @@ class Stage(Choices):
 
         ``halved``: the backward is that of both halves, and a sixth column is the second half.
         """
-        own = self.ends + self.states[zero, :2]
+        compute, communication = np.zeros((2, *self.ends.shape))
+        communication += self.ends
         for block, mode in enumerate(modes):
-            own += (self._halved_ways if halved else self._both_ways)[block][mode]
-        found = np.stack([*own, *self.receive, self.states[zero, 2]], axis=1)
+            ways = (self._halved_ways if halved else self._both_ways)[block][mode]
+            compute += ways[0]
+            communication += ways[1]
+        beside = compute if self.prices.shares_links else compute + communication
+        states = dict(zip(OF_STATES, self.states[zero], strict=True))
+
+        def added(name: str, slowed: str, direction: int) -> Floats:
+            return self._added(states[name], states[slowed], beside[direction])
+
+        passes = compute + communication
+        passes[0] += added("forward_states", "forward_slowed", 0)
+        passes[1] += added("backward_states", "backward_slowed", 1)
+        end = states["optimizer"] + added("parameter_gather", "gather_slowed", 0)
+        end = end + added("gradient_sync", "sync_slowed", 1)
+        found = np.stack([*passes, *self.receive, end], axis=1)
         return np.column_stack([found, self.late]) if halved else found
+
+    def of_step(self, zero: int, which: int) -> tuple[float, float, float, int, float]:
+        """Of an assignment: gathering parameters and summing gradients once per step, the share
+        of compute lost beside both, the blocks one by one they do it for, the optimizer."""
+        own = dict(zip(OF_STATES, self.states[zero, :, which].tolist(), strict=True))
+        gather, sync = own["parameter_gather"], own["gradient_sync"]
+        slowed = own["gather_slowed"] + own["sync_slowed"]
+        share = min(1.0, slowed / (gather + sync)) if gather + sync else 0.0
+        return gather, sync, share, len(self.blocks), own["optimizer"]
+
+    def _added(self, collectives: Floats, slowed: Floats, compute: Floats) -> Floats:
+        """What collectives add to the compute that they run beside, block by block: the first one
+        waits for nothing or is waited for, each other ends before its block or after."""
+        number = len(self.blocks)
+        one = [each / number for each in (collectives, slowed, compute)]
+        total = one[0].copy()
+        for _ in range(number - 1):
+            ends_first = one[2] + one[1] >= one[0]
+            total += np.where(ends_first, one[1], one[0] - one[2])
+        return total
 
     @cached_property
     def _both_ways(self) -> list[dict[Recompute, Floats]]:
-        """Per block and mode, seconds forward and backward: a row each."""
+        """Per block and mode, compute and communication, each forward and backward."""
         return self._without([np.zeros_like(late) for late in self.late_passes])
 
     @cached_property
@@ -365,12 +405,12 @@ class Stage(Choices):
         """The same where each half of a backward ends when both device and host are done."""
         found = self._without(self.late_passes)
         for by_mode, late in zip(found, self.late_passes, strict=True):
-            for seconds in by_mode.values():
-                seconds[1] += late.max(axis=0)
+            for compute, _ in by_mode.values():
+                compute[1] += late.max(axis=0)
         return found
 
     def _without(self, every_late: Sequence[Floats]) -> list[dict[Recompute, Floats]]:
-        """Per block and mode, seconds forward, and backward but for what is late."""
+        """The same, backward without what is late."""
         found: list[dict[Recompute, Floats]] = []
         for own, skipped, late in zip(self.passes, self.skipped, every_late, strict=True):
             by_mode: dict[Recompute, Floats] = {}
@@ -380,7 +420,7 @@ class Stage(Choices):
                 if mode != "none":
                     passes[1::2] += passes[::2] - skipped[mode][::2]
                 compute, communication, issue = passes.reshape(3, 2, -1)
-                by_mode[mode] = np.maximum(compute, issue) + communication
+                by_mode[mode] = np.stack([np.maximum(compute, issue), communication])
             found.append(by_mode)
         return found
 
@@ -436,8 +476,7 @@ def _new_only(columns: Sequence[Floats]) -> Iterator[Floats]:
         yield column * new
 
 
-def _of_states(seconds: Seconds) -> tuple[float, float, float]:
-    """Forward, backward, per step; parameters have nothing else."""
+def _of_states(seconds: Seconds) -> list[float]:
+    """By ``OF_STATES``; parameters have nothing else."""
     assert not any(seconds[:4])
-    end = seconds.gradient_sync + seconds.optimizer
-    return seconds.forward_states, seconds.backward_states, end
+    return [getattr(seconds, name) for name in OF_STATES]

@@ -9,7 +9,7 @@ with ``cost_model.simulator`` but its arguments.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from autoparallel.cost_model.actions import Schedule
@@ -26,9 +26,15 @@ class Expanded:
     ends: dict[tuple[Device, str], Fraction]
 
 
-def expand(schedule: Schedule, costs: StageCosts, replicas: int, overlap) -> Expanded:
-    """Runs every device of ``replicas`` copies; ``overlap`` as of ``simulate``."""
-    return _Engine(schedule, costs, replicas, overlap).run()
+def beside_compute(costs: StageCosts, slowdown, buckets=()) -> StageCosts:
+    """The costs with collectives beside compute, which take ``slowdown`` times as long there."""
+    stages = len(costs.forward_seconds)
+    return replace(costs, slowed_share=[1 - 1 / slowdown] * stages, buckets=buckets)
+
+
+def expand(schedule: Schedule, costs: StageCosts, replicas: int) -> Expanded:
+    """Runs every device of ``replicas`` copies."""
+    return _Engine(schedule, costs, replicas).run()
 
 
 @dataclass
@@ -43,10 +49,10 @@ class _Queue:
 
 
 class _Engine:
-    def __init__(self, schedule, costs, replicas, overlap):
+    def __init__(self, schedule, costs, replicas):
         self.schedule, self.costs, self.replicas = schedule, costs, replicas
-        self.slowdown = overlap.slowdown if overlap else None
-        self.buckets = overlap.gradient_buckets if overlap else ()
+        self.slowdown = 1 / (1 - costs.slowed_share[0]) if costs.slowed_share else None
+        self.buckets = costs.buckets
         self.places, self.met = {}, defaultdict(int)
         self.ready, self.arrived, self.calling = {}, set(), {}
         self.flows, self.left_over, self.rates = defaultdict(list), {}, {}

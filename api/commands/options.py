@@ -42,7 +42,11 @@ MicroBatchOption = Annotated[
     ),
 ]
 PrecisionOption = Annotated[
-    str, typer.Option("--precision", help="fp32, bf16 or fp16 (fp32 master weights), or fp64")
+    str,
+    typer.Option(
+        "--precision",
+        help="fp32, bf16, fp16 or fp8 (fp32 master weights), or fp64; fp8 is planned, not run",
+    ),
 ]
 Float32OpsOption = Annotated[
     str,

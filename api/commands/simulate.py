@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,15 +52,16 @@ LayersOption = Annotated[
 OverlapOption = Annotated[
     bool,
     typer.Option(
-        "--overlap",
-        help="overlap gradient synchronization with the last backward, "
-        "and the collectives of ZeRO 2 and 3 with compute",
+        "--overlap/--no-overlap",
+        help="whether collectives of gradients and of ZeRO run beside compute, as they do in a run",
     ),
 ]
 SlowdownOption = Annotated[
     float | None,
     typer.Option(
-        "--slowdown", min=1.0, help="factor by which overlap slows compute; default: 1.189"
+        "--slowdown",
+        min=1.0,
+        help="factor by which such a collective slows compute; default: the device's",
     ),
 ]
 TraceOption = Annotated[
@@ -83,7 +85,7 @@ def simulate(
     tf32: Tf32Option = None,
     optimizer: OptimizerOption = "adamw",
     layers_per_stage: LayersOption = None,
-    overlap: OverlapOption = False,
+    overlap: OverlapOption = True,
     slowdown: SlowdownOption = None,
     trace: TraceOption = None,
     pin: PinOption = None,
@@ -100,14 +102,12 @@ def simulate(
         profile=profile, database=database,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
-    from autoparallel.cost_model.stage_costs import MEASURED_SLOWDOWN, Overlap
     from autoparallel.planner.precision import check_precision
     from autoparallel.planning import find_cluster
 
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    beside = Overlap(slowdown or MEASURED_SLOWDOWN) if overlap or slowdown else None
-    configuration = replace(configured(options, own, found, layers), overlap=beside)
+    configuration = configured(options, own, found, layers)
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.planning import basis_for, capture_target
     from autoparallel.progress import progress
@@ -119,9 +119,12 @@ def simulate(
     with progress() as observe:
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
+        basis = basis_for(found, options, loaded)
+        given = slowdown if overlap else inf
+        basis = replace(basis, assumptions=replace(basis.assumptions, slowdown=given))
         step = simulated(
             program, found, configuration, options.seq,
-            basis=basis_for(found, options, loaded), pins=options.pins,
+            basis=basis, pins=options.pins,
         )  # fmt: skip
         observe("simulate", 1, 1)
     if trace is not None:

@@ -51,6 +51,9 @@ def _costs(plan: Plan) -> StageCosts:
             max(0.0, both - there) for both, there in zip(receives, sends, strict=True)
         ],
         send_latency_seconds=[latency_seconds(plan.cluster)] * len(sends),
+        gather_seconds=each("parameter_gather"),
         gradient_sync_seconds=each("gradient_sync"),
+        slowed_share=each("slowed_share"),
+        buckets=[len(stage.blocks) for stage in plan.stages],
         step_seconds=each("optimizer"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoparallel.planner.asynchronous import num_updates
 from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes
@@ -57,13 +58,13 @@ def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
     """Where a rank that runs ``stages`` spends a step, in seconds; what is left is waiting.
 
     ``prediction.seconds`` counts compute, communication and send per micro-batch, and
-    gradient_sync and optimizer per update.
+    exposed_sync and optimizer per update.
     """
     updates, parts = num_updates(plan), dict.fromkeys(SPENT, 0.0)
     for stage in stages:
         seconds = plan.stages[stage].prediction.seconds
         for name, key in SPENT.items():
-            times = updates if key in ("gradient_sync", "optimizer") else _num_runs(plan)
+            times = updates if key in ("exposed_sync", "optimizer") else _num_runs(plan)
             parts[name] += seconds.get(key, 0.0) * times
     waiting = plan.prediction.step_seconds - sum(parts.values())
     other = "waiting for other stages" if plan.has_pipeline else "other"
@@ -71,11 +72,49 @@ def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value > 0}
 
 
+class Communication(NamedTuple):
+    """Collectives of a stage in a step: what they are for, beside what they run, and seconds: of
+    the links in all, and of that what adds to the step."""
+
+    what: str
+    beside: str
+    seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_seconds(self) -> float:
+        return max(0.0, self.seconds - self.exposed_seconds)
+
+
+def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
+    """The collectives of a stage, without those that take no time."""
+    own, count = stage.prediction.seconds, _num_runs(plan)
+    states = own.get("states", 0.0)
+    exposed = states - own.get("hidden_states", 0.0)
+    once = own.get("parameter_gather", 0.0) + own.get("gradient_sync", 0.0)
+    on_path = count * (own.get("communication", 0.0) - exposed)
+    of_states = "parameters and gradients" if stage.zero == 3 else "gradients"
+    per_step = {0: "sum gradients", 1: "sum gradients, gather parameters", 2: "gather parameters"}
+    beside = {0: "last backward", 1: "last backward, first forward", 2: "first forward"}
+    updates, zero = num_updates(plan), stage.zero
+    found = [
+        Communication("of ops and between layouts", "nothing", on_path, on_path),
+        Communication(
+            f"{of_states}, every micro-batch", "the next block", states * count, exposed * count
+        ),
+        Communication(
+            per_step.get(zero, "sum gradients") + ", once", beside.get(zero, "last backward"),
+            once * updates, own.get("exposed_sync", once) * updates,
+        ),
+    ]  # fmt: skip
+    return [each for each in found if each.seconds > 1e-6 * plan.prediction.step_seconds]
+
+
 SPENT = {
     "compute": "compute",
     "communication within the stage": "communication",
     "sends to the next stage": "send",
-    "gradient synchronization": "gradient_sync",
+    "gradient synchronization": "exposed_sync",
     "optimizer": "optimizer",
 }
 """What a rank does, and its name in a prediction."""

@@ -30,6 +30,7 @@ from autoparallel.report.facts import (
     KindSplit,
     axis_uses,
     busiest_rank,
+    communication,
     folded_names,
     fullest_rank,
     merged_alternatives,
@@ -76,6 +77,8 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
         parts.append(section("Sharding", splits(plan)))
     parts.append(section(*memory(plan)))
     parts.append(section(*time(plan)))
+    if not short:
+        parts.append(section("Communication of a step, hidden and exposed", communications(plan)))
     drawn = drawing(plan, WIDTH - DRAWING_MARGIN)
     if drawn is not None:
         parts.append(section("Timeline of a step (F forward, B backward)", Text(drawn)))
@@ -350,6 +353,21 @@ def time(plan: Plan) -> tuple[str, RenderableType]:
     return title, bars(
         values, seconds_text, {"compute": "green", "waiting for other stages": "red"}
     )
+
+
+def communications(plan: Plan) -> RenderableType:
+    """What each stage's collectives take in a step, and what of it runs beside compute."""
+    table = plain_table(
+        ("", "left"), ("collectives", "left"), ("beside", "left"), ("total", "right"),
+        ("hidden", "right"), ("exposed", "right"),
+    )  # fmt: skip
+    for index, stage in enumerate(plan.stages):
+        for number, each in enumerate(communication(plan, stage)):
+            table.add_row(
+                "" if number else str(index), each.what, each.beside, seconds_text(each.seconds),
+                seconds_text(each.hidden_seconds), seconds_text(each.exposed_seconds),
+            )  # fmt: skip
+    return table if table.row_count else Text("none within the stages")
 
 
 def bars(

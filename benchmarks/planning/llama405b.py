@@ -19,15 +19,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoparallel.commands.simulate_page import simulated
-from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.options import parse_parallel
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.pricing.basis import DEFAULT, RUNTIME, Basis
 from autoparallel.planning import (
     PlanOptions,
     capture_target,
@@ -77,28 +78,28 @@ def stage_layers(num_stages: int, num_layers: int = 126) -> tuple[int, ...]:
     return (each - 1, *(each,) * (num_stages - 2), each - 1)
 
 
-def configurations() -> Iterator[tuple[str, Configuration]]:
+def configurations() -> Iterator[tuple[str, Configuration, Basis]]:
     """What is published, and what it is like without one of its parts."""
     rows = CASE.global_batch
     base = Configuration(
         dp=DP, tp=TP, pp=PP, zero=1, microbatch_size=DP, num_microbatches=rows // DP,
         layers=stage_layers(PP), precision="bf16", sequence_parallel=True,
     )  # fmt: skip
-    overlapped = replace(base, overlap=Overlap())
-    yield "1f1b", base
-    yield "1f1b, gradients summed beside the backward", overlapped
+    stopping = Basis(assumptions=replace(RUNTIME, slowdown=inf))
+    yield "1f1b, gradients summed beside nothing", base, stopping
+    yield "1f1b", base, DEFAULT
     for chunks in (2, 4):
         layers = stage_layers(PP * chunks)
-        inter = replace(overlapped, schedule="interleaved-1f1b", num_chunks=chunks, layers=layers)
-        yield f"interleaved, {chunks} chunks", inter
-    yield "1f1b, ZeRO 2, overlapped", replace(overlapped, zero=2)
-    yield "1f1b, all recomputed, overlapped", replace(overlapped, recompute="full")
+        inter = replace(base, schedule="interleaved-1f1b", num_chunks=chunks, layers=layers)
+        yield f"interleaved, {chunks} chunks", inter, DEFAULT
+    yield "1f1b, ZeRO 2", replace(base, zero=2), DEFAULT
+    yield "1f1b, all recomputed", replace(base, recompute="full"), DEFAULT
 
 
 def priced(program: Program, cluster: Cluster) -> Iterator[Row]:
     """The published configuration's rows."""
-    for name, configuration in configurations():
-        step = simulated(program, cluster, configuration, CASE.seq)
+    for name, configuration, basis in configurations():
+        step = simulated(program, cluster, configuration, CASE.seq, basis=basis)
         slowest = max(step.priced.stages, key=lambda cost: cost.seconds.forward_compute)
         own = slowest.seconds
         communication = own.forward_communication + own.backward_communication

@@ -41,7 +41,9 @@ class Shape:
     ``layers`` is how many are built. ``fused``: rotary positions and the activation are one
     kernel each, as TransformerEngine's, and not an op at a time. ``tied``: the head's weight is
     the embedding's. ``eager``: written as torchtitan's Llama is, for a compiler to fuse: RMSNorm
-    and complex rotary positions in float32, an op at a time, and heads repeated.
+    and complex rotary positions in float32, an op at a time, and heads repeated. ``unpads``:
+    queries, keys and values are copied without padding rows for the attention kernel, and what it
+    makes is copied back (llm-foundry's ``flash_attn_fn``).
     """
 
     family: Family
@@ -57,6 +59,7 @@ class Shape:
     fused: bool = False
     tied: bool = False
     eager: bool = False
+    unpads: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -78,6 +81,12 @@ def fused_dropout(x: Tensor, probability: float) -> Tensor:
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, probability: float) -> Tensor:
     """What follows a row-parallel product in Megatron-LM, in one kernel, on whole features."""
     return residual + F.dropout(x + bias, probability)
+
+
+@register_op("* -> *", name="validation_rows_copied")
+def copied_rows(x: Tensor) -> Tensor:
+    """Rows gathered by their indices, in one kernel."""
+    return x.clone()
 
 
 @register_op("*b s _, [s _], [s _] -> *b s _", name="validation_rotary")
@@ -157,6 +166,8 @@ class Attention(nn.Module):
             query, key = rotated(query, table), rotated(key, table)
         if group > 1 and shape.eager:
             key, value = shared(key, group), shared(value, group)
+        if shape.unpads:
+            query, key, value = copied_rows(query), copied_rows(key), copied_rows(value)
         if shape.attention == "flash":
             made = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=group > 1 and not shape.eager
@@ -167,6 +178,7 @@ class Attention(nn.Module):
             scores = query @ key.transpose(2, 3)
             weights = softmax_apart(scores) if shape.attention == "apart" else scores.softmax(-1)
             made = dropout(weights, shape.dropout) @ value
+        made = copied_rows(made) if shape.unpads else made
         summed: Tensor = self.out(made.transpose(1, 2).flatten(2), residual)
         return summed
 

@@ -1,7 +1,7 @@
 """``published_runs.csv``: what its cells say, as configurations.
 
 In: a row. Out: a ``Run``. Texts that say nothing that can be priced raise with the reason:
-accelerators without a preset, fp8, sharding found by another planner, offloading, schedules
+accelerators without a preset, sharding found by another planner, offloading, schedules
 that are not built, missing cells.
 """
 
@@ -10,17 +10,28 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from math import inf
 
 from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.plan import Recompute
+from autoparallel.planner.plan import Precision, Recompute
+from autoparallel.planner.precision import EIGHT_BITS
 from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster
 from .models import Family, Kernels, Shape
-from .sources import ACCUMULATING, BF16_OPTIMIZER, CUDNN_ATTENTION, Program
+from .sources import (
+    ACCUMULATING,
+    BF16_OPTIMIZER,
+    CACHED,
+    CUDNN_ATTENTION,
+    EXPOSED_BESIDE_PRODUCTS,
+    FOUNDRY,
+    FOUNDRY_A100,
+    FOUNDRY_H100,
+    Program,
+)
 from .tables import (
     Row,
     Run,
@@ -37,6 +48,8 @@ GIB = 2**30
 TITAN_PRODUCTS_KEPT = 0.5
 """torchtitan's selective checkpointing keeps attention and every second matrix product
 (parallelisms/parallelize_llama.py)."""
+RESERVED = ("nvidia-smi", "reserved", "llama3_h100_202412")
+"""Words of a row whose memory is what the allocator reserved."""
 STEP_METRICS = ("iter_time_s", "tokens/s", "TFLOPs/GPU", "samples/s")
 
 
@@ -49,21 +62,24 @@ def published(row: Row, line: int) -> Run:
     cluster, missing = _cluster(
         row.get("gpu_type", ""), number(row, "n_gpus"),
         number(row, "gpus_per_node", default=8), row.get("interconnect", ""),
-        row.get("attention_impl", ""),
+        row.get("attention_impl", ""), row.get("source", ""),
     )  # fmt: skip
     assumed += missing
     configuration = _configuration(row, assumed)
     assumptions = CostAssumptions(
         half_policy(_gradient_bytes(row)),
-        attention_core=not _is_titan(row),
+        attention_core=_selective_share(row) == 1.0,
         shards_over_context=True,
+        copies_states=not any(name in row.get("source", "") for name in ("alpa", "maxtext")),
+        cast_bytes=6.0 if _is_titan(row) else 4.0,
+        slowdown=None if _overlaps(row, configuration.zero) else inf,
     )
     shape = _shape(row, configuration.tp, assumed)
     schedule, chunks = _schedule(row, configuration, shape.layers, assumed)
     configuration = replace(
         configuration, schedule=schedule, num_chunks=chunks,
         layers=_uneven(row, configuration.pp * chunks, shape.layers),
-        precision="bf16" if _has_bfloat16(cluster) else "fp16",
+        precision=_precision(row, cluster),
     )  # fmt: skip
     check_degrees(shape, configuration, cluster.num_devices)
     is_oom = "OOM" in row.get("measured_value", "")
@@ -79,24 +95,41 @@ def published(row: Row, line: int) -> Run:
         is_oom,
         row.get("quality") or "A",
         assumed=tuple(assumed),
-        program=_program(row, configuration.num_microbatches),
+        program=replace(
+            _program(row, configuration.num_microbatches),
+            exposed_share=_exposed_share(row),
+            kept_outputs=_kept_outputs(row, configuration, shape.layers),
+            cached=CACHED if _is_reserved(row) else 0.0,
+        ),
         assumptions=assumptions,
     )
 
 
 @cache
 def _cluster(
-    gpu: str, num_devices: int, per_host: int, interconnect: str, attention: str
+    gpu: str, num_devices: int, per_host: int, interconnect: str, attention: str, source: str
 ) -> tuple[Cluster, tuple[str, ...]]:
     cluster, missing = make_cluster(gpu, num_devices, per_host, interconnect)
     if "cuDNN" in attention and gpu.startswith("H"):
         cluster = CUDNN_ATTENTION.seen(cluster)
+    if "llm-foundry" in source:
+        cluster = (FOUNDRY_H100 if gpu.startswith("H") else FOUNDRY_A100).seen(cluster)
     return cluster, missing
 
 
-def _has_bfloat16(cluster: Cluster) -> bool:
-    """Whether devices compute in bfloat16, as fast as in float16; older ones compute in float16."""
-    return all("bfloat16" in host.device.peak_flops for host in cluster.hosts)
+def _precision(row: Row, cluster: Cluster) -> Precision:
+    """The planner's precision: bfloat16 is as fast as float16 where devices have it."""
+    if _has_eight_bits(row):
+        if any(EIGHT_BITS not in host.device.peak_flops for host in cluster.hosts):
+            raise UnusableRowError(f"{row['gpu_type']} does not compute in 8 bits")
+        return "fp8"
+    has_bfloat16 = all("bfloat16" in host.device.peak_flops for host in cluster.hosts)
+    return "bf16" if has_bfloat16 else "fp16"
+
+
+def _has_eight_bits(row: Row) -> bool:
+    text = row.get("precision", "").lower()
+    return "fp8" in text or "float8" in text
 
 
 def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
@@ -116,7 +149,7 @@ def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
     return Shape(
         family, hidden, heads, kv_heads, ffn, number(row, "layers"), number(row, "seq_len"),
         padded(vocab, tp), attention, 0.1 if dropped else 0.0, _fuses(row), family == "gpt",
-        _is_titan(row),
+        _is_titan(row), "llm-foundry" in row["source"],
     )  # fmt: skip
 
 
@@ -166,23 +199,38 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         recompute=_recompute(row, assumed),
         microbatch_size=rows * dp,
         num_microbatches=num_microbatches,
-        overlap=Overlap() if _overlaps(row, zero) else None,
         sequence_parallel=_sequence_parallel(row, tp),
         precision="bf16",
         recomputes_ends=False,
-        selective_share=TITAN_PRODUCTS_KEPT if "per-op SAC" in row["recompute"] else 1.0,
+        selective_share=_selective_share(row),
+        recompute_share=_recompute_share(row),
         compiled="torch.compile" in row["precision"],
     )
+
+
+def _selective_share(row: Row) -> float:
+    """The share of layers' products that recomputation by op keeps."""
+    if "save_qkv_proj" in row["recompute"]:
+        hidden, kv = number(row, "hidden"), number(row, "kv_heads") / number(row, "heads")
+        projections = 1 + 2 * kv
+        return projections / (projections + 1 + 3 * number(row, "ffn") / hidden)
+    return TITAN_PRODUCTS_KEPT if "per-op SAC" in row["recompute"] else 1.0
+
+
+def _recompute_share(row: Row) -> float:
+    """The share of blocks that are recomputed, from hardware and model FLOPs (HFU/MFU .69/.61):
+    a recomputed forward is a third of what a model's forward and backward take."""
+    found = re.search(r"HFU/MFU A100 (\.\d+)/(\.\d+)", row["recompute"])
+    return min(1.0, 3 * (float(found[1]) / float(found[2]) - 1)) if found else 1.0
 
 
 def _gradient_bytes(row: Row) -> int:
     """Bytes of a gradient that is kept and reduced: float32 in Megatron-LM's and FSDP's bf16."""
     text = row.get("precision", "").lower()
-    if "fp8" in text or "float8" in text:
-        raise UnusableRowError("products in 8 bits are not priced")
     if not text or text.startswith(("not stated", "fp32")):
         raise UnusableRowError(f"precision {text!r} is not mixed half precision")
-    return 4 if "bf16" in text and "fp16/bf16" not in text else 2
+    is_half = "bf16" in text and "fp16/bf16" not in text
+    return 4 if is_half or _has_eight_bits(row) else 2
 
 
 def _zero(row: Row) -> int:
@@ -204,19 +252,42 @@ def _zero(row: Row) -> int:
 
 
 def _overlaps(row: Row, zero: int) -> bool:
-    """Whether gradients and parameters travel while others compute: FSDP, or where stated."""
+    """Whether gradients and parameters travel while others compute: FSDP, or where stated.
+
+    XLA ran collectives in the stream of compute when Alpa was measured.
+    """
     text = row.get("zero_stage/fsdp", "")
-    return zero >= 2 or "overlap" in text
+    return (zero >= 2 and "alpa" not in row.get("source", "")) or "overlap" in text
 
 
 def _program(row: Row, num_microbatches: int) -> Program:
     """How gradients are accumulated, where they are: DeepSpeed's, and Megatron-LM's of 2021."""
+    if "llm-foundry" in row["source"]:
+        return FOUNDRY
     if num_microbatches == 1:
         return Program()
     if "BF16_Optimizer" in row["zero_stage/fsdp"]:
         return BF16_OPTIMIZER
     is_unfused = "DeepSpeed" in row["zero_stage/fsdp"] or "SC21" in row["source"]
     return ACCUMULATING if is_unfused else Program()
+
+
+def _exposed_share(row: Row) -> float:
+    """Of tensor-parallel collectives what is not hidden by TransformerEngine or AsyncTP."""
+    is_hidden = "TP-comm overlap" in row["notes"] or "AsyncTP" in row["precision"]
+    return EXPOSED_BESIDE_PRODUCTS if is_hidden else 1.0
+
+
+def _kept_outputs(row: Row, own: Configuration, num_layers: int) -> float:
+    """DeepSpeed's pipeline holds a stage's outputs with their graph until its backward
+    (deepspeed/runtime/pipe/engine.py, pipe_buffers): one tensor more than its checkpoints."""
+    holds = "DeepSpeed" in row["zero_stage/fsdp"] and own.pp > 1 and own.recompute == "full"
+    return own.num_stages / num_layers if holds else 0.0
+
+
+def _is_reserved(row: Row) -> bool:
+    """Whether the memory is what the allocator reserved, and not what tensors took."""
+    return any(word in row["notes"] + row["source"] for word in RESERVED)
 
 
 def _recompute(row: Row, assumed: list[str]) -> Recompute:
@@ -230,8 +301,14 @@ def _recompute(row: Row, assumed: list[str]) -> Recompute:
         return "none"
     if "per-op SAC" in text and _is_titan(row):
         return "selective"
+    if text.startswith("partial (save_qkv_proj)"):
+        return "selective"
     if text.startswith("selective (attention core)") or text == "selective + sequence parallel":
         return "selective"
+    if text == "selective" and "TransformerEngine" in row["attention_impl"]:
+        return "selective"
+    if "HFU/MFU" in text:
+        return "full"
     raise UnusableRowError(f"recomputation {text or 'is missing'!r}")
 
 

@@ -25,6 +25,7 @@ from benchmarks.validation.scores import (
     Score,
     bias_by,
     by_source,
+    by_zero,
     compile_gains,
     regrets,
     score,
@@ -97,6 +98,7 @@ def as_json(found: Report) -> dict[str, Any]:
         "by_source": {
             source: score(own).as_json() for source, own in by_source(found.results).items()
         },
+        "by_zero": {stage: score(own).as_json() for stage, own in by_zero(found.results).items()},
         "compile_gains": [asdict(gain) for gain in compile_gains(priced(found))],
         "regrets": regrets(priced(found)),
         "rows": [row_json(each) for each in found.results],
@@ -143,6 +145,8 @@ def print_report(found: Report) -> None:
     sources = by_source(found.results)
     for source, own in sources.items() if len(sources) > 1 else ():
         _print_row(source[:60], score(own))
+    for stage, own in by_zero(found.results).items():
+        _print_row(f"ZeRO {stage}", score(own))
     _print_residuals([each for each in found.judged if isinstance(each, Result)])
     for gain in compile_gains(priced(found)):
         text = f"  compiled {gain.compiled}: {100 * gain.predicted:+.1f} % steps per second"

@@ -137,6 +137,18 @@ def kendall_tau(timed: Sequence[Result]) -> float | None:
     return mean(signs) if signs else None
 
 
+def by_zero(results: Sequence[Result | Skipped]) -> dict[str, list[Result | Skipped]]:
+    """Priced results by ZeRO stage; those of DeepSpeed's first ZeRO 3 are told apart."""
+    found: dict[str, list[Result | Skipped]] = {}
+    for each in results:
+        if isinstance(each, Result):
+            stage = each.run.configuration.zero
+            is_first = stage == 3 and "SC21" in each.run.source
+            name = f"{stage}, DeepSpeed of 2021" if is_first else str(stage)
+            found.setdefault(name, []).append(each)
+    return dict(sorted(found.items()))
+
+
 def by_source(results: Sequence[Result | Skipped]) -> Mapping[str, list[Result | Skipped]]:
     """Results by the source of their rows, in the file's order."""
     found: dict[str, list[Result | Skipped]] = {}

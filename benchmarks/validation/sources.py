@@ -7,6 +7,7 @@ they were fitted, and the errors on rows that were held out, are in the README.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
@@ -24,18 +25,32 @@ class Program:
     those that are reduced, over the latter's (half-precision ones that are added to float32).
     ``accumulation``: bytes that adding a micro-batch's gradients to those before moves, over
     the gradients' own (two read, one written: 3), where no product does so as it ends.
+    ``kept_outputs``: bytes of a stage's outputs that are held until its backward, over those of its
+    checkpoints. ``cached``: bytes that the allocator holds besides, over those of what comes and
+    goes, where the figure was read from nvidia-smi or is torch's reserved one.
+    ``exposed_share``: of the collectives among tensor-parallel ranks what no product runs beside.
+    ``optimizer_passes``: bytes that the optimizer's step moves over those that a fused one does.
     """
 
     message_seconds: float = 0.0
     loss_seconds: float = 0.0
     second_gradients: float = 0.0
     accumulation: float = 0.0
+    optimizer_passes: float = 1.0
+    exposed_share: float = 1.0
+    kept_outputs: float = 0.0
+    cached: float = 0.0
 
     def around(
         self, cost: StageCost, device: Device, *, is_first: bool, is_last: bool
     ) -> StageCost:
         """A stage's cost with them."""
         seconds, (forward, backward) = cost.seconds, cost.receive_seconds
+        seconds = seconds._replace(
+            optimizer=seconds.optimizer * self.optimizer_passes,
+            forward_communication=seconds.forward_communication * self.exposed_share,
+            backward_communication=seconds.backward_communication * self.exposed_share,
+        )
         if self.accumulation:
             moved = self.accumulation * cost.memory_bytes["gradients"]
             added = op_seconds(device, "elementwise", 0.0, moved, "bfloat16")
@@ -50,10 +65,17 @@ class Program:
             )
         if not is_first:
             forward, backward = forward + self.message_seconds, backward + self.message_seconds
-        gradients = cost.memory_bytes["gradients"] * (1 + self.second_gradients)
-        memory = {**cost.memory_bytes, "gradients": gradients}
-        received = (forward, backward)
+        received, memory = (forward, backward), self._held(cost.memory_bytes)
         return replace(cost, seconds=seconds, receive_seconds=received, memory_bytes=memory)
+
+    def _held(self, memory: Mapping[str, float]) -> dict[str, float]:
+        activations = memory["activations"] * (1 + self.kept_outputs)
+        return {
+            **memory,
+            "gradients": memory["gradients"] * (1 + self.second_gradients),
+            "activations": activations,
+            "transient": memory["transient"] * (1 + self.cached) + activations * self.cached,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +83,9 @@ class Source:
     """Figures that take the place of the presets'; None leaves the preset's.
 
     ``launch_seconds``: of a kernel on the device; ``issue_seconds``: of the host per kernel;
-    ``start_seconds``: of a collective within a host; ``attention``: the share of the peak that
-    the implementation of attention reaches. ``program`` as ``Program`` has it.
+    ``start_seconds``: of a collective within a host; ``attention`` and ``matmul``: the share of
+    the peak that the implementations of attention and of products reach. ``program`` as
+    ``Program`` has it.
     """
 
     name: str
@@ -70,6 +93,7 @@ class Source:
     issue_seconds: float | None = None
     start_seconds: float | None = None
     attention: float | None = None
+    matmul: float | None = None
     program: Program = field(default_factory=Program)
 
     def seen(self, cluster: Cluster) -> Cluster:
@@ -82,9 +106,9 @@ class Source:
             launch_seconds=_or(self.launch_seconds, host.device.launch_seconds),
             issue_seconds=_or(self.issue_seconds, host.device.issue_seconds),
         )
-        if self.attention is not None:
-            efficiency = {**device.efficiency, "attention": self.attention}
-            device = replace(device, efficiency=efficiency)
+        given = {"attention": self.attention, "matmul": self.matmul}
+        reached = {family: share for family, share in given.items() if share is not None}
+        device = replace(device, efficiency={**device.efficiency, **reached})
         return replace(host, device=device, link=self._link(host.link))
 
     def _link(self, link: Link) -> Link:
@@ -107,6 +131,29 @@ VTRAIN_SINGLE = Source(
 CUDNN_ATTENTION = Source("cuDNN's fused attention on Hopper", attention=0.5)
 """The preset's figure is PyTorch's FlashAttention-2 kernel; cuDNN's is made for Hopper. Chosen on
 Llama 8B and Nemotron 15B in bfloat16 (NVIDIA/dgxc-benchmarking@v25.02)."""
+
+CACHED = 0.23
+"""Of what comes and goes what torch's allocator had reserved besides, fitted on one eager run of
+Llama 8B on 8 GPUs (pytorch/torchtitan@b5bcd76, maximum of reserved bytes)."""
+
+EXPOSED_BESIDE_PRODUCTS = 0.65
+"""Of the collectives among tensor-parallel ranks what remains where products are cut in parts and
+run beside them: mean of the five pairs of runs with and without AsyncTP
+(pytorch/torchtitan@b5bcd76), so with what products lose beside collectives. NVIDIA's runs do the
+same by TransformerEngine's userbuffers; they were not fitted."""
+
+FOUNDRY = Program(optimizer_passes=88 / 28)
+"""llm-foundry's DecoupledAdamW steps a tensor at a time in nine kernels that move 88 bytes per
+parameter, where a fused step moves 28: the decay 8, both moments 40, the denominator 24, the
+update 16 (composer/optim/decoupled_weight_decay.py)."""
+
+FOUNDRY_A100 = Source("mosaicml/llm-foundry on A100", attention=0.325, program=FOUNDRY)
+"""FlashAttention 1, which reaches 25 to 40 % of the A100's peak (FlashAttention-2, Dao 2023,
+abstract): the middle."""
+
+FOUNDRY_H100 = Source("mosaicml/llm-foundry on H100", attention=0.19, matmul=0.65, program=FOUNDRY)
+"""FlashAttention 1 at half the rate of FlashAttention-2, the preset's kernel (Dao 2023, abstract:
+"around 2x"), and the products of a cuBLAS of 2023, fitted on the recomputed runs of 2048 tokens."""
 
 VTRAIN_MULTI = Source(
     "VIA-Research/vTrain validation data, multi node (MIT)",

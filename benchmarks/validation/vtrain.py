@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import inf
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.configured.configuration import Configuration
@@ -88,5 +89,5 @@ def _run(row: Row, line: int, shape: Shape, source: Source, recompute: Recompute
     return Run(
         f"line {line}", source.name, shape, cluster_of(source, n["gpus"]), configuration, seconds,
         group="/".join(str(n[key]) for key in GROUP), assumed=("vocab",),
-        program=program, assumptions=CostAssumptions(half_policy(2)),
+        program=program, assumptions=CostAssumptions(half_policy(2), slowdown=inf),
     )  # fmt: skip

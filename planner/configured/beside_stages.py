@@ -9,15 +9,12 @@ for each direction between a device and its like in another rank of the pipeline
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from ...cost_model.actions import Schedule
 from ...cost_model.memory import communicator_bytes, reserve_bytes
-from ...cost_model.stage_costs import Overlap
 from ..graph import Graph, Ref
 from ..layout import Mesh
-from ..pricing.stage_cost import StageCost
 from ..pricing.structure import Run
 from ..schedules.held import MessageBytes, messages_held, sends_kept
 
@@ -59,30 +56,3 @@ def beside_stages(
             "reserve": float(reserve_bytes(kind, 0)),
         })  # fmt: skip
     return tuple(found)
-
-
-def beside_compute(cost: StageCost, num_blocks: int, overlap: Overlap) -> StageCost:
-    """The cost of a stage of so many blocks, its states gathered and scattered beside compute."""
-    own = cost.seconds
-    forward = _exposed(
-        own.forward_states, own.forward_compute + own.forward_communication, num_blocks, overlap
-    )
-    backward = _exposed(
-        own.backward_states, own.backward_compute + own.backward_communication, num_blocks, overlap
-    )
-    return replace(cost, seconds=own._replace(forward_states=forward, backward_states=backward))
-
-
-def _exposed(states: float, compute: float, num_blocks: int, overlap: Overlap) -> float:
-    """Seconds that collectives of ``states`` seconds add to a pass of ``compute`` seconds.
-
-    The first block's are waited for. While the others run, compute goes at 1/slowdown: it
-    either outlasts them, (slowdown − 1)/slowdown of their time longer, or ends before them.
-
-    >>> _exposed(4.0, 12.0, 4, Overlap(1.5)), _exposed(4.0, 1.0, 4, Overlap(1.5))
-    (2.0, 3.0)
-    """
-    first = states / num_blocks
-    rest = states - first
-    slowed = rest * (overlap.slowdown - 1) / overlap.slowdown
-    return first + max(slowed, rest - compute)

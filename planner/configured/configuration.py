@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ...cost_model.cluster import Cluster
-from ...cost_model.stage_costs import Overlap
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
 from ..budget import Budget
@@ -54,7 +53,7 @@ from ..requests.request import Forced
 from ..schedules.schedules import parts_of_ranks
 from ..search.report_plan import stage_layouts
 from ..sequence_places import find_places
-from .beside_stages import beside_compute, beside_stages, sent_bytes
+from .beside_stages import beside_stages, sent_bytes
 
 ONCE = ("transient", "buffers", "reserve")
 """Memory that the stages of a rank take in turn, or once."""
@@ -68,9 +67,8 @@ class Configuration:
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
-    stage's layers, and the others are recomputed fully. ``overlap``: gradients are reduced while
-    the last micro-batch runs backward, and ZeRO 2 and 3 gather and scatter beside compute.
-    ``compiled``: blocks run compiled.
+    stage's layers, and the others are recomputed fully; with ``recompute_share`` less than 1, of so
+    many of a stage's layers, and the others keep what they made. ``compiled``: blocks run compiled.
     """
 
     dp: int = 1
@@ -86,12 +84,12 @@ class Configuration:
     num_chunks: int = 1
     num_slices: int = 1
     layers: tuple[int, ...] | None = None
-    overlap: Overlap | None = None
     sequence_parallel: bool | None = None
     precision: Precision = "fp32"
     optimizer: str = "adamw"
     recomputes_ends: bool = True
     selective_share: float = 1.0
+    recompute_share: float = 1.0
     compiled: bool = False
 
     @property
@@ -174,21 +172,11 @@ class ConfigurationPricer:
     ) -> PricedStep:
         """The step of a plan whose stages cost this."""
         own, plan, cluster = configuration, staged.plan, staged.plan.cluster
-        overlap = own.overlap
-        if overlap is not None:
-            counts = [len(stage.blocks) for stage in plan.stages]
-            costs = [
-                beside_compute(cost, count, overlap)
-                for cost, count in zip(costs, counts, strict=True)
-            ]
-            overlap = replace(overlap, gradient_buckets=counts)
         pipeline = Pipeline(
             own.schedule, own.num_microbatches, num_chunks=own.num_chunks, edges=staged.edges,
             slices=staged.slices,
         )  # fmt: skip
-        timeline = simulate_stages(
-            pipeline, costs, overlap=overlap, latency_seconds=latency_seconds(cluster)
-        )
+        timeline = simulate_stages(pipeline, costs, latency_seconds=latency_seconds(cluster))
         structure = self._structure(own, own.microbatch_size)
         parts = own.mesh.size // (1 if own.sequence_parallel else own.tp)
         sent = [
@@ -249,8 +237,13 @@ class ConfigurationPricer:
         again = [own.recomputes_ends or block.name in layers for block in blocks]
         share = own.selective_share if own.recompute == "selective" else 1.0
         num_full = round((1 - share) * sum(again))
+        num_again = round(own.recompute_share * sum(again))
         return [
-            "none" if not is_again else "full" if place <= num_full else own.recompute
+            "none"
+            if not is_again or place > num_again
+            else "full"
+            if place <= num_full
+            else own.recompute
             for is_again, place in zip(again, accumulate(again), strict=True)
         ]
 

@@ -31,6 +31,7 @@ from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
 from ..pricing.assembly import Assembly, Setting, Solution, fixed_bytes
 from ..pricing.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
+from ..pricing.seconds import objective_weights
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
 from ..requests.features import MODES
@@ -39,6 +40,9 @@ from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
 from .pool import SAME, Found, Pool, gap_between
 from .pool import StageAnswer as StageAnswer
+
+EXPOSED = (1.0, 0.5)
+"""Shares of the collectives of states that solutions are sought for as exposed, beside none."""
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
@@ -79,6 +83,7 @@ class IntraOp:
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
     _refined: dict[object, int] = field(default_factory=dict, repr=False)
     _proven: dict[object, dict[int, float]] = field(default_factory=dict, repr=False)
+    _exposed: set[object] = field(default_factory=set, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
     _noted: dict[object, float] = field(default_factory=dict, repr=False)
 
@@ -124,7 +129,12 @@ class IntraOp:
 
     def _plain(self, num_microbatches: int) -> Rates:
         """What counts where bytes do not."""
-        return Rates(num_microbatches, self.zeros, self.modes[0])
+        return Rates(num_microbatches, self.zeros, self.modes[0], num_groups=self._num_blocks)
+
+    @property
+    def _num_blocks(self) -> int:
+        """The blocks of the longest run."""
+        return len(self.model.structure.blocks.blocks)
 
     def _pool(self, run: Run) -> Pool:
         """The solutions of a run's family; those of runs that were only bounded are made now."""
@@ -204,9 +214,10 @@ class IntraOp:
         """The best of the pool, and where memory binds of what else is found for it."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
-        is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
-        if is_wanting and self._make_fit(run, num_microbatches, in_flight, found is None):
-            found = pool.cheapest(run, num_microbatches, in_flight, limit)
+        for widen in (self._expose, self._make_fit):
+            is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
+            if is_wanting and widen(run, num_microbatches, in_flight, found is None):
+                found = pool.cheapest(run, num_microbatches, in_flight, limit)
         return self._stage_answer(run, num_microbatches, found)
 
     def _gap(self, run: Run, num_microbatches: int, best: Found | None) -> float:
@@ -223,6 +234,28 @@ class IntraOp:
         gap = self._gap(run, num_microbatches, best)
         table, solution = best.entry.table, best.entry.solution
         return StageAnswer(run, table, solution, best.setting, best.objective, gap)
+
+    def _expose(self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool) -> bool:
+        """Adds solutions for the case that collectives of states take longer than the compute
+        that they run beside; whether there were any to add. Once per power of two of blocks."""
+        del in_flight, nothing_fits
+        key = (run.family, num_microbatches, run.num_blocks.bit_length())
+        if key in self._exposed or self.budget.left_seconds <= 0:
+            return False
+        self._exposed.add(key)
+        pool, bounds = self._pool(run), self._bounds
+        before = len(pool.entries)
+        for exposed in EXPOSED:
+            rates = replace(
+                self._plain(num_microbatches), num_groups=run.num_blocks, exposed=exposed,
+                shares_links=self.model.prices.shares_links,
+            )  # fmt: skip
+            solved = self._solve((run,), rates)
+            if solved is not None:
+                self._take(pool, solved)
+                known, least = (run.key, num_microbatches), float(solved.least.min())
+                bounds[known] = max(bounds.get(known, 0.0), least)
+        return len(pool.entries) > before
 
     def _make_fit(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
@@ -244,7 +277,9 @@ class IntraOp:
         zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # all are tried with them
         for mode in self.modes:
             prices = [unit * price for price in PRICES]
-            rates = closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            rates = closing.priced(
+                num_microbatches, in_flight, mode, zeros, prices, num_groups=self._num_blocks
+            )
             solved = self._solve((run,), rates)
             if solved is not None:
                 self._take(pool, solved)
@@ -287,7 +322,9 @@ class IntraOp:
         self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
     ) -> dict[Recompute, Rates]:
         return {
-            mode: closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            mode: closing.priced(
+                num_microbatches, in_flight, mode, zeros, prices, num_groups=self._num_blocks
+            )
             for mode in self.modes
         }
 
@@ -324,6 +361,10 @@ class IntraOp:
         family, count = self._family(run), base.num_microbatches
         if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
             return found
+        weights = objective_weights(count, run.num_blocks)
+        hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
+        if hidden < found.objective * (1 - gap):
+            most = min(most, closing.MOST_PROGRAMS)  # what is exposed is not in the programs
         listed = closing.allowed_policies(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
@@ -345,8 +386,9 @@ class IntraOp:
                 break
             is_over = answer.status == "optimal" and answer.excess_bytes > 0
             solved.append(float("inf") if is_over else answer.bound)
-            if answer.excess_bytes <= 0:
-                least = min(least, answer.objective)
+            best = self._pool(run).cheapest(run, count, base.in_flight, self.limits.memory_bytes)
+            assert best is not None, "what fits is still there"
+            least = min(least, best.objective)
         else:
             bound = max(bound, min(solved))
         best = self._pool(run).cheapest(run, count, base.in_flight, self.limits.memory_bytes)

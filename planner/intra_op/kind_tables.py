@@ -56,7 +56,9 @@ class Rates:
 
     ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one
     micro-batch keeps (λ times the micro-batches in flight). All blocks run as ``mode`` says.
-    ``any_zero``: each decision is in the ZeRO stage that is its best, and problems are one row.
+    ``num_groups``, ``exposed``, ``shares_links``: see ``objective_weights``; of runs of several
+    lengths the number is that of the longest. ``any_zero``: each decision is in the ZeRO stage
+    that is its best, and problems are one row.
     """
 
     num_microbatches: int
@@ -65,11 +67,17 @@ class Rates:
     state_prices: tuple[float, ...] = ()
     saved_prices: tuple[float, ...] = ()
     any_zero: bool = False
+    num_groups: int = 1
+    exposed: float = 0.0
+    shares_links: bool = True
 
     @property
     def weights(self) -> Floats:
         """What a second of each resource counts."""
-        return objective_weights(self.num_microbatches)
+        return objective_weights(
+            self.num_microbatches, self.num_groups, exposed=self.exposed,
+            shares_links=self.shares_links,
+        )  # fmt: skip
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -17,7 +17,9 @@ from ..plan import Recompute
 from ..pricing.assembly import Assembly, Setting, Solution, constant_bytes, reserve
 from ..pricing.decisions import ZEROS
 from ..pricing.kept_bytes import RECOMPUTE_MODES
+from ..pricing.kind_model import KEPT, NUM_FIGURES, RECEIVED, STATES
 from ..pricing.recompute_policy import NO_RECOMPUTE, Ints
+from ..pricing.seconds import Resource, objective_weights, seconds_of_passes
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import Boundary, StageModel
 from ..pricing.structure import Row, Run
@@ -113,8 +115,9 @@ class Pool:
             return None
         base = Setting(num_microbatches, in_flight=in_flight)
         zeros = list(self.zeros)
-        micro, step, states, kept = np.moveaxis(self.unrecomputed(run)[:, zeros], 2, 0)
-        seconds, kept = micro + step / num_microbatches, kept[:, :1] * in_flight
+        figures = self.unrecomputed(run)[:, zeros]
+        states, kept = figures[..., STATES], figures[:, :1, KEPT] * in_flight
+        seconds, hidden = self._objectives(run, figures, num_microbatches)
         fixed = constant_bytes(self.model, run) + reserve(self.model)
         over = (states + kept + np.array(self._transient_bytes)[:, zeros]) + (fixed - limit_bytes)
         fits = (over <= 0) & (self.recompute in (None, "none"))
@@ -125,16 +128,28 @@ class Pool:
             at, place = divmod(int((fitting <= least * SAME).argmax()), len(zeros))
             setting = replace(base, zero=zeros[place])
             best = Found(self._listed[at], setting, least)
-        lower = self._lower_bounds(seconds, over, kept, in_flight)
+        lower = np.maximum(seconds, self._lower_bounds(hidden, over, kept, in_flight))
         wanted = np.flatnonzero(~fits & (lower * SAME < least))
         if len(wanted):
             order = wanted[np.argsort(lower.ravel()[wanted], kind="stable")]
-            best = self._best_policy(run, order, (seconds, lower, over), base, best)
+            best = self._best_policy(run, order, (lower, over), base, best)
         if best is None:
             self._note_excess(
                 run, base, float((over - np.array(self._per_byte)[:, 1:] * kept).min())
             )
         return best
+
+    def _objectives(
+        self, run: Run, figures: Floats, num_microbatches: int
+    ) -> tuple[Floats, Floats]:
+        """The objective of ``figures[solution, zero, figure]``, and a lower bound of it however
+        much of the collectives of states runs beside compute."""
+        shares_links = self.model.prices.shares_links
+        seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
+        forward, backward, gather, end = seconds_of_passes(seconds, run.num_blocks, shares_links)
+        hidden: Floats = seconds @ objective_weights(num_microbatches, run.num_blocks) + received
+        found: Floats = forward + backward + (gather + end) / num_microbatches + received
+        return found, hidden
 
     @property
     def _listed(self) -> list[Entry]:
@@ -152,7 +167,7 @@ class Pool:
 
     def _row(self, row: Row | Boundary) -> Floats:
         """What a row adds in every solution; found once for each."""
-        known = self._rows.get(row, np.zeros((0, len(ZEROS), 4)))
+        known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
         if len(known) < len(self.entries):
             new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
             known = self._rows[row] = np.concatenate([known, new])
@@ -175,16 +190,16 @@ class Pool:
         self,
         run: Run,
         order: Ints,
-        figures: tuple[Floats, Floats, Floats],
+        figures: tuple[Floats, Floats],
         base: Setting,
         best: Found | None,
     ) -> Found | None:
         """The best recomputation policy of solutions that do not fit without, in this order.
 
-        ``figures``: by solution and ZeRO stage the seconds with nothing recomputed, a lower
-        bound of those with enough recomputed, the bytes over the limit.
+        ``figures``: by solution and ZeRO stage a lower bound of the seconds with enough
+        recomputed, and the bytes over the limit.
         """
-        seconds, lower, over_limit = figures
+        lower, over_limit = figures
         for column in order:
             at, place = divmod(int(column), len(self.zeros))
             if best is not None and lower[at, place] * SAME >= best.objective:
@@ -201,9 +216,9 @@ class Pool:
             if not np.isfinite(added[number]):
                 self._note_excess(run, base, float(over.min()))
                 continue
-            objective = float(seconds[at, place] + added[number])
+            setting = replace(base, zero=zero, policy=costs.policies[number])
+            objective = entry.table.price(run, setting).objective(base.num_microbatches)
             if best is None or objective * SAME < best.objective:
-                setting = replace(base, zero=zero, policy=costs.policies[number])
                 best = Found(entry, setting, objective)
         return best
 

@@ -17,8 +17,12 @@ import numpy as np
 from ..plan import Recompute
 from .decisions import ZEROS, Decision, Floats
 from .kept_bytes import Part
-from .seconds import HELD, MICROBATCH, STEP, State
+from .seconds import HELD, Resource, State
 from .structure import Edge
+
+NUM_FIGURES = len(Resource) + 3
+RECEIVED, STATES, KEPT = range(len(Resource), NUM_FIGURES)
+"""What ``unrecomputed`` has besides the seconds of each resource."""
 
 NO_STATES = np.zeros((len(ZEROS), len(State)))
 
@@ -43,15 +47,13 @@ class RowCost:
 
     @cached_property
     def unrecomputed(self) -> Floats:
-        """Without recomputation, ``[zero, figure]``: seconds per micro-batch and per step, bytes
-        of states and bytes kept."""
-        seconds = self.seconds[0]
-        return np.stack(
-            [
-                seconds[:, MICROBATCH].sum(axis=1), seconds[:, STEP].sum(axis=1),
-                self.states[:, HELD].sum(axis=1), np.full(len(ZEROS), self.kept_bytes[0]),
-            ], axis=1,
-        )  # fmt: skip
+        """Without recomputation, ``[zero, figure]``: seconds by resource and of received
+        messages, bytes of states and bytes kept."""
+        found = np.zeros((len(ZEROS), NUM_FIGURES))
+        found[:, : len(Resource)] = self.seconds[0]
+        found[:, STATES] = self.states[:, HELD].sum(axis=1)
+        found[:, KEPT] = self.kept_bytes[0]
+        return found
 
 
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]

@@ -21,8 +21,15 @@ from math import prod
 from typing import Any
 
 from ...cost_model.cluster import Cluster, Device, Link, Source
-from ...cost_model.collectives import Group, Library, collective_seconds, group_of, p2p_seconds
-from ...cost_model.compute import host_seconds, work_seconds
+from ...cost_model.collectives import (
+    CollectiveKind,
+    Group,
+    Library,
+    collective_seconds,
+    group_of,
+    p2p_seconds,
+)
+from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, work_seconds
 from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
 from ...cost_model.profile.lookup import Profile, level_of
 from ...cost_model.tf32 import TFLOAT32, product_dtype
@@ -232,8 +239,9 @@ class Prices:
     ) -> Priced:
         work = self.rules.work(node, inputs, outputs)
         issue = host_seconds(self.device, work)
-        analytic = Priced(*work_seconds(self.device, work, node.spec.dtype), "spec", *issue)
-        if (self.profile is None and self.asked is None) or node.fused is not None:
+        analytic = Priced(*self._analytic(node, work), "spec", *issue)
+        has_no_case = node.fused is not None or node.product_dtype
+        if (self.profile is None and self.asked is None) or has_no_case:
             return analytic
         in_tf32 = product_dtype(self.device, work.family, node.spec.dtype) == TFLOAT32
         case = op_case(node, inputs, outputs, work, in_tf32=in_tf32)
@@ -250,6 +258,12 @@ class Prices:
             op = AskedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
+
+    def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
+        if not node.product_dtype:
+            return work_seconds(self.device, work, node.spec.dtype)
+        cast_bytes = self.assumptions.cast_bytes
+        return eight_bit_seconds(self.device, work, node.spec.dtype, node.product_dtype, cast_bytes)
 
     def op(
         self,
@@ -299,37 +313,76 @@ class Prices:
         """
         numel = spec.numel // self.num_parts(held)
         gradient_bytes = numel * self.policy.gradient_bytes
-        parameter_bytes = numel * self.policy.gathered_bytes
-        sync = forward = backward = 0.0
         shards = 1 if held[0].is_shard else self.shards
         if not spec.requires_grad:
             return self._frozen(numel, zero if shards > 1 else 0, shards)
+        seconds = Seconds()
         if shards > 1:
-            gather = self._streamed("all_gather", parameter_bytes)
-            scatter = self._streamed("reduce_scatter", gradient_bytes)
-            if zero == 0:
-                sync += self._streamed("all_reduce", gradient_bytes)
-            elif zero == 1:
-                sync += scatter + gather
-            elif zero == 2:
-                sync += gather
-                backward += scatter
-            else:
-                forward += gather
-                backward += gather + scatter
+            gather = self._streamed("all_gather", numel * self.policy.gathered_bytes)
+            sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
+            seconds = self._states_of(zero, gather, self._streamed(sync, gradient_bytes))
+            seconds = seconds.plus(self._copies(zero, numel, numel))
         sharded = shards if zero else 1
+        runs_beside = shards == 1
         for axis, placement in enumerate(held):
             is_sharding_axis = axis == 0 and self.mesh.axes[0] == "dp"
             if not placement.is_shard and not is_sharding_axis and self.mesh.shape[axis] > 1:
-                sync += self.collective("all_reduce", gradient_bytes // sharded, axis)
+                summed = self.collective("all_reduce", gradient_bytes // sharded, axis)
+                share = self._slowed_share("all_reduce") if runs_beside else 1.0
+                seconds = seconds.plus(Seconds(gradient_sync=summed, sync_slowed=share * summed))
+                runs_beside = False
         holders = shards * self._context_shards
         states = state_bytes(numel, self.policy, zero if holders > 1 else 0, holders)
-        step = self._update(numel / sharded)
-        seconds = Seconds(
-            forward_states=forward, backward_states=backward, gradient_sync=sync, optimizer=step
-        )
+        seconds = seconds._replace(optimizer=self._update(numel / sharded))
         gathered = exchange_bytes(numel, self.policy, zero, shards)
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
+
+    def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
+        """Gathering parameters and summing gradients over "dp", as often as a ZeRO stage does."""
+        summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
+        if zero == 0:
+            return Seconds(gradient_sync=sync, sync_slowed=summed)
+        gathered = self._slowed_share("all_gather") * gather
+        if zero == 3:
+            return Seconds(
+                forward_states=gather, forward_slowed=gathered,
+                backward_states=gather + sync, backward_slowed=gathered + summed,
+            )  # fmt: skip
+        once = Seconds(parameter_gather=gather, gather_slowed=gathered)
+        if zero == 1:
+            return once._replace(gradient_sync=sync, sync_slowed=summed)
+        return once._replace(backward_states=sync, backward_slowed=summed)
+
+    def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
+        """How much longer compute takes for the copies around ZeRO's collectives.
+
+        Parameters are copied out of the buffer in which they were gathered, and gradients are cast
+        into the one that is reduced (``fully_shard``). The device moves these bytes while it
+        computes. A profile measures the collectives with their copies.
+        """
+        is_measured = self.profile is not None or not self.has_spec
+        if zero < 2 or is_measured or not self.assumptions.copies_states:
+            return Seconds()
+        rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
+        out = 2 * gathered * self.policy.gathered_bytes / rate if zero == 3 else 0.0
+        into = reduced * (self.policy.gathered_bytes + self.policy.gradient_bytes) / rate
+        return Seconds(forward_slowed=out, backward_slowed=out + into)
+
+    def _slowed_share(self, kind: CollectiveKind) -> float:
+        """The share of its compute that a device loses beside a collective of states."""
+        given = self.assumptions.slowdown
+        return self.device.slowed_share(kind) if given is None else 1 - 1 / given
+
+    @property
+    def shares_links(self) -> bool:
+        """Whether collectives over "dp" use the links of the stage's other collectives.
+
+        Over several hosts they are bound by the links between hosts.
+        """
+        groups = zip(self.groups, self.mesh.shape, strict=True)
+        others = [group for group, size in list(groups)[1:] if size > 1]
+        crosses = self.groups[0].num_hosts > 1
+        return any((group.num_hosts > 1) == crosses for group in others)
 
     def _update(self, numel: float) -> float:
         """Seconds of the optimizer's step on one parameter."""
@@ -354,12 +407,9 @@ class Prices:
         if zero == 0:
             return Seconds(), states
         gather = self._streamed("all_gather", gathered_bytes)
-        if zero < 3:
-            return Seconds(gradient_sync=gather), states
-        return (
-            Seconds(forward_states=gather, backward_states=gather),
-            StateBytes(parameters=held.parameters, gathered=gathered_bytes),
-        )
+        seconds = self._states_of(zero, gather, 0.0).plus(self._copies(zero, numel, 0))
+        gathered = gathered_bytes if zero == 3 else 0.0
+        return seconds, StateBytes(parameters=held.parameters, gathered=gathered)
 
     def _streamed(self, kind: str, num_bytes: float) -> float:
         return max(0.0, self._states(kind, num_bytes) - self._states(kind, 1))
@@ -372,15 +422,8 @@ class Prices:
         """The latency of a block's collectives of gradients and parameters over "dp"."""
         if self.shards == 1:
             return Seconds()
-        scatter = self._states("reduce_scatter", 1)
-        gather = self._states("all_gather", 1)
-        if zero == 0:
-            return Seconds(gradient_sync=self._states("all_reduce", 1))
-        if zero == 1:
-            return Seconds(gradient_sync=scatter + gather)
-        if zero == 2:
-            return Seconds(gradient_sync=gather, backward_states=scatter)
-        return Seconds(forward_states=gather, backward_states=gather + scatter)
+        sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
+        return self._states_of(zero, self._states("all_gather", 1), self._states(sync, 1))
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
         """Seconds forward and backward of what one rank gets from another stage."""

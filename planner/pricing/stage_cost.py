@@ -21,7 +21,7 @@ from ..schedules.held import held_bytes
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
 from .decisions import ZEROS, Floats
 from .kept_bytes import RECOMPUTE_MODES
-from .kind_model import NO_STATES, RowCost
+from .kind_model import NO_STATES, NUM_FIGURES, RECEIVED, RowCost
 from .recompute_policy import (
     MOST_POLICIES,
     Policies,
@@ -30,7 +30,7 @@ from .recompute_policy import (
     num_policies,
     policies,
 )
-from .seconds import FORWARD, HELD, Resource, Seconds, State, objective_weights
+from .seconds import FORWARD, HELD, Resource, Seconds, State, seconds_of_passes
 from .stage_model import Boundary, StageModel
 from .structure import Edge, Row, Run
 
@@ -44,13 +44,15 @@ MODES = 1 + len(RECOMPUTE_MODES)
 """The ways to run a block: nothing recomputed, and the two of ``RECOMPUTE_MODES``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageCost:
     """A stage's seconds and bytes. ``seconds`` per micro-batch and per step, see ``Seconds``.
 
     ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
     micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
     backward are the gradients of weights, where they are deferred; None where that is not known.
+    Collectives of states run beside compute in ``num_groups``, one per block, and beside other
+    collectives unless the stage ``shares_links`` among them (``seconds.beside_compute``).
     """
 
     seconds: Seconds
@@ -58,6 +60,8 @@ class StageCost:
     memory_bytes: Mapping[str, float]
     activation_bytes: float
     late_seconds: float | None = None
+    num_groups: int = 1
+    shares_links: bool = True
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
@@ -68,25 +72,59 @@ class StageCost:
 
     @property
     def forward_seconds(self) -> float:
-        own = self.seconds
-        return self.compute_seconds[0] + own.forward_communication + own.forward_states
+        return self._passes[0]
 
     @property
     def backward_seconds(self) -> float:
-        own = self.seconds
-        return self.compute_seconds[1] + own.backward_communication + own.backward_states
+        return self._passes[1]
 
     @property
     def step_seconds(self) -> float:
-        return self.seconds.gradient_sync + self.seconds.optimizer
+        """The optimizer, and what of gathering parameters and summing gradients is exposed."""
+        return self._passes[2] + self._passes[3]
+
+    @property
+    def end_seconds(self) -> float:
+        """Of these what comes after the last backward."""
+        return self._passes[3]
+
+    @cached_property
+    def _passes(self) -> tuple[float, float, float, float]:
+        forward, backward = self.compute_seconds
+        both = self.seconds._replace(forward_compute=forward, backward_compute=backward)
+        return self._with_exposed(both)
+
+    def _with_exposed(self, seconds: Seconds) -> tuple[float, float, float, float]:
+        """See ``seconds_of_passes``."""
+        found = seconds_of_passes(np.array(seconds), self.num_groups, self.shares_links)
+        forward, backward, gather, end = map(float, found)
+        return forward, backward, gather, end
+
+    @property
+    def exposed_states(self) -> tuple[float, float]:
+        """Of collectives of states in a forward and in a backward what adds to it."""
+        own = self.seconds
+        forward, backward = self.compute_seconds
+        return (
+            max(0.0, self.forward_seconds - forward - own.forward_communication),
+            max(0.0, self.backward_seconds - backward - own.backward_communication),
+        )
+
+    @property
+    def slowed_share(self) -> float:
+        """The share of its compute that the stage loses beside what it does once per step."""
+        own = self.seconds
+        collectives = own.parameter_gather + own.gradient_sync
+        slowed = own.gather_slowed + own.sync_slowed
+        return min(1.0, slowed / collectives) if collectives else 0.0
 
     def objective(self, num_microbatches: int) -> float:
         """Seconds per micro-batch with the step's share: what the solvers minimize.
 
         The device's alone: that the host may take longer to issue a pass is no sum of ops.
         """
-        weights = objective_weights(num_microbatches)
-        return float(np.array(self.seconds) @ weights) + sum(self.receive_seconds)
+        forward, backward, gather, end = self._with_exposed(self.seconds)
+        return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
     def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
         """What a pipeline waits for the stage once, and what it waits besides if the stage is its
@@ -254,8 +292,12 @@ class StageTable:
         """What one occurrence of a row or boundary adds, see ``RowCost.unrecomputed``."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
-        added = np.zeros((len(ZEROS), 4))
-        added[:, 0] = row.seconds[self._choice(row.node)].sum()
+        added = np.zeros((len(ZEROS), NUM_FIGURES))
+        seconds = row.seconds[self._choice(row.node)]
+        if row.is_received:
+            added[:, RECEIVED] = seconds.sum()
+        else:
+            added[:, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = seconds
         return added
 
     def policy_costs(self, run: Run) -> PolicyCosts:
@@ -349,7 +391,10 @@ class StageTable:
         memory["buffers"] = float(constant_bytes(self.model, run))
         memory["reserve"] = float(reserve(self.model))
         receive = float(received[0]), float(received[1])
-        return StageCost(Seconds(*seconds.tolist()), receive, memory, kept, late)
+        return StageCost(
+            Seconds(*seconds.tolist()), receive, memory, kept, late,
+            run.num_blocks, self.model.prices.shares_links,
+        )  # fmt: skip
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
         """A block's ``seconds[mode, RESOURCE]`` with issue that ends when a pass is both computed

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ...cost_model.actions import Edges, Schedule, chain
 from ...cost_model.cluster import Cluster
 from ...cost_model.simulator import simulate, step_and_bubble
-from ...cost_model.stage_costs import Overlap, StageCosts
+from ...cost_model.stage_costs import StageCosts
 from ...cost_model.timeline import Timeline
 from ..plan import StagePrediction
 from ..schedules.schedules import build_schedule
@@ -24,6 +24,7 @@ from .stage_cost import StageCost
 _UNSIMULATED = frozenset({
     "activation_bytes", "static_bytes",
     "forward_communication_seconds", "backward_communication_seconds",
+    "forward_states_seconds", "backward_states_seconds",
 })  # fmt: skip
 _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
 """What a step and its bubble follow from; the rest is what a timeline says besides."""
@@ -49,17 +50,14 @@ def simulate_stages(
     pipeline: Pipeline,
     costs: Sequence[StageCost],
     *,
-    overlap: Overlap | None = None,
     latency_seconds: float = 0.0,
 ) -> Timeline:
     """The step of a pipeline of these stages.
 
-    With an ``overlap`` gradients are summed beside the last backward and slow it down; without
-    one they are summed after it. ``latency_seconds``: of every message, what keeps no other from
-    being sent.
+    ``latency_seconds``: of every message, what keeps no other from being sent.
     """
     own = _own_costs(pipeline, costs, latency_seconds)
-    return simulate(pipeline_table(pipeline, len(costs)), own, overlap=overlap)
+    return simulate(pipeline_table(pipeline, len(costs)), own)
 
 
 class Step(NamedTuple):
@@ -157,10 +155,7 @@ def stage_costs(
     *,
     latency_seconds: float = 0.0,
 ) -> StageCosts:
-    """What the simulator asks of stages that were priced.
-
-    ``gradient_sync`` holds the gathering of ZeRO 1 and 2 too: it is taken with the gradients.
-    """
+    """What the simulator asks of stages that were priced."""
     received = [(target, 1.0) for target in range(1, len(costs))]
     if edges is not None:
         received = [(target, share) for _, target, share in edges]
@@ -175,11 +170,20 @@ def stage_costs(
         backward_seconds=[cost.backward_seconds for cost in costs],
         send_seconds=[forward for forward, _ in receives],
         send_backward_seconds=[backward for _, backward in receives],
+        gather_seconds=[each.parameter_gather for each in own],
         gradient_sync_seconds=[each.gradient_sync for each in own],
+        forward_states_seconds=[each.forward_states for each in own],
+        backward_states_seconds=[each.backward_states for each in own],
+        slowed_share=[cost.slowed_share for cost in costs],
+        buckets=[cost.num_groups for cost in costs],
         step_seconds=[each.optimizer for each in own],
         activation_bytes=[int(cost.activation_bytes) for cost in costs],
-        forward_communication_seconds=[e.forward_communication + e.forward_states for e in own],
-        backward_communication_seconds=[e.backward_communication + e.backward_states for e in own],
+        forward_communication_seconds=[
+            cost.seconds.forward_communication + cost.exposed_states[0] for cost in costs
+        ],
+        backward_communication_seconds=[
+            cost.seconds.backward_communication + cost.exposed_states[1] for cost in costs
+        ],
         weight_backward_seconds=late if len(late) == len(costs) else (),
         edges=None if edges is None else _pairs(edges),
         send_latency_seconds=(latency_seconds,) * len(received),
@@ -189,14 +193,19 @@ def stage_costs(
 def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
     """A stage's cost as the plan holds it. ``send_seconds``: forward, to the next stage."""
     own = cost.seconds
-    communication = own.forward_communication + own.backward_communication
+    exposed = sum(cost.exposed_states)
     return StagePrediction(
         seconds={
             "forward": cost.forward_seconds,
             "backward": cost.backward_seconds,
             "compute": sum(cost.compute_seconds),
-            "communication": communication + own.forward_states + own.backward_states,
+            "communication": own.forward_communication + own.backward_communication + exposed,
+            "states": own.forward_states + own.backward_states,
+            "hidden_states": max(0.0, own.forward_states + own.backward_states - exposed),
+            "parameter_gather": own.parameter_gather,
             "gradient_sync": own.gradient_sync,
+            "slowed_share": cost.slowed_share,
+            "exposed_sync": cost.step_seconds - own.optimizer,
             "optimizer": own.optimizer,
             "send": send_seconds,
             "receive": sum(cost.receive_seconds),

@@ -222,7 +222,8 @@ class Interleaving:
         before = self._waits([c.forward_seconds for c in costs], costs, 0)
         backwards = [c.backward_seconds - own for c, own in zip(costs, late, strict=True)]
         behind = self._waits(backwards, costs, 1)
-        steps = [sum(costs[stage].step_seconds for stage in stages) for stages in self.parts]
+        # gradients of one stage are summed beside the backward of another
+        steps = [sum(costs[stage].seconds.optimizer for stage in stages) for stages in self.parts]
         ends = []
         for step, stages in zip(steps, self.parts, strict=True):
             first = min(stages)

@@ -194,7 +194,7 @@ def answers_seconds(
         figures.append(
             (
                 cost.forward_seconds, cost.backward_seconds - late, *cost.receive_seconds,
-                cost.step_seconds, late,
+                cost.end_seconds, late,
             )
         )  # fmt: skip
     return float(least_seconds(figures, count, needs))

@@ -57,7 +57,7 @@ def _least(context: SearchContext, base: Candidate) -> float:
     costs = with_replica_sums(base.costs, SCHEDULE, context.cluster, len(base.stages))
     work = [
         base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
-        + cost.step_seconds / 2
+        + cost.seconds.optimizer / 2
         for cost in costs
     ]
     return max(map(sum, zip(work, reversed(work), strict=True)))

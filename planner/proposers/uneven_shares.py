@@ -139,7 +139,7 @@ class _Shared:
             prices = Prices(
                 self.mesh, context.cluster, tuple(range(self.mesh.size)), request.precision,
                 request.optimizer, context.rules, context.cache, profile=context.basis.used,
-                own=self.ranks[key[0]],
+                own=self.ranks[key[0]], assumptions=context.basis.assumptions,
             )  # fmt: skip
             limited = replace(
                 restriction(self.mesh, request.forced), pins=context.pins, features=request.features

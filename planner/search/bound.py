@@ -277,6 +277,7 @@ class _Blocks:
         rates = Rates(
             self.count, tuple(zero for zero in self.zeros for _ in states), mode,
             states * number, states * number, any_zero=True,
+            num_groups=len(self.model.structure.blocks.blocks),
         )  # fmt: skip
         table = self.tables[kind].solve(rates).table[0]
         sync = min(
@@ -354,7 +355,7 @@ def _least_seconds(
     )  # fmt: skip
     least = float("inf")
     for device in devices:
-        own = rate(device, work.family, node.spec.dtype)
+        own = rate(device, work.family, node.product_dtype or node.spec.dtype)
         per_byte = 0.0 if work.family in COMPUTE_FAMILIES else own.seconds_per_byte
         seconds = sum(max(f * own.seconds_per_flop, b * per_byte) for f, b in passes)
         least = min(least, seconds)

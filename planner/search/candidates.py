@@ -192,7 +192,7 @@ def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
     """What these stages take in any order, whatever part of their backwards may wait."""
     costs = [answer.cost for _, answer in found.answers]
     figures = [
-        (c.forward_seconds, 0.0, *c.receive_seconds, c.step_seconds, c.backward_seconds)
+        (c.forward_seconds, 0.0, *c.receive_seconds, c.end_seconds, c.backward_seconds)
         for c in costs
     ]
     return float(least_seconds(figures, found.num_microbatches, needs))
@@ -331,11 +331,12 @@ class Candidate:
         seconds = busiest.seconds
         count = self.num_microbatches * self.num_chunks
         communication = seconds.forward_communication + seconds.backward_communication
-        states = seconds.forward_states + seconds.backward_states
+        states = sum(busiest.exposed_states)
         return {
             "compute": count * sum(busiest.compute_seconds),
             "communication": count * (communication + states),
-            "gradient synchronization": seconds.gradient_sync * self.num_chunks,
+            "gradient synchronization": (busiest.step_seconds - seconds.optimizer)
+            * self.num_chunks,
             "optimizer": seconds.optimizer * self.num_chunks,
             "bubble": self.bubble_fraction * self.step_seconds,
         }

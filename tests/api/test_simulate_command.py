@@ -82,7 +82,7 @@ def test_the_step_is_what_its_stages_add_up_to(
     deep_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One device: N (f + b) and the optimizer, no bubble; a pass takes its own work or more."""
-    found = figures(capsys, deep_file, "dp=8,microbatches=4")
+    found = figures(capsys, deep_file, "dp=8,microbatches=4", "--no-overlap")
     (stage,) = found["stage_seconds"]
     for way in ("forward", "backward"):
         device = sum(stage[f"{way}_{part}"] for part in ("compute", "communication", "states"))
@@ -114,8 +114,8 @@ def test_chunks_make_a_smaller_bubble_and_hold_more(
 def test_overlap_hides_gradient_sums_and_slows_compute(
     deep_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    late = figures(capsys, deep_file, "dp=8,microbatches=2")
-    early = figures(capsys, deep_file, "dp=8,microbatches=2", "--overlap")
+    late = figures(capsys, deep_file, "dp=8,microbatches=2", "--no-overlap")
+    early = figures(capsys, deep_file, "dp=8,microbatches=2")
     free = figures(capsys, deep_file, "dp=8,microbatches=2", "--slowdown", "1")
     assert late["slowdown_seconds"] == [0.0]
     assert early["slowdown_seconds"][0] > 0
@@ -123,6 +123,16 @@ def test_overlap_hides_gradient_sums_and_slows_compute(
     assert (
         early["exposed_seconds"][0]["gradient_sync"] < late["exposed_seconds"][0]["gradient_sync"]
     )
+
+
+def test_what_zero_3_gathers_is_hidden_beside_compute(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = figures(capsys, deep_file, "dp=8,microbatches=2,zero=3", "--no-overlap")
+    early = figures(capsys, deep_file, "dp=8,microbatches=2,zero=3")
+    inside = [each["exposed_seconds"][0]["inside"] for each in (early, late)]
+    assert 0 < inside[0] < inside[1]
+    assert early["step_seconds"] < late["step_seconds"]
 
 
 def test_layers_per_stage_move_the_load(deep_file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from benchmarks.validation.pricing import Result
 from benchmarks.validation.published import published
 from benchmarks.validation.run import DATA, TABLES, Report, main, report
 from benchmarks.validation.run import Pricer as PricerOfRuns
-from benchmarks.validation.scores import compile_gains, kendall_tau, regrets, score
+from benchmarks.validation.scores import by_zero, compile_gains, kendall_tau, regrets, score
 from benchmarks.validation.tables import Run, Skipped, padded, read
 from benchmarks.validation.vtrain import single_node
 
@@ -158,6 +158,44 @@ def test_gpus_without_bfloat16_compute_in_float16() -> None:
         "alpa_megatron_350M_1", "bloom_12288x106_a96_d8t4p12m2_g2048_02-28"
     )}  # fmt: skip
     assert list(found.values()) == ["fp16", "bf16"]
+
+
+def test_products_of_8_bits_are_priced_where_devices_have_them() -> None:
+    runs = copied_runs()
+    own = {name: runs[name] for name in ("dgxc2502_8B_fp8_8", "titan_8B_8gpu_compile_fp8")}
+    assert {run.configuration.precision for run in own.values()} == {"fp8"}
+    assert [run.assumptions.cast_bytes for run in own.values()] == [4.0, 6.0]
+
+
+def test_recomputation_of_some_layers_or_ops_is_read_as_shares() -> None:
+    runs = copied_runs()
+    some, most = runs["fms_13b_h100"].configuration, runs["fms_34b_h100"].configuration
+    assert (some.recompute, most.recompute, most.recompute_share) == ("full", "full", 1.0)
+    assert some.recompute_share == pytest.approx(3 * (0.69 / 0.61 - 1))
+    by_op = runs["dgxc2502_maxtext70B_bf16_128"].configuration
+    assert by_op.recompute == "selective"
+    assert by_op.selective_share == pytest.approx(1.25 / (2.25 + 3 * 3.5))
+
+
+def test_a_source_has_its_own_kernels_and_what_it_read_of_memory() -> None:
+    runs = copied_runs()
+    a100, h100 = (
+        runs[f"lf_{gpu}_80gb_7b_65536_8"].cluster.hosts[0].device.efficiency["attention"]
+        for gpu in ("a100", "h100")
+    )
+    assert (a100, h100) == (0.325, 0.19)
+    reserved = runs["titan_8B_8gpu_eager"].program
+    allocated = runs["zb_1.5B_1F1B-I_24mb"].program
+    assert (reserved.cached, allocated.cached) == (0.23, 0.0)
+
+
+def test_results_are_told_apart_by_zero_stage() -> None:
+    runs = copied_runs()
+    names = ("zb_1.5B_1F1B-I_24mb", "titan_8B_8gpu_eager", "sc21_t2_zero3_175B_384")
+    stages = by_zero([result(runs[name], 1.0) for name in names])
+    assert {stage: len(found) for stage, found in stages.items()} == {
+        "0": 1, "3": 1, "3, DeepSpeed of 2021": 1
+    }  # fmt: skip
 
 
 def test_the_gain_of_compiling_is_within_five_points_of_the_published_one(tmp_path: Path) -> None:

@@ -46,6 +46,26 @@ def test_groups_of_hosts_with_presets_and_overrides() -> None:
     assert cluster.inter_link == find_link("infiniband-ndr")
 
 
+def test_how_much_collectives_slow_compute_down() -> None:
+    """As the file says, else 1.189 on a GPU; on a CPU compute stops."""
+    device = load_cluster(
+        '[[hosts]]\nnum_devices = 8\ndevice = { preset = "H100", slowdown = { all_gather = 1.25 } }'
+    ).device(0)
+    assert device.slowed_share("all_gather") == pytest.approx(0.2)
+    assert device.slowed_share("all_reduce") == pytest.approx(1 - 1 / 1.189)
+    assert parse_cluster("2xcpu").device(0).slowed_share("all_reduce") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("all_gather = 0.9", "at least 1"), ("broadcast = 1.2", "unknown collective 'broadcast'")],
+)
+def test_a_wrong_slowdown_is_told(given: str, message: str) -> None:
+    device = f'{{ preset = "H100", slowdown = {{ {given} }} }}'
+    with pytest.raises(ClusterError, match=message):
+        load_cluster(f"[[hosts]]\nnum_devices = 8\ndevice = {device}")
+
+
 def test_links_and_name_default_to_the_usual_ones() -> None:
     cluster = load_cluster('hosts = [{count = 4, num_devices = 8, device = "A100-80GB"}]')
     assert cluster.hosts == parse_cluster("4x8xA100-80GB").hosts

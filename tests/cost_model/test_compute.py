@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster import Device
-from autoparallel.cost_model.compute import op_seconds, peak_flops, rate
+from autoparallel.cost_model.compute import (
+    eight_bit_seconds,
+    op_seconds,
+    peak_flops,
+    rate,
+    work_seconds,
+)
 from autoparallel.cost_model.presets import PRESETS, find_preset
+from autoparallel.planner.rules.work import Work
 
 DEVICE = Device(
     name="d",
@@ -98,3 +105,18 @@ def test_published_matmul_rates_are_met_within_30_percent(
     device = replace(find_preset(name).device, launch_seconds=0.0)
     seconds = op_seconds(device, "matmul", flops, num_bytes, dtype)
     assert flops / seconds / 1e12 == pytest.approx(measured_tflops, rel=0.3)
+
+
+@pytest.mark.parametrize(("size", "is_faster"), [(8192, True), (512, False)])
+def test_products_of_8_bits_pay_for_casting_their_factors(size: int, is_faster: bool) -> None:
+    """Arithmetic falls by half, which casts of 6 bytes per element outweigh in small products."""
+    device, product = find_preset("H100").device, (1, size, size, size)
+    flops, moved = 2 * size**3, 6 * size**2
+    work = Work("matmul", flops, 2 * flops, moved, 2 * moved, (product,), (product, product))
+    plain = sum(work_seconds(device, work, "bfloat16"))
+    cast = sum(eight_bit_seconds(device, work, "bfloat16", "float8_e4m3fn", 6.0))
+    free = sum(eight_bit_seconds(device, work, "bfloat16", "float8_e4m3fn", 0.0))
+    assert free < plain
+    assert (cast < plain) == is_faster
+    without_units = replace(device, num_units=0)
+    assert sum(eight_bit_seconds(without_units, work, "bfloat16", "float8_e4m3fn", 6.0)) > 0

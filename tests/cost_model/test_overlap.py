@@ -1,16 +1,17 @@
 """Compute beside collectives: timelines worked out by hand, and a second simulator."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from event_simulation import expand
+from event_simulation import beside_compute, expand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.actions import Schedule, parse_table
 from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import Overlap, StageCosts
+from autoparallel.cost_model.stage_costs import StageCosts
 from autoparallel.planner.schedules.schedules import build_schedule
 
 ONE = Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP"))
@@ -23,7 +24,7 @@ def ends(timeline, stream, rank=0):
 def test_buckets_are_summed_beside_the_backward_that_makes_them():
     """Shares of 1 s end at 3, 4, 5, 6; a bucket of ½ s follows each; the last is exposed."""
     costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0])
-    timeline = simulate(ONE, costs, overlap=Overlap(1, [4]))
+    timeline = simulate(ONE, beside_compute(costs, 1, [4]))
     assert ends(timeline, "gradient sync") == [3.5, 4.5, 5.5, 6.5]
     assert timeline.step_seconds == 6.5
     assert timeline.exposed[0].gradient_sync == 0.5
@@ -33,7 +34,7 @@ def test_buckets_are_summed_beside_the_backward_that_makes_them():
 def test_compute_beside_a_collective_goes_slower():
     """Each share after the first does ¼ in its first ½ s, then ¾: 1.25 s."""
     costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0])
-    timeline = simulate(ONE, costs, overlap=Overlap(2, [4]))
+    timeline = simulate(ONE, beside_compute(costs, 2, [4]))
     assert ends(timeline, "gradient sync") == [3.5, 4.75, 6.0, 7.25]
     assert ends(timeline, "compute") == [2.0, 6.75, 7.25]
     assert timeline.slowdown_seconds == (0.75,)
@@ -42,9 +43,9 @@ def test_compute_beside_a_collective_goes_slower():
 def test_sums_that_take_longer_than_the_backward_follow_each_other():
     """Buckets of 2 s from 3 on end at 11; beside them 3 s of backward take 6."""
     costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[8.0])
-    free = simulate(ONE, costs, overlap=Overlap(1, [4]))
+    free = simulate(ONE, beside_compute(costs, 1, [4]))
     assert (free.step_seconds, free.exposed[0].gradient_sync) == (11.0, 5.0)
-    slow = simulate(ONE, costs, overlap=Overlap(2, [4]))
+    slow = simulate(ONE, beside_compute(costs, 2, [4]))
     assert (slow.step_seconds, slow.exposed[0].gradient_sync) == (11.0, 2.0)
     assert slow.slowdown_seconds == (3.0,)
 
@@ -52,9 +53,9 @@ def test_sums_that_take_longer_than_the_backward_follow_each_other():
 def test_a_forward_starts_with_its_first_bucket_of_parameters():
     """Buckets at 1 and 2; of the first share ½ is done by 2, so it ends at 3.5."""
     costs = StageCosts([4.0], [1.0], gather_seconds=[2.0])
-    free = simulate(ONE, costs, overlap=Overlap(1, [2]))
+    free = simulate(ONE, beside_compute(costs, 1, [2]))
     assert (free.events[0][-2].end_seconds, free.exposed[0].gather) == (6.0, 1.0)
-    slow = simulate(ONE, costs, overlap=Overlap(2, [2]))
+    slow = simulate(ONE, beside_compute(costs, 2, [2]))
     assert ends(slow, "compute")[:1] == [5.5]
     assert slow.slowdown_seconds == (0.5,)
 
@@ -62,11 +63,19 @@ def test_a_forward_starts_with_its_first_bucket_of_parameters():
 def test_a_forward_waits_for_each_bucket_of_parameters():
     """Buckets at 4 and 8: 1 s of compute, 3 s of waiting, 1 s of compute."""
     costs = StageCosts([2.0], [1.0], gather_seconds=[8.0])
-    timeline = simulate(ONE, costs, overlap=Overlap(1, [2]))
+    timeline = simulate(ONE, beside_compute(costs, 1, [2]))
     assert ends(timeline, "compute") == [9.0, 10.0, 10.0]
     assert timeline.events[0][1].start_seconds == 4.0
     assert timeline.exposed[0].gather == 7.0
     assert timeline.bubble_fraction == 0.0
+
+
+def test_nothing_is_hidden_where_all_compute_is_lost_beside_it():
+    costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[8.0], gather_seconds=[1.0])
+    stopped = replace(costs, slowed_share=[1.0], buckets=[4])
+    one, other = simulate(ONE, stopped), simulate(ONE, costs)
+    assert one.step_seconds == other.step_seconds == 15.0
+    assert one.exposed[0] == other.exposed[0]
 
 
 def test_without_overlap_everything_is_one_after_the_other():
@@ -83,7 +92,7 @@ def test_the_sum_of_one_chunk_slows_the_backward_of_the_next():
     """Chunk 1 backward to 4, its sum 4–6; chunk 0 does 1 of 2 s by 6, ends at 7, sums to 9."""
     table = parse_table("0F0 1F0 1B0 0B0 0REDUCE 1REDUCE 0STEP 1STEP")
     costs = StageCosts([1.0] * 2, [2.0] * 2, gradient_sync_seconds=[2.0] * 2)
-    timeline = simulate(Schedule("two chunks", 1, (0, 0), table), costs, overlap=Overlap(2))
+    timeline = simulate(Schedule("two chunks", 1, (0, 0), table), beside_compute(costs, 2))
     assert timeline.step_seconds == 9.0
     assert ends(timeline, "gradient sync") == [6.0, 9.0]
 
@@ -91,7 +100,7 @@ def test_the_sum_of_one_chunk_slows_the_backward_of_the_next():
 def test_a_slowed_backward_delays_the_stage_before():
     """Stage 1's backward ends at 4.25 instead of 4, stage 0's at 6.5, its last bucket at 7."""
     costs = StageCosts([1.0] * 2, [2.0] * 2, gradient_sync_seconds=[1.0] * 2)
-    timeline = simulate(build_schedule("1f1b", 2, 1), costs, overlap=Overlap(2, [2] * 2))
+    timeline = simulate(build_schedule("1f1b", 2, 1), beside_compute(costs, 2, [2] * 2))
     assert ends(timeline, "gradient sync", 1) == [3.5, 4.75]
     assert ends(timeline, "gradient sync", 0) == [5.75, 7.0]
     assert timeline.step_seconds == 7.0
@@ -103,18 +112,18 @@ def test_the_optimizer_of_one_chunk_is_slowed_by_the_sum_of_another():
     costs = StageCosts(
         [1.0] * 2, [2.0] * 2, gradient_sync_seconds=[2.0] * 2, step_seconds=[1.0, 0.5]
     )
-    timeline = simulate(Schedule("two chunks", 1, (0, 0), table), costs, overlap=Overlap(1))
+    timeline = simulate(Schedule("two chunks", 1, (0, 0), table), beside_compute(costs, 1))
     steps = [e for e in timeline.events[0] if e.action.kind == "STEP"]
     assert [(e.start_seconds, e.end_seconds) for e in steps] == [(6.0, 6.5), (8.0, 9.0)]
 
 
-def test_a_slowdown_below_one_and_no_buckets_are_refused():
-    with pytest.raises(ValueError, match="speedup"):
-        Overlap(0.9)
+def test_shares_outside_of_one_and_no_buckets_are_refused():
+    with pytest.raises(ValueError, match="shares of compute that is lost"):
+        StageCosts([1.0], [1.0], slowed_share=[1.5])
     with pytest.raises(ValueError, match="at least one bucket"):
-        Overlap(gradient_buckets=[0])
-    with pytest.raises(ValueError, match="buckets of 2 stages for 1"):
-        simulate(ONE, StageCosts([1.0], [1.0]), overlap=Overlap(gradient_buckets=[1, 1]))
+        StageCosts([1.0], [1.0], buckets=[0])
+    with pytest.raises(ValueError, match="buckets has 2 entries for 1"):
+        StageCosts([1.0], [1.0], buckets=[1, 1])
     with pytest.raises(ValueError, match="replicas of 2 ranks"):
         simulate(ONE, StageCosts([1.0], [1.0]), replicas=(1, 2))
 
@@ -167,9 +176,10 @@ slowdowns = st.sampled_from([None, Fraction(1), Fraction(5, 4), Fraction(3)])
 def test_one_rank_for_all_its_replicas_equals_simulating_every_device(run, slowdown, replicas):
     """The second simulator moves from completion to completion over all devices."""
     schedule, costs, buckets = run
-    overlap = None if slowdown is None else Overlap(slowdown, buckets)
-    timeline = simulate(schedule, costs, overlap=overlap, replicas=[replicas] * schedule.num_ranks)
-    every = expand(schedule, costs, replicas, overlap)
+    if slowdown is not None:
+        costs = beside_compute(costs, slowdown, buckets)
+    timeline = simulate(schedule, costs, replicas=[replicas] * schedule.num_ranks)
+    every = expand(schedule, costs, replicas)
     assert timeline.step_seconds == every.step_seconds
     assert timeline.num_devices == replicas * schedule.num_ranks
     compute = {
@@ -187,7 +197,7 @@ def test_one_rank_for_all_its_replicas_equals_simulating_every_device(run, slowd
 def test_work_done_is_time_times_rate(run, slowdown):
     """Of all compute but forwards that may wait for parameters within."""
     schedule, costs, buckets = run
-    timeline = simulate(schedule, costs, overlap=Overlap(slowdown, buckets))
+    timeline = simulate(schedule, beside_compute(costs, slowdown, buckets))
     seconds = {
         "F": costs.forward_seconds, "B": costs.backward_seconds, "STEP": costs.step_seconds
     }  # fmt: skip

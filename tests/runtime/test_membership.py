@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.planner.errors import MachineError
-from autoparallel.runtime.membership import join
+from autoparallel.runtime.membership import check_device, join
 from autoparallel.runtime.shared import control_group, gather_values, share_value
 
 
@@ -124,3 +124,10 @@ def test_a_plan_that_leaves_processes_idle_is_refused_unless_asked_for() -> None
         run_processes(2, idle, False)
     expected = run_processes(1, adopt)[0]
     assert run_processes(2, idle, True)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_plan_in_fp8_is_not_run() -> None:
+    with pytest.raises(MachineError, match="fp8 is not implemented") as caught:
+        check_device(torch.device("cpu"), "fp8")
+    assert caught.value.code == "AP413"
+    assert "bf16" in str(caught.value)

@@ -63,7 +63,12 @@ def _start(plan_text: str, weights: str) -> tuple[int, int, bool]:
 def test_a_rank_reads_as_many_bytes_as_it_holds(tmp_path: Path, parallel: str) -> None:
     folder = save_llama(tmp_path / "llama")
     plan = autoparallel.plan(
-        f"hf:{folder}", cluster="cpu:2", global_batch=4, seq=16, parallel=parallel
+        f"hf:{folder}",
+        cluster="cpu:2",
+        global_batch=4,
+        seq=16,
+        parallel=parallel,
+        profile="analytic",
     )
     file = folder / "model.safetensors"
     whole = sum(tensor.nbytes for tensor in load_file(file).values())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.capture.tie import find_tied
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
@@ -94,6 +95,19 @@ def test_the_model_is_left_as_it_was():
     capture(model, gpt_batch(), dtype="float64")
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_parts_of_one_storage_are_not_tied():
+    """As of weights that were split off one tensor."""
+
+    class Halves(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            both = torch.zeros(2, 4)
+            self.first, self.second = map(torch.nn.Parameter, both.unbind())
+            self.again = self.first
+
+    assert find_tied(Halves()) == {"again": "first"}
 
 
 def test_a_tied_parameter_is_one_node_under_its_first_name():

@@ -1,11 +1,13 @@
-"""The step of priced stages: the same seconds as by hand, with and without overlap."""
+"""The step of priced stages: the same seconds as by hand."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from autoparallel.cost_model.stage_costs import Overlap
 from autoparallel.planner.pricing.prices import Seconds
+from autoparallel.planner.pricing.seconds import COLLECTIVES_OF_STATES, objective_weights
 from autoparallel.planner.pricing.stage_cost import StageCost
 from autoparallel.planner.pricing.step import (
     KnownSteps,
@@ -21,18 +23,27 @@ def stage(**seconds: float) -> StageCost:
     return StageCost(Seconds(**seconds), (receive, 2 * receive), {"parameters": 1.0}, 64.0)
 
 
-PAIR = [
-    stage(
-        forward_compute=1.0, forward_communication=0.5, backward_compute=2.0,
-        backward_states=1.0, gradient_sync=4.0, optimizer=0.25, receive=receive,
-    )
-    for receive in (0.0, 0.125)
-]  # fmt: skip
+def pair(slowed: float, num_groups: int = 1) -> list[StageCost]:
+    """Two stages, whose sums of gradients slow compute by so much in all."""
+    return [
+        replace(
+            stage(
+                forward_compute=1.0, forward_communication=0.5, backward_compute=2.0,
+                backward_communication=1.0, gradient_sync=4.0, sync_slowed=slowed,
+                optimizer=0.25, receive=receive,
+            ),
+            num_groups=num_groups,
+        )
+        for receive in (0.0, 0.125)
+    ]  # fmt: skip
+
+
+PAIR = pair(slowed=4.0)
 
 GPIPE = Pipeline("gpipe", 4)
 
 
-def test_without_overlap_gradients_are_summed_after_the_last_backward():
+def test_where_compute_stops_gradients_are_summed_after_the_last_backward():
     """(N+D-1)(f+b) = 5 × 4.5, a message up and down for each of 4 micro-batches, as receives
     stand at their use, then sum and step of stage 0."""
     timeline = simulate_stages(GPIPE, PAIR)
@@ -42,13 +53,46 @@ def test_without_overlap_gradients_are_summed_after_the_last_backward():
     assert timeline.peak_activation_bytes == (256, 256)
 
 
-def test_with_overlap_buckets_begin_with_the_shares_of_the_last_backward():
-    """Of 3 s in 3 shares, 4 s in 3 buckets start after the first: 1 s + 4 s instead of 3 + 4."""
+def test_gradients_are_summed_group_by_group_beside_the_last_backward():
+    """Of 3 s in 3 shares, 4 s in 3 groups start after the first: 1 s + 4 s instead of 3 + 4."""
     late = simulate_stages(GPIPE, PAIR)
-    early = simulate_stages(GPIPE, PAIR, overlap=Overlap(1, [3, 3]))
+    early = simulate_stages(GPIPE, pair(slowed=0.0, num_groups=3))
     assert early.step_seconds == pytest.approx(late.step_seconds - 2)
-    slow = simulate_stages(GPIPE, PAIR, overlap=Overlap(1.5, [3, 3]))
+    slow = simulate_stages(GPIPE, pair(slowed=4 / 3, num_groups=3))
     assert slow.step_seconds > early.step_seconds
+
+
+def test_what_collectives_of_states_add_to_a_pass():
+    """Of 4 groups, 4 s in all: 1 s is waited for; 3 s run beside 3/4 of 12 or of 2 s of compute."""
+    own = stage(
+        forward_compute=12.0, forward_communication=1.0, forward_states=4.0, forward_slowed=1.0
+    )
+    assert replace(own, num_groups=4).forward_seconds == 12 + 1 + 1 + 0.75
+    short = replace(own, seconds=own.seconds._replace(forward_compute=2.0), num_groups=4)
+    assert short.forward_seconds == 2 + 1 + 1 + (3 - 1.5)
+    assert replace(short, shares_links=False).forward_seconds == 2 + 1 + 1 + 0.75
+    assert replace(short, num_groups=1).forward_seconds == 2 + 1 + 4
+    whole = replace(short, seconds=short.seconds._replace(forward_slowed=4.0))
+    assert whole.forward_seconds == 2 + 1 + 4
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_sum_of_the_solvers_is_never_above_the_objective(seed: int) -> None:
+    rng = random.Random(seed)
+    values = {name: rng.choice((0.0, rng.uniform(0, 4))) for name in Seconds._fields}
+    for collectives, slowed in COLLECTIVES_OF_STATES:
+        values[slowed.name.lower()] = rng.random() * values[collectives.name.lower()]
+    once = rng.random() < 0.5  # gathering and summing in every micro-batch, or once
+    for name in ("forward_", "backward_") if once else ("parameter_", "gradient_"):
+        for resource in COLLECTIVES_OF_STATES:
+            if resource[0].name.lower().startswith(name):
+                values |= {each.name.lower(): 0.0 for each in resource}
+    count, groups, shares = rng.randint(1, 8), rng.randint(1, 9), rng.random() < 0.5
+    cost = replace(stage(**values), num_groups=groups, shares_links=shares)
+    objective = cost.objective(count)
+    for exposed in (0.0, 0.5, 1.0):
+        weights = objective_weights(count, groups, exposed=exposed, shares_links=shares)
+        assert float(np.array(cost.seconds) @ weights) <= objective * (1 + 1e-9)
 
 
 def test_messages_up_and_down_have_their_own_seconds():
@@ -71,6 +115,7 @@ def test_a_step_without_its_timeline_is_the_same(seed: int) -> None:
         stage(
             forward_compute=rng.uniform(0.5, 2), forward_communication=rng.choice([0.0, 0.25]),
             backward_compute=rng.uniform(1, 4), gradient_sync=rng.choice([0.0, 1.5]),
+            sync_slowed=rng.choice([0.0, 0.3]), parameter_gather=rng.choice([0.0, 0.7]),
             optimizer=rng.uniform(0, 1), receive=rng.choice([0.0, 0.3, 2.0]),
         )
         for _ in range(number)

@@ -13,6 +13,7 @@ from brute_force_stage import Stage
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
+from autoparallel.cost_model.cluster import STATE_COLLECTIVES
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.layout import Mesh
@@ -25,23 +26,31 @@ def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
     """Any cut, mesh, layouts, ZeRO stages and recomputed blocks: seconds and bytes."""
     rng = random.Random(seed)
     case = random_case(seed)
-    device = replace(case.cluster.hosts[0].device, issue_seconds=rng.choice((0.0, 1e-6)))
+    factor = (0.0, 1.0, 1.25, 4.0)[seed % 4]
+    device = replace(
+        case.cluster.hosts[0].device, issue_seconds=rng.choice((0.0, 1e-6)),
+        slowdown=dict.fromkeys(STATE_COLLECTIVES, factor) if factor else {},
+    )  # fmt: skip
     hosts = (replace(case.cluster.hosts[0], device=device), *case.cluster.hosts[1:])
     on = replace(case.cluster, hosts=hosts)
     force = BruteForce(case.graph, case.blocks, on, case.request, free=rng.random() < 0.5)
     rows, pipeline = rng.choice(force.rows()), rng.choice(list(force.pipelines()))
     schedule = rng.choice(force.schedules)
     count = case.request.global_batch // rows
-    ways, num_bytes = [], []
+    ways, num_bytes, spaces = [], [], []
     for index, stage in enumerate(pipeline):
         way, own = _random_way(force, rows, stage, rng)
         ways.append(way)
+        spaces.append(own)
         kept = held(schedule, len(pipeline), count, index)
         if schedule not in IN_FLIGHT and len(pipeline) > 1:
             halves = own.seconds(way.zero, way.modes, halved=True)[way.which]
             ways[-1] = replace(way, figures=tuple(halves.tolist()))
         num_bytes.append(own.num_bytes(way.zero, way.modes, kept)[way.which])
-    seconds = force.simulate(schedule, count, [way.figures for way in ways])
+    figures = [way.figures for way in ways]
+    beside = [own.of_step(way.zero, way.which) for way, own in zip(ways, spaces, strict=True)]
+    seconds = force.simulate(schedule, count, figures, beside)
+    assert seconds >= force.simulate(schedule, count, figures) * (1 - 1e-9)
     found = Best(seconds, rows, count, schedule, tuple(ways))
     priced = evaluate(case.graph, case.blocks, found.plan(on, case.request), on)
     assert priced.step_seconds == pytest.approx(seconds, rel=1e-9)

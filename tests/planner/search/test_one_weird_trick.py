@@ -105,12 +105,17 @@ def test_the_planner_splits_the_batch_in_convolutions_and_weights_after_them() -
 
 
 def test_the_mixed_plan_is_faster_than_either_alone_by_what_is_not_sent() -> None:
-    """What data parallelism sends and the mixed plan does not, at 12 GB/s: 352 MB, 29 ms."""
-    mixed, data, tensor = (planned(p).prediction.step_seconds for p in ("", "dp=4", "tp=4"))
+    """What data parallelism sends and the mixed plan does not, at 12 GB/s: 352 MB, 29 ms, of
+    which a part runs beside the backward."""
+    plans = [planned(p) for p in ("", "dp=4", "tp=4")]
+    mixed, data, tensor = (each.prediction.step_seconds for each in plans)
+    seconds = [each.stages[0].prediction.seconds for each in plans]
+    sums = [each["gradient_sync"] + each["parameter_gather"] for each in seconds]
     graph = program(small=False).graph
     weights = sum(graph[name].spec.numel for name in FULLY_CONNECTED)
     saved = sent_bytes(weights) / 12e9
-    assert data - mixed == pytest.approx(saved, rel=0.25)
+    assert sums[1] - sums[0] == pytest.approx(saved, rel=0.25)
+    assert 0.5 * saved < data - mixed < saved
     assert mixed < tensor
     assert mixed < 0.5 * data
 
