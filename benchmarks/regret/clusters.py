@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from autoparallel.cost_model.cluster import STATE_COLLECTIVES, Cluster, Device, Host, Link
 
-FLOPS_PER_SECOND, BYTES_PER_SECOND = 40e9, 40e9
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 10e9, 10e9
 """What an emulated device does: so little that the machine's own two cores do not matter."""
 MEMORY_BYTES = 4 << 30
 LATENCY_SECONDS = 3e-4
@@ -54,10 +54,10 @@ def _link(name: str, mbit: int) -> Link:
     return Link(name, LATENCY_SECONDS, mbit * 1e6 / 8)
 
 
-FLAT_FAST = Emulated("flat fast", 1000)
+FLAT_FAST = Emulated("flat fast", 500)
 CLUSTERS = (
     FLAT_FAST,
-    replace(FLAT_FAST, name="flat slow", mbit=200),
-    Emulated("two islands", 1000, uplinks=(200, 200), speeds=(1.0, 1.0)),
-    Emulated("one slow host", 1000, uplinks=(500, 500), speeds=(1.0, 0.5)),
+    replace(FLAT_FAST, name="flat slow", mbit=100),
+    Emulated("two islands", 500, uplinks=(100, 100), speeds=(1.0, 1.0)),
+    Emulated("one slow host", 500, uplinks=(250, 250), speeds=(1.0, 0.5)),
 )

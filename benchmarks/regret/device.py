@@ -135,6 +135,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return found if tensor.is_floating_point() else found.zero_()
 
 

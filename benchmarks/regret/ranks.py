@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +39,16 @@ CLONE_NEWNET = 0x40000000
 PORT = 29500
 CASE_SECONDS = 0.1
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
-STEPS = 5
+STEPS = 2
 CPU = torch.device("cpu")
+
+
+class Measured(NamedTuple):
+    """Seconds of each step, the slowest rank's, and of a step's compute on the busiest rank."""
+
+    seconds: list[float]
+    busy_seconds: float
+
 
 Job = tuple[str, dict[str, Any], int, int | None]
 """A target, its settings, the global batch and the length of sequences."""
@@ -127,14 +134,14 @@ def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
 
 def measure_plans(
     rank: int, emulated: Emulated, job: Job, plans: Sequence[str]
-) -> list[list[float] | str]:
-    """For each plan the seconds of its steps, the slowest rank's; or the error that it ended with."""
+) -> list[Measured]:
+    """What each plan's steps took."""
     name, settings, global_batch, seq = job
     target = load_target(name, settings)
     program = capture_target(target, PlanOptions(global_batch=global_batch, seq=seq))
     batch = random_batch(program.graph.with_batch_size(global_batch), seed=0)
     speed = emulated.speeds[rank * len(emulated.speeds) // dist.get_world_size()]
-    found: list[list[float] | str] = []
+    found: list[Measured] = []
     for text in plans:
         trainer = Trainer(program, loads(text), record_target(target), device=CPU)
         device = EmulatedDevice(FLOPS_PER_SECOND * speed, BYTES_PER_SECOND * speed)
@@ -149,9 +156,7 @@ def measure_plans(
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             seconds.append(float(spent))
         trainer.steps.finish()
-        found.append(seconds[1:])
+        busy = torch.tensor(device.busy_seconds / (STEPS + 1), dtype=torch.float64)
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+        found.append(Measured(seconds[1:], float(busy)))
     return found
-
-
-def median(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds)

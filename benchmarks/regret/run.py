@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "pipelines")]
 import links
 import torch
 from clusters import CLUSTERS, NUM_RANKS, Emulated
-from ranks import Job, measure_network, measure_plans, median, on_ranks
+from ranks import Job, measure_network, measure_plans, on_ranks
 
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
@@ -39,12 +40,12 @@ from autoparallel.targets import load_target
 EXAMPLES = HERE.parent.parent / "examples"
 MODELS: dict[str, Job] = {
     "GPT": (
-        str(EXAMPLES / "gpt.py"), {"n_layer": 4, "d_model": 256, "n_head": 4, "seq": 128}, 32, 128,
+        str(EXAMPLES / "gpt.py"), {"n_layer": 4, "d_model": 192, "n_head": 4, "seq": 128}, 32, 128,
     ),
-    "wide MLP": (str(HERE / "wide_mlp.py"), {"num_layers": 8}, 1024, None),
+    "wide MLP": (str(HERE / "wide_mlp.py"), {"num_layers": 8}, 768, None),
     "CNN": (
         str(EXAMPLES / "alexnet.py"),
-        {"size": 64, "width": 0.5, "hidden": 1024, "classes": 1000}, 128, None,
+        {"width": 0.25, "hidden": 1024, "classes": 1000}, 128, None,
     ),
     "experts": (
         str(EXAMPLES / "gshard_moe.py"),
@@ -53,11 +54,9 @@ MODELS: dict[str, Job] = {
 }  # fmt: skip
 GRID = (
     "dp=4,zero=0,microbatches=1", "dp=4,zero=0,microbatches=4", "dp=4,zero=1,microbatches=4",
-    "dp=4,zero=2,microbatches=4", "dp=4,zero=3,microbatches=1", "dp=4,zero=3,microbatches=4",
-    "tp=4,microbatches=1", "dp=2,tp=2,zero=0,microbatches=1", "dp=2,tp=2,zero=3,microbatches=2",
-    "pp=4,microbatches=8,schedule=gpipe", "pp=4,microbatches=8,schedule=1f1b",
+    "dp=4,zero=2,microbatches=4", "dp=4,zero=3,microbatches=1", "tp=4,microbatches=1",
+    "dp=2,tp=2,zero=0,microbatches=1", "pp=4,microbatches=8,schedule=1f1b",
     "pp=4,microbatches=8,schedule=zb-h1", "dp=2,pp=2,zero=0,microbatches=4,schedule=1f1b",
-    "dp=2,pp=2,zero=1,microbatches=4,schedule=1f1b",
     "tp=2,pp=2,microbatches=4,schedule=1f1b",
 )  # fmt: skip
 CHOICE = "the plan"
@@ -73,16 +72,18 @@ class Row:
     summary: str
     predicted_seconds: float
     seconds: list[float]
+    busy_seconds: float
 
     @property
     def measured(self) -> float:
-        return median(self.seconds)
+        return statistics.median(self.seconds)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clusters", default="", help="some of them, by parts of their names")
     parser.add_argument("--models", default="")
+    parser.add_argument("--only", default="", help="configurations that contain this")
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     parser.add_argument("--page", type=Path, help="write the tables and the plot beside it")
     options = parser.parse_args(arguments)
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         with links.network(NUM_RANKS, emulated.mbit, emulated.uplinks) as places:
             transfers = on_ranks(places, measure_network, emulated)
             for model, job in jobs:
-                rows = measure_model(emulated, model, job, places, transfers)
+                rows = measure_model(emulated, model, job, places, transfers, options.only)
                 found[f"{emulated.name}, {model}"] = [asdict(row) for row in rows]
                 options.json.write_text(json.dumps(found, indent=1))
                 show(rows)
@@ -107,20 +108,22 @@ def chosen(values: Any, names: str, name_of: Any) -> list[Any]:
 
 
 def measure_model(
-    emulated: Emulated, model: str, job: Job, places: Any, transfers: Sequence[Transfer]
-) -> list[Row]:
+    emulated: Emulated, model: str, job: Job, places: Any, transfers: Sequence[Transfer],
+    only: str,
+) -> list[Row]:  # fmt: skip
     """The choice and the grid of one model on one cluster."""
     planned = [
         (configuration, *made)
         for configuration in (CHOICE, *GRID)
-        if (made := make_plan(emulated, job, configuration, transfers)) is not None
+        if only in configuration
+        and (made := make_plan(emulated, job, configuration, transfers)) is not None
     ]
-    measured = on_ranks(
+    steps = on_ranks(
         places, measure_plans, emulated, job, [text for *_, text in planned]
     )
     return [
-        Row(emulated.name, model, configuration, summary, predicted, seconds)
-        for (configuration, predicted, summary, _), seconds in zip(planned, measured, strict=True)
+        Row(emulated.name, model, configuration, summary, predicted, *measured)
+        for (configuration, predicted, summary, _), measured in zip(planned, steps, strict=True)
     ]
 
 
@@ -164,7 +167,8 @@ def show(rows: Sequence[Row]) -> None:
         error = row.predicted_seconds / row.measured - 1
         print(
             f"{row.cluster:14s} {row.model:9s} {row.configuration:48s} {row.measured:7.3f} s"
-            f" {row.measured / best - 1:+7.1%} predicted {error:+6.1%} {row.summary}",
+            f" {row.measured / best - 1:+7.1%} predicted {error:+6.1%}"
+            f" busy {row.busy_seconds:.3f} s {row.summary}",
             flush=True,
         )
 
