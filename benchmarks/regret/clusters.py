@@ -18,18 +18,21 @@ class Emulated:
     """Four devices: Mbit/s of each one's link, of each host's uplink, and the hosts' speeds.
 
     Without ``uplinks`` all are in one host. ``speeds`` are factors of the device's rates.
+    ``issue_seconds`` are what the host takes to issue an op.
     """
 
     name: str
     mbit: int
     uplinks: tuple[int, ...] = ()
     speeds: tuple[float, ...] = (1.0,)
+    issue_seconds: float = 0.0
 
     def cluster(self) -> Cluster:
         """The cluster as the planner sees it before links are measured."""
         link = _link("switch", self.mbit)
         hosts = tuple(
-            Host(_device(speed), NUM_RANKS // len(self.speeds), link) for speed in self.speeds
+            Host(_device(speed, self.issue_seconds), NUM_RANKS // len(self.speeds), link)
+            for speed in self.speeds
         )
         return Cluster(self.name, hosts, _link("uplink", min(self.uplinks, default=self.mbit)))
 
@@ -40,12 +43,13 @@ class Emulated:
         return [near, far, every] if len(self.speeds) > 1 else [near, every]
 
 
-def _device(speed: float) -> Device:
+def _device(speed: float, issue_seconds: float) -> Device:
     """A device whose compute takes no longer while it communicates: it sleeps."""
     return Device(
         name=f"emulated x{speed:g}", kind="cpu", memory_bytes=MEMORY_BYTES,
         usable_memory_bytes=MEMORY_BYTES, memory_bytes_per_second=BYTES_PER_SECOND * speed,
         peak_flops={"float32": FLOPS_PER_SECOND * speed}, launch_seconds=0.0,
+        issue_seconds=issue_seconds,
         slowdown=dict.fromkeys(STATE_COLLECTIVES, 1.0),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ PORT = 29500
 CASE_SECONDS = 0.1
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 STEPS = 2
+LAYERS, ROUNDS = 20, 15
 CPU = torch.device("cpu")
 
 
@@ -101,10 +103,31 @@ def _enter(
         result = function(rank, *arguments)
         if rank == 0:
             pipe.send(("", result))
-    except BaseException:
+    except Exception:
         pipe.send((f"rank {rank}: {traceback.format_exc()}", None))
     time.sleep(0.2)
     os._exit(0)
+
+
+def measure_issue(rank: int) -> float:
+    """Seconds in which the host issues an op, forward or backward, while all ranks do."""
+    weights = [torch.ones(64, 64, requires_grad=True) for _ in range(LAYERS)]
+    x = torch.ones(64, 64, requires_grad=True)
+    device = EmulatedDevice(1e15, 1e15)
+    seconds = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        before, start = device.num_kernels, time.monotonic()
+        with device:
+            y = x
+            for weight in weights:
+                y = torch.relu(y @ weight)
+            y.backward(torch.ones_like(y))
+        spent = time.monotonic() - start
+        seconds.append(spent / (device.num_kernels - before))
+    mean = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
 
 
 def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
@@ -113,9 +136,7 @@ def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
     meshes = Meshes(CPU)
     sizes = [host.num_devices for host in cluster.hosts]
     todo = [
-        (kind, partition)
-        for partition in emulated.partitions()
-        for kind in (*COLLECTIVES, *STATES)
+        (kind, partition) for partition in emulated.partitions() for kind in (*COLLECTIVES, *STATES)
     ]
     todo.append(("p2p", neighbours(sizes, between_hosts=False)))
     if len(sizes) > 1:
@@ -132,9 +153,7 @@ def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
     return found
 
 
-def measure_plans(
-    rank: int, emulated: Emulated, job: Job, plans: Sequence[str]
-) -> list[Measured]:
+def measure_plans(rank: int, emulated: Emulated, job: Job, plans: Sequence[str]) -> list[Measured]:
     """What each plan's steps took."""
     name, settings, global_batch, seq = job
     target = load_target(name, settings)

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "pipelines")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "pipelines"), str(HERE.parent.parent)]
 
 import links
 import torch
 from clusters import CLUSTERS, NUM_RANKS, Emulated
-from ranks import Job, measure_network, measure_plans, on_ranks
+from ranks import Job, measure_issue, measure_network, measure_plans, on_ranks
 
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
@@ -33,9 +32,11 @@ from autoparallel.options import parse_parallel
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.summary import plan_summary
 from autoparallel.planning import PlanOptions, capture_target, priced, request_of
 from autoparallel.profiles import environment_for
 from autoparallel.targets import load_target
+from benchmarks.regret.page import CHOICE, Row, plot, tables
 
 EXAMPLES = HERE.parent.parent / "examples"
 MODELS: dict[str, Job] = {
@@ -59,24 +60,7 @@ GRID = (
     "pp=4,microbatches=8,schedule=zb-h1", "dp=2,pp=2,zero=0,microbatches=4,schedule=1f1b",
     "tp=2,pp=2,microbatches=4,schedule=1f1b",
 )  # fmt: skip
-CHOICE = "the plan"
-
-
-@dataclass
-class Row:
-    """A configuration: what its plan says, and what its step took."""
-
-    cluster: str
-    model: str
-    configuration: str
-    summary: str
-    predicted_seconds: float
-    seconds: list[float]
-    busy_seconds: float
-
-    @property
-    def measured(self) -> float:
-        return statistics.median(self.seconds)
+MARK = "<!-- written by run.py -->"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,19 +69,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default="")
     parser.add_argument("--only", default="", help="configurations that contain this")
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
-    parser.add_argument("--page", type=Path, help="write the tables and the plot beside it")
+    parser.add_argument(
+        "--page", type=Path, help="put the tables into this page and the plot beside it"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
     for emulated in chosen(CLUSTERS, options.clusters, lambda each: each.name):
         jobs = chosen(MODELS.items(), options.models, lambda each: each[0])
         with links.network(NUM_RANKS, emulated.mbit, emulated.uplinks) as places:
+            emulated = replace(emulated, issue_seconds=on_ranks(places, measure_issue))
+            print(f"{emulated.name}: the host issues an op in {emulated.issue_seconds:.2g} s")
             transfers = on_ranks(places, measure_network, emulated)
             for model, job in jobs:
                 rows = measure_model(emulated, model, job, places, transfers, options.only)
                 found[f"{emulated.name}, {model}"] = [asdict(row) for row in rows]
                 options.json.write_text(json.dumps(found, indent=1))
                 show(rows)
+    if options.page:
+        results = {name: [Row(**row) for row in rows] for name, rows in found.items()}
+        write_page(options.page, results)
     return 0
 
 
@@ -118,9 +109,7 @@ def measure_model(
         if only in configuration
         and (made := make_plan(emulated, job, configuration, transfers)) is not None
     ]
-    steps = on_ranks(
-        places, measure_plans, emulated, job, [text for *_, text in planned]
-    )
+    steps = on_ranks(places, measure_plans, emulated, job, [text for *_, text in planned])
     return [
         Row(emulated.name, model, configuration, summary, predicted, *measured)
         for (configuration, predicted, summary, _), measured in zip(planned, steps, strict=True)
@@ -151,13 +140,14 @@ def make_plan(
     except AutoparallelError as error:
         print(f"{configuration}: {error}", file=sys.stderr)
         return None
-    return plan.prediction.step_seconds, summary_of(plan), dumps(plan)
+    return plan.prediction.step_seconds, plan_summary(plan), dumps(plan)
 
 
-def summary_of(plan: Any) -> str:
-    from autoparallel.planner.summary import plan_summary
-
-    return str(plan_summary(plan))
+def write_page(page: Path, found: Mapping[str, Sequence[Row]]) -> None:
+    """Replaces what follows ``MARK`` in the page, and draws the plot beside it."""
+    head, mark, _ = page.read_text().partition(MARK)
+    page.write_text("\n".join([f"{head}{mark}", "", *tables(found), ""]))
+    page.with_suffix(".svg").write_text(plot(found))
 
 
 def show(rows: Sequence[Row]) -> None:
