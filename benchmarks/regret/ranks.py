@@ -103,7 +103,7 @@ def _enter(
         result = function(rank, *arguments)
         if rank == 0:
             pipe.send(("", result))
-    except Exception:
+    except Exception:  # noqa: BLE001  # the parent raises it
         pipe.send((f"rank {rank}: {traceback.format_exc()}", None))
     time.sleep(0.2)
     os._exit(0)

@@ -17,8 +17,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "pipelines"), str(HERE.parent.parent)]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import links
 import torch
@@ -38,7 +39,8 @@ from autoparallel.profiles import environment_for
 from autoparallel.targets import load_target
 from benchmarks.regret.page import CHOICE, Row, plot, tables
 
-EXAMPLES = HERE.parent.parent / "examples"
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
 MODELS: dict[str, Job] = {
     "GPT": (
         str(EXAMPLES / "gpt.py"), {"n_layer": 4, "d_model": 192, "n_head": 4, "seq": 128}, 32, 128,

@@ -1,19 +1,13 @@
 """The emulated device takes the modelled time, computes what decides, and keeps shapes."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "regret")]
-
-from device import EmulatedDevice  # noqa: E402
-
-from benchmarks.regret.page import CHOICE, Row, plot, score, tables  # noqa: E402
+from benchmarks.regret.device import EmulatedDevice
+from benchmarks.regret.page import CHOICE, Row, plot, score, tables
 
 ROWS, WIDTH, RATE = 64, 128, 1e9
 
@@ -27,7 +21,8 @@ def test_products_take_their_flops_forward_and_backward():
         assert device.busy_seconds == pytest.approx(2 * ROWS * WIDTH**2 / RATE, rel=1e-3)
         y.backward(torch.ones_like(y))
     assert device.busy_seconds == pytest.approx(3 * 2 * ROWS * WIDTH**2 / RATE, rel=1e-3)
-    assert weight.grad.shape == weight.shape and x.grad.shape == x.shape
+    assert weight.grad.shape == weight.shape
+    assert x.grad.shape == x.shape
 
 
 def test_other_ops_take_the_bytes_that_they_move():
