@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 SMALL_BYTES = 4096
 """Ops on no more than these are computed: what decides, counts and is compared."""
+ZEROED_BYTES = 1 << 20
 TRANSFERS = frozenset({"c10d", "_c10d_functional"})
 RECEIVES = frozenset({"recv_", "recv_any_source_"})
 
@@ -154,5 +155,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> Tensor:
+    """Zeros, so that indices made of them are valid; of a large tensor of floats anything."""
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return found if tensor.is_floating_point() else found.zero_()
+    is_free = tensor.is_floating_point() and _num_bytes(tensor) > ZEROED_BYTES
+    return found if is_free else found.zero_()
