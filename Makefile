@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus faults gpu
+.PHONY: check lint types test durations slow strict zoo corpus faults gpu regret
 
 check: lint types test
 
@@ -53,3 +53,8 @@ faults:
 # into build/gpu.json. PARTS=step,verify runs some of them.
 gpu:
 	$(PYTHON) benchmarks/gpu/run.py $(if $(PARTS),--parts $(PARTS))
+
+# Plans and every configuration of a grid, measured on emulated clusters (root; about 30 minutes):
+# benchmarks/regret/README.md.
+regret:
+	$(PYTHON) benchmarks/regret/run.py --page benchmarks/regret/README.md --json benchmarks/regret/results.json

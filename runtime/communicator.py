@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-_reduce_scatter: Callable[..., Any] = (
+reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
@@ -70,7 +70,7 @@ class ProcessCommunicator:
             return tensor.detach()
         parts = _stacked_chunks(tensor.detach(), size, dim)
         result = torch.empty_like(parts[0])
-        _reduce_scatter(result.unsqueeze(0), parts, group=self.device_mesh.get_group(axis))
+        reduce_scatter(result.unsqueeze(0), parts, group=self.device_mesh.get_group(axis))
         return result
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,13 @@ from .gradients import GradientReducer
 from .share_batch import ShareBatch
 from .stage import StageModule
 from .versions import WeightVersions
-from .zero import begin_backward, begin_input_backward, begin_step, finish_weight_backward
+from .zero import (
+    begin_backward,
+    begin_input_backward,
+    begin_step,
+    finish_weight_backward,
+    reduce_finished,
+)
 
 if TYPE_CHECKING:
     from ..passes.local.stage_program import StageProgram
@@ -309,7 +316,7 @@ class StageExecutor:
         assert self.stage.weight_gradients is not None
         begin_backward(self.stage, last=last)
         self._reducer.begin_backward(last=last, among=self.stage.deferred)
-        self.stage.weight_gradients.run(unit)
+        self.stage.weight_gradients.run(unit, partial(reduce_finished, self.stage))
         finish_weight_backward(self.stage)
 
     def _run_backward(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -375,6 +382,8 @@ class StageExecutor:
         Collective over the stage. What several stages hold is yet to be summed over these
         (``runtime.tied``).
         """
+        if self.stage.reductions is not None:
+            self.stage.reductions.finish()
         self._reducer.finish()
         if not self._in_flight:
             self.stage.keep_buffers()

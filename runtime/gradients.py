@@ -26,6 +26,9 @@ BUCKET_BYTES = 32_000_000
 FULL_BYTES = 20_000_000
 """A bucket of more takes no further block. Of 8, 20 and 30 MB, two CPU ranks took the least for 20
 with 19 M parameters; DistributedDataParallel has 25."""
+BUCKETS, LEAST_BYTES = 8, 1_000_000
+"""Where so many buckets of at least so many bytes can be filled, they are: the last one's sum has
+no compute beside it."""
 PLACED_BYTES = 65_536
 """A gradient of more is copied as it comes, while it is in the processor's cache."""
 
@@ -190,9 +193,11 @@ def _make_buckets(parameters: Iterable[StageParameter]) -> list[Bucket]:
     for (_, axes, _), members in sorted(groups.items(), key=lambda item: item[0], reverse=True):
         bucket = Bucket(axes, [])
         size = 0
+        share = sum(parameter.local_bytes for parameter in members) // BUCKETS
+        full = min(FULL_BYTES, max(LEAST_BYTES, share))
         for parameter in members:
             before = bucket.parameters[-1] if bucket.parameters else parameter
-            limit = BUCKET_BYTES if _block(before) == _block(parameter) else FULL_BYTES
+            limit = BUCKET_BYTES if _block(before) == _block(parameter) else full
             if bucket.parameters and size > limit:
                 buckets.append(bucket)
                 bucket, size = Bucket(axes, []), 0

@@ -209,7 +209,7 @@ class StageModule(nn.Module):
         )
         self._register_parameters(make)
         self.buffer_regions = self._register_buffers()
-        self.is_fully_sharded = apply_zero(self, precision)
+        self.reductions = apply_zero(self, precision)
         self._leaving = tuple(
             dict.fromkeys(
                 [*program.kept, *(boundary.key for boundary in program.sends)]
@@ -226,6 +226,11 @@ class StageModule(nn.Module):
         for position, block in enumerate(program.blocks):
             deferring = None if store is None else (store, position)
             yield StageBlock(block, program.draws, deferring, shared, compiler)
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether ``fully_shard`` holds parameters of the stage (ZeRO 1 to 3)."""
+        return self.reductions is not None
 
     @property
     def deferred(self) -> frozenset[str]:

@@ -13,6 +13,9 @@
 Optimizer states are sharded from ZeRO 1 on. Gradients are sums over ``dp``: the captured
 loss is already the mean over the whole micro-batch.
 
+While a group of blocks computes, the next group's parameters are gathered, and the gradients
+of the group before are reduce-scattered.
+
 ZeRO 0, and a stage with no data axis, do not go through ``fully_shard``: it would hold a
 second copy of every parameter and, on gloo, reduce in the middle of the backward while
 nothing else runs.
@@ -23,15 +26,20 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "PyTorch F
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..passes.ops.collectives import local_tensor
 from ..planner.plan import Precision
+from .communicator import reduce_scatter
 from .mesh import DATA_AXIS
 from .parameters import COMPUTE_DTYPES, MASTER_DTYPES, StageParameter
 
@@ -44,17 +52,98 @@ GROUP_BYTES = 2_000_000
 latency, and holding them for longer costs nothing beside a stage's activations."""
 GROUP_RATIO = 1.1
 """A block that is small beside its neighbour is gathered with that."""
+ASYNC_ON_CPU = True
+"""Whether all-gathers and reduce-scatters run beside compute on a CPU; on a GPU they always do."""
 
 
-def apply_zero(stage: StageModule, precision: Precision) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduce-scatter under way: its tensors, and the gradients that it is to be added to."""
+
+    work: Any
+    tensors: tuple[Tensor, Tensor]
+    gradients: tuple[tuple[StageParameter, Tensor], ...]
+
+
+class PendingReductions:
+    """The reduce-scatter of a stage that is under way on a CPU: one at most."""
+
+    def __init__(self) -> None:
+        self._reduction: _Reduction | None = None
+
+    def start(self, reduction: _Reduction) -> None:
+        """Remember a reduce-scatter that has begun. ``finish`` must have ended the one before."""
+        assert self._reduction is None
+        self._reduction = reduction
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter, and add its result to the gradients from before it."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        reduction.work.wait()
+        with torch.no_grad():
+            for parameter, gradient in reduction.gradients:
+                if parameter.gradient is not None:
+                    local_tensor(gradient).add_(parameter.gradient)
+                parameter.master.grad = gradient
+
+    def forget(self) -> None:
+        """Leave a reduce-scatter whose result nobody wants, as after an error."""
+        self._reduction = None
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncReduceScatter:
+    """A group's reduce-scatter for ``fully_shard``, which on a CPU would wait for it at once.
+
+    ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to gradients that
+    are there already. So ``__call__`` takes the latter away until the values have come. A hook
+    on a gradient reads it at once, and has the reduce-scatter waited for.
+    """
+
+    pending: PendingReductions
+    parameters: tuple[StageParameter, ...]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for an input or output; only one reduction's is held at a time."""
+        self.pending.finish()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``."""
+        masters = [parameter.master for parameter in self.parameters]
+        has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in masters)
+        if has_hooks:
+            reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
+        work = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        gradients = tuple(
+            (parameter, parameter.master.grad)
+            for parameter in self.parameters
+            if parameter.master.grad is not None
+        )
+        for parameter, _ in gradients:
+            parameter.master.grad = None
+        self.pending.start(_Reduction(work, (output_tensor, input_tensor), gradients))
+
+
+def apply_zero(stage: StageModule, precision: Precision) -> PendingReductions | None:
     """Shard the stage's parameters over axis ``dp``, in place, block by block.
 
     Afterwards each sharded parameter's master is its shard, in uninitialized memory on the
-    stage's device. Returns whether any parameter is sharded.
+    stage's device. Returns None if no parameter is sharded.
     """
     sharded = [parameter for parameter in stage.by_name.values() if parameter.fully_sharded]
     if not sharded:
-        return False
+        return None
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
     if compute != master:
@@ -72,13 +161,38 @@ def apply_zero(stage: StageModule, precision: Precision) -> bool:
             mp_policy=policy,
             ignored_params=ignored,
         )
-    for wrapped in _fsdp_modules(stage):
+    pending = PendingReductions()
+    for modules in everything:
+        wrapped = modules[0]
+        assert isinstance(wrapped, FSDPModule)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
+        if stage.device.type == "cpu" and ASYNC_ON_CPU:
+            owned = tuple(p for p in sharded if _owner(stage, p) in modules)
+            reduces = AsyncReduceScatter(pending, owned)
+            wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
+    if stage.device.type != "cpu" or ASYNC_ON_CPU:
+        _gather_ahead(stage)
     _set_prefetch(stage, [group[0] for group in groups])
     for parameter in sharded:
         _allocate(stage, parameter)
-    return True
+    return pending
+
+
+def _owner(stage: StageModule, parameter: StageParameter) -> nn.Module:
+    """The module whose group a parameter is gathered with: its block, or the stage."""
+    return stage if parameter.block is None else stage.blocks[parameter.block]
+
+
+def _gather_ahead(stage: StageModule) -> None:
+    """Have all-gathers run beside compute on a CPU too, and take less memory on a GPU.
+
+    Then their buffers are freed when parameters have been copied out of them. The method has no
+    public name yet; without it a CPU waits for each all-gather where it begins.
+    """
+    set_async = getattr(stage, "_set_unshard_async_op", None)
+    if set_async is not None:
+        set_async(True)
 
 
 def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[nn.Module]]:
@@ -99,22 +213,21 @@ def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[
 
 
 def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
-    """In the backward each block gathers the one before it.
+    """In the forward each group gathers the one after it, in the backward the one before it.
 
-    ``fully_shard``'s own guess follows the order of past forwards, which with several
-    micro-batches in flight names a block of another micro-batch. The first block names
-    itself, which does nothing.
+    ``blocks`` are the first of each group. By itself ``fully_shard`` gathers a group in the
+    forward only when the host gets to it. Its guess for the backward follows the order of past
+    forwards, which with several micro-batches in flight names a block of another micro-batch; so
+    the first block names itself, which does nothing.
     """
-    previous = blocks[:1] + blocks[:-1]
-    for block, before in zip(blocks, previous, strict=True):
-        assert isinstance(block, FSDPModule)
+    for before, block in pairwise([*blocks[:1], *blocks, stage]):
         assert isinstance(before, FSDPModule)
+        assert isinstance(block, FSDPModule)
         block.set_modules_to_backward_prefetch([before])
-    assert isinstance(stage, FSDPModule)
-    if blocks:
-        last = blocks[-1]
-        assert isinstance(last, FSDPModule)
-        stage.set_modules_to_backward_prefetch([last])
+    for block, after in pairwise(blocks):
+        assert isinstance(block, FSDPModule)
+        assert isinstance(after, FSDPModule)
+        block.set_modules_to_forward_prefetch([after])
 
 
 def _allocate(stage: StageModule, parameter: StageParameter) -> None:
@@ -128,18 +241,28 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
     parameter.master = master
 
 
-def _fsdp_modules(stage: nn.Module) -> Iterator[FSDPModule]:
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            yield module
+def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
+    """The groups of parameters that ``fully_shard`` gathers and reduces, the stage's own first."""
+    states = dict.fromkeys(
+        fully_shard.state(module)  # type: ignore[attr-defined]
+        for module in stage.modules()
+        if isinstance(module, FSDPModule)
+    )
+    for state in states:
+        if state._fsdp_param_group is not None:
+            yield state._fsdp_param_group
 
 
 def begin_step(stage: StageModule) -> None:
-    """Before a step's first forward: drop gathered parameters that may be out of date."""
+    """Before a step's first forward: drop gathered parameters that may be out of date.
+
+    What an interrupted forward has begun to gather must have come first.
+    """
     if not stage.is_fully_sharded:
         return
-    for module in _fsdp_modules(stage):
-        module.reshard()
+    for group in _parameter_groups(stage):
+        group.wait_for_unshard()
+        group.reshard()
 
 
 def begin_backward(stage: StageModule, *, last: bool) -> None:
@@ -160,6 +283,21 @@ def begin_input_backward(stage: StageModule) -> None:
     stage.set_is_last_backward(False)
     stage.set_reshard_after_backward(stage.zero == 3)
     stage.set_requires_gradient_sync(False)
+
+
+def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
+    """While gradients of weights come outside of a backward: reduce the groups that have theirs.
+
+    ``remaining`` are the positions of the blocks whose weights have not.
+    """
+    if not stage.is_fully_sharded:
+        return
+    positions = {block: position for position, block in enumerate(stage.blocks)}
+    for group in reversed(list(_parameter_groups(stage))):
+        is_block_group = stage not in group.modules
+        is_finished = all(positions.get(m) not in remaining for m in group.modules)
+        if is_block_group and is_finished and group._training_state.name != "POST_BACKWARD":
+            group.post_backward()
 
 
 def finish_weight_backward(stage: StageModule) -> None:
@@ -184,9 +322,10 @@ def abandon_backward(stage: StageModule) -> None:
     assert isinstance(stage, FSDPModule)
     stage.set_is_last_backward(True)
     finish_weight_backward(stage)
-    for module in _fsdp_modules(stage):
-        group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-        for parameter in group.fsdp_params if group is not None else ():
+    assert stage.reductions is not None
+    stage.reductions.forget()
+    for group in _parameter_groups(stage):
+        for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

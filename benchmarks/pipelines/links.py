@@ -1,8 +1,8 @@
-"""Ranks on links of a given rate: network namespaces on one bridge, shaped in both directions.
+"""Ranks on links of a given rate: network namespaces on bridges, shaped in both directions.
 
-Needs root and ``iproute2``. In: how many ranks and a rate; out: for each rank the command
-that runs a process in its place, its address and its interface. Without a rate all places are
-the loopback.
+Needs root and ``iproute2``. In: how many ranks and a rate, and for ranks in several hosts the
+rate of each host's uplink; out: for each rank the command that runs a process in its place, its
+address and its interface. Without a rate all places are the loopback.
 """
 
 from __future__ import annotations
@@ -32,35 +32,63 @@ is ever lost here, so Reno's window only grows."""
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs."""
+    """Where a rank runs: the command to run there, or the namespace ("" for none) to enter."""
 
     prefix: tuple[str, ...]
     address: str
     interface: str
+    space: str = ""
 
 
 @contextmanager
-def network(num_ranks: int, mbit: int) -> Iterator[list[Place]]:
-    """The places of the ranks, taken down afterwards."""
+def network(num_ranks: int, mbit: int, uplinks: Sequence[int] = ()) -> Iterator[list[Place]]:
+    """The places of the ranks, taken down afterwards.
+
+    All are on one switch. With ``uplinks`` they are divided evenly among as many hosts, each with
+    a switch of its own, and these are joined by links of those rates in Mbit/s.
+    """
     if not mbit:
         yield [Place((), "127.0.0.1", "lo")] * num_ranks
         return
     name = f"ap{os.getpid()}"
-    switch = f"{name}s"
+    switches = [f"{name}h{host}" for host in range(max(1, len(uplinks)))]
     spaces = [f"{name}r{rank}" for rank in range(num_ranks)]
+    per_host = num_ranks // len(switches)
     try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        _ip("-n", switch, "link", "set", "br0", "up")
+        for switch in switches:
+            _bridge(switch)
+        if uplinks:
+            _bridge(name)
+            for host, (switch, rate) in enumerate(zip(switches, uplinks, strict=True)):
+                _uplink(switch, name, host, rate)
         for rank, space in enumerate(spaces):
-            _join(space, switch, rank, mbit, num_ranks)
+            _join(space, switches[rank // per_host], rank, mbit, num_ranks)
         yield [
-            Place(("ip", "netns", "exec", space), _address(rank), "e0")
+            Place(("ip", "netns", "exec", space), _address(rank), "e0", space)
             for rank, space in enumerate(spaces)
         ]
     finally:
-        for space in (*spaces, switch):
+        for space in (*spaces, *switches, name):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def _bridge(switch: str) -> None:
+    """A namespace with a bridge, ``br0``."""
+    _ip("netns", "add", switch)
+    _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+    _ip("-n", switch, "link", "set", "br0", "up")
+
+
+def _uplink(switch: str, center: str, host: int, mbit: int) -> None:
+    """A link between a host's switch and the one that joins the hosts."""
+    _ip(
+        "link", "add", "up", "netns", switch, "mtu", "9000", "type", "veth",
+        "peer", "name", f"h{host}", "netns", center, "mtu", "9000",
+    )  # fmt: skip
+    for space, interface in ((switch, "up"), (center, f"h{host}")):
+        _ip("-n", space, "link", "set", interface, "master", "br0")
+        _ip("-n", space, "link", "set", interface, "up", "gso_max_size", "18000")
+        _shape(space, interface, mbit)
 
 
 def _join(space: str, switch: str, rank: int, mbit: int, num_ranks: int) -> None:

@@ -178,8 +178,13 @@ class WeightGradients:
         finally:
             self._collected = []
 
-    def run(self, microbatch: int) -> None:
-        """Computes what the micro-batch's backward put off, and frees what it kept."""
+    def run(
+        self, microbatch: int, after_block: Callable[[set[int]], None] = lambda remaining: None
+    ) -> None:
+        """Compute what the micro-batch's backward put off, and free what it kept.
+
+        ``after_block`` is called after each block, with the positions of those that remain.
+        """
         waiting = self._waiting.pop(microbatch, [])
         waiting.reverse()
         while waiting:
@@ -191,6 +196,7 @@ class WeightGradients:
                 edges += [edge for edge, _ in found]
                 gradients += [gradient for _, gradient in found]
             torch.autograd.backward(edges, gradients)
+            after_block({deferred.block for deferred in waiting})
 
     def clear(self) -> None:
         """Forgets all: a step begins."""

@@ -190,3 +190,80 @@ def test_each_zero_stage_gathers_and_reduces_as_often_as_it_says(
             (groups, groups * num_microbatches),
             (2 * groups * num_microbatches, groups * num_microbatches),
         ]
+
+
+def gradients_of(case: Case, is_async: bool) -> dict[str, torch.Tensor]:
+    """Each rank's gradients of one step."""
+    zero_stages.ASYNC_ON_CPU = is_async
+    executor = make_executor(case)
+    executor.begin_step(global_batch(case.num_microbatches))
+    actions = order(case.schedule, case.num_microbatches)
+    for index, (action, microbatch) in enumerate(actions):
+        if action == "F":
+            executor.forward(microbatch, {})
+        else:
+            executor.backward(microbatch, {}, last=index == len(actions) - 1)
+    executor.finish_step()
+    return {
+        name: whole(parameter.master.grad)
+        for name, parameter in executor.parameters.items()
+        if parameter.master.grad is not None
+    }
+
+
+def compare_async(cases: dict[str, Case]) -> None:
+    zero_stages.GROUP_BYTES, zero_stages.GROUP_RATIO = 0, 0.0
+    for name, case in cases.items():
+        expected, found = gradients_of(case, False), gradients_of(case, True)
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            assert torch.equal(value, found[key]), f"{name}: {key}"
+
+
+def test_collectives_beside_compute_change_no_bit() -> None:
+    run_processes(2, compare_async, {k: c for k, c in TWO_RANKS.items() if c.zero})
+
+
+class RecordOrder(TorchDispatchMode):
+    """The order in which collectives begin, products are computed and sums are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce", "mm": "product"}
+        name = func.name().split("::")[1].split(".")[0]
+        if name in names:
+            self.events.append(names[name])
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_step(_: None) -> tuple[list[str], list[str]]:
+    """What a step of ZeRO 3 does forward and backward, each group a block."""
+    zero_stages.GROUP_BYTES, zero_stages.GROUP_RATIO = 0, 0.0
+    mode, finish = RecordOrder(), zero_stages.PendingReductions.finish
+
+    def recorded(pending: zero_stages.PendingReductions) -> None:
+        if pending._reduction is not None:
+            mode.events.append("wait")
+        finish(pending)
+
+    zero_stages.PendingReductions.finish = recorded  # type: ignore[method-assign]
+    executor = make_executor(Case(DP2, 3))
+    with mode:
+        executor.begin_step(global_batch(1))
+        executor.forward(0, {})
+        count = len(mode.events)
+        executor.backward(0, {}, last=True)
+        executor.finish_step()
+    return mode.events[:count], mode.events[count:]
+
+
+def test_zero_3_gathers_a_group_ahead_and_waits_for_a_sum_after_the_next_products() -> None:
+    for forward, backward in run_processes(2, order_of_step, None):
+        before = [forward[:i].count("gather") for i, e in enumerate(forward) if e == "product"]
+        assert before[0] == 3  # what all blocks share, the first block's and the second's
+        between = "".join(event[0] for event in backward).split("r")[1:]
+        assert len(between) == 5
+        assert all("p" in each[: each.index("w")] for each in between[:3])

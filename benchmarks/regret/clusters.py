@@ -1,0 +1,67 @@
+"""The emulated clusters: their network, and how the planner sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autoparallel.cost_model.cluster import STATE_COLLECTIVES, Cluster, Device, Host, Link
+
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 10e9, 10e9
+"""What an emulated device does: so little that the machine's own two cores do not matter."""
+MEMORY_BYTES = 4 << 30
+LATENCY_SECONDS = 3e-4
+NUM_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """Four devices: Mbit/s of each one's link, of each host's uplink, and the hosts' speeds.
+
+    Without ``uplinks`` all are in one host. ``speeds`` are factors of the device's rates.
+    ``issue_seconds`` are what the host takes to issue an op.
+    """
+
+    name: str
+    mbit: int
+    uplinks: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = (1.0,)
+    issue_seconds: float = 0.0
+
+    def cluster(self) -> Cluster:
+        """The cluster as the planner sees it before links are measured."""
+        link = _link("switch", self.mbit)
+        hosts = tuple(
+            Host(_device(speed, self.issue_seconds), NUM_RANKS // len(self.speeds), link)
+            for speed in self.speeds
+        )
+        return Cluster(self.name, hosts, _link("uplink", min(self.uplinks, default=self.mbit)))
+
+    def partitions(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Groups of ranks of each kind that meshes have, all groups of a kind at once."""
+        every = ((0, 1, 2, 3),)
+        near, far = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+        return [near, far, every] if len(self.speeds) > 1 else [near, every]
+
+
+def _device(speed: float, issue_seconds: float) -> Device:
+    """A device whose compute takes no longer while it communicates: it sleeps."""
+    return Device(
+        name=f"emulated x{speed:g}", kind="cpu", memory_bytes=MEMORY_BYTES,
+        usable_memory_bytes=MEMORY_BYTES, memory_bytes_per_second=BYTES_PER_SECOND * speed,
+        peak_flops={"float32": FLOPS_PER_SECOND * speed}, launch_seconds=0.0,
+        issue_seconds=issue_seconds,
+        slowdown=dict.fromkeys(STATE_COLLECTIVES, 1.0),
+    )  # fmt: skip
+
+
+def _link(name: str, mbit: int) -> Link:
+    return Link(name, LATENCY_SECONDS, mbit * 1e6 / 8)
+
+
+FLAT_FAST = Emulated("flat fast", 500)
+CLUSTERS = (
+    FLAT_FAST,
+    replace(FLAT_FAST, name="flat slow", mbit=100),
+    Emulated("two islands", 500, uplinks=(100, 100), speeds=(1.0, 1.0)),
+    Emulated("one slow host", 500, uplinks=(250, 250), speeds=(1.0, 0.5)),
+)
