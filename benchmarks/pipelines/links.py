@@ -82,11 +82,11 @@ def _bridge(switch: str) -> None:
 def _uplink(switch: str, center: str, host: int, mbit: int) -> None:
     """A link between a host's switch and the one that joins the hosts."""
     _ip(
-        "link", "add", "up", "netns", switch, "mtu", "9000", "type", "veth",
+        "link", "add", "uplink", "netns", switch, "mtu", "9000", "type", "veth",
         "peer", "name", f"h{host}", "netns", center, "mtu", "9000",
     )  # fmt: skip
-    for space, interface in ((switch, "up"), (center, f"h{host}")):
-        _ip("-n", space, "link", "set", interface, "master", "br0")
+    for space, interface in ((switch, "uplink"), (center, f"h{host}")):
+        _ip("-n", space, "link", "set", "dev", interface, "master", "br0")
         _ip("-n", space, "link", "set", interface, "up", "gso_max_size", "18000")
         _shape(space, interface, mbit)
 
