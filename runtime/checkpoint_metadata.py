@@ -11,6 +11,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Mapping
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,24 @@ ALLOWED = {
 """The classes, by module, that an index may name; the torch dtypes come on top."""
 
 
+def _member(owner: Any, name: Any) -> Any:
+    """A member of an enumeration: what ``getattr`` in an index is for.
+
+    Python 3.11.0 to 3.11.3 pickle members so. Raises ``UnpicklingError`` for anything else.
+    """
+    if isinstance(owner, EnumType) and isinstance(name, str) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"{name!r} of {owner!r} is no part of an index")
+
+
 class _Unpickler(pickle.Unpickler):
     """Finds only the classes of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no part of an index")

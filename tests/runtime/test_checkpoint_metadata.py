@@ -6,10 +6,15 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+)
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.checkpoint import Slot, TrainingState, load_checkpoint, save_checkpoint
@@ -59,6 +64,29 @@ def test_code_in_an_index_is_refused_and_not_run(saved: Path, tmp_path: Path) ->
         with pytest.raises(UsageError, match=r"AP880[\s\S]*mkdir is no part of an index"):
             load_checkpoint(saved, state())
     assert not (tmp_path / "touched").exists()
+
+
+class Named:
+    """Pickled as ``getattr(owner, name)``, which is how Python 3.11.2 pickles an enum's member."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.pair = (owner, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, self.pair
+
+
+def test_members_of_enumerations_are_read_as_python_3_11_2_writes_them(saved: Path) -> None:
+    metadata: Any = pickle.loads((saved / ".metadata").read_bytes())
+    metadata.planner_data = Named(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    read = SafeFileSystemReader(saved).read_metadata()
+    assert read.planner_data is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for owner, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")):
+        metadata.planner_data = Named(owner, name)
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(UsageError, match=f"AP880[\\s\\S]*{name}.*is no part of an index"):
+            SafeFileSystemReader(saved).read_metadata()
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04junk", pickle.dumps([1, 2])])
