@@ -60,6 +60,9 @@ class Device:
     ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) how
     much longer compute takes while one runs beside it, at least 1. Where nobody said, it is
     ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores and nothing is gained.
+
+    ``message_seconds`` is what the host takes to send or to receive one message of a pipeline,
+    while the device has nothing to do: none where the device sends by itself (NCCL).
     """
 
     name: str
@@ -76,6 +79,7 @@ class Device:
     dollars_per_hour: float | None = None
     tf32: tuple[str, ...] | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
+    message_seconds: float = 0.0
 
     def slowed_share(self, collective: str) -> float:
         """The share of its compute that the device loses while a collective runs beside it.
@@ -317,6 +321,7 @@ def _worst(devices: Sequence[Device]) -> Device:
         num_units=slowest.num_units,
         tf32=_common_tf32(devices),
         slowdown=_largest_slowdown(devices),
+        message_seconds=max(device.message_seconds for device in devices),
     )
 
 

@@ -411,6 +411,7 @@ _DEVICE_FIELDS: Mapping[str, _Convert] = {
     "efficiency": _map_of(_positive),
     "launch_seconds": _number,
     "issue_seconds": _number,
+    "message_seconds": _number,
     "num_units": lambda value, at: _count(value, at) if value != 0 else 0,
     "dollars_per_hour": _number,
     "tf32": _families,

@@ -22,7 +22,7 @@ from .pricing.price_cache import PriceCache
 from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
 from .pricing.stage_cost import BRIEF, StageCost
-from .pricing.step import Pipeline, latency_seconds, prediction_of, send_seconds, simulate_stages
+from .pricing.step import Pipeline, message_seconds, prediction_of, send_seconds, simulate_stages
 from .replicas import with_replica_sums
 from .schedules.held import Halves, halves, stage_halves
 from .shares import coordinate_ranks, slowest
@@ -100,7 +100,7 @@ class Staged:
                 num_chunks=plan.num_chunks, edges=self.edges, slices=self.slices,
             ),
             self.costs,
-            latency_seconds=latency_seconds(plan.cluster),
+            message=message_seconds(plan.cluster),
         )  # fmt: skip
         peak = self.peak_bytes(timeline.peak_activation_bytes)
         return self.figures(timeline.step_seconds, timeline.bubble_fraction, peak)

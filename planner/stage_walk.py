@@ -132,9 +132,16 @@ class StageWalk:
             self._memory(states, kept),
             kept,
             late if self.setting.splits else None,
-            len(self.stage.blocks),
+            self._num_groups,
             self.prices.shares_links,
         )
+
+    @property
+    def _num_groups(self) -> int:
+        """See ``StageCost``."""
+        if self.stage.zero == 0:
+            return len(self.stage.blocks)
+        return self.walked.forms.structure.num_equal_groups(self.start, self.stop)
 
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
         """Seconds and bytes of each parameter that several blocks use, once they are walked."""

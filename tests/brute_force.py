@@ -52,7 +52,7 @@ from autoparallel.planner.plan import (
 from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.price_cache import PriceCache
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.step import latency_seconds
+from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.requests.request import SCHEDULES, Request
 from autoparallel.planner.schedules.schedules import build_schedule
 
@@ -251,10 +251,13 @@ class BruteForce:
         if key not in self.tables:
             self.tables[key] = build_schedule(schedule, len(figures), count)
         forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
+        message = message_seconds(self.cluster)
         costs = StageCosts(
             forward, backward, send_seconds=receive[1:],
             send_backward_seconds=receive_backward[1:], step_seconds=end,
-            send_latency_seconds=[latency_seconds(self.cluster)] * (len(figures) - 1),
+            send_latency_seconds=[message.latency] * (len(figures) - 1),
+            send_call_seconds=[message.call] * (len(figures) - 1),
+            receive_call_seconds=[message.call] * (len(figures) - 1),
             weight_backward_seconds=late[0] if late else (),
         )  # fmt: skip
         if beside:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, partial
 from itertools import combinations, product
 from typing import Any
@@ -365,7 +366,8 @@ class Stage(Choices):
         states = dict(zip(OF_STATES, self.states[zero], strict=True))
 
         def added(name: str, slowed: str, direction: int) -> Floats:
-            return self._added(states[name], states[slowed], beside[direction])
+            number = self._num_groups(zero)
+            return _added(states[name], states[slowed], beside[direction], number)
 
         passes = compute + communication
         passes[0] += added("forward_states", "forward_slowed", 0)
@@ -382,18 +384,23 @@ class Stage(Choices):
         gather, sync = own["parameter_gather"], own["gradient_sync"]
         slowed = own["gather_slowed"] + own["sync_slowed"]
         share = min(1.0, slowed / (gather + sync)) if gather + sync else 0.0
-        return gather, sync, share, len(self.blocks), own["optimizer"]
+        return gather, sync, share, self._num_groups(zero), own["optimizer"]
 
-    def _added(self, collectives: Floats, slowed: Floats, compute: Floats) -> Floats:
-        """What collectives add to the compute that they run beside, block by block: the first one
-        waits for nothing or is waited for, each other ends before its block or after."""
-        number = len(self.blocks)
-        one = [each / number for each in (collectives, slowed, compute)]
-        total = one[0].copy()
-        for _ in range(number - 1):
-            ends_first = one[2] + one[1] >= one[0]
-            total += np.where(ends_first, one[1], one[0] - one[2])
-        return total
+    def _num_groups(self, zero: int) -> int:
+        """The blocks, or from ZeRO 1 on how many blocks of the mean size, weighted by size, make
+        up all parameters."""
+        if zero == 0:
+            return len(self.blocks)
+        sizes = []
+        for block in self.blocks:
+            read = {ref.name for name in block.nodes for ref in self.graph[name].inputs}
+            nodes = [self.graph[name] for name in read if self.graph[name].kind == "parameter"]
+            sizes.append(sum(node.spec.num_bytes for node in nodes))
+        whole = sum(sizes)
+        if whole == 0:
+            return len(self.blocks)
+        weighted = sum(Fraction(size, whole) * size for size in sizes)
+        return max(1, round(whole / weighted))
 
     @cached_property
     def _both_ways(self) -> list[dict[Recompute, Floats]]:
@@ -480,3 +487,14 @@ def _of_states(seconds: Seconds) -> list[float]:
     """By ``OF_STATES``; parameters have nothing else."""
     assert not any(seconds[:4])
     return [getattr(seconds, name) for name in OF_STATES]
+
+
+def _added(collectives: Floats, slowed: Floats, compute: Floats, number: int) -> Floats:
+    """What collectives add to the compute that they run beside, in so many equal groups: the first
+    waits for nothing or is waited for, each other ends before its compute or after."""
+    one = [each / number for each in (collectives, slowed, compute)]
+    total = one[0].copy()
+    for _ in range(number - 1):
+        ends_first = one[2] + one[1] >= one[0]
+        total += np.where(ends_first, one[1], one[0] - one[2])
+    return total

@@ -89,6 +89,7 @@ def device_figures(device: Device) -> Figures:
         ("bandwidth", bandwidth, "memory_bytes_per_second"),
         ("launch", seconds_text(device.launch_seconds), "launch_seconds"),
         ("launch on the host", seconds_text(device.issue_seconds), "issue_seconds"),
+        ("message on the host", seconds_text(device.message_seconds), "message_seconds"),
         ("units", str(device.num_units), "num_units"),
     ]
     rows += [

@@ -13,7 +13,7 @@ from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import StageCosts
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.step import latency_seconds
+from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.schedules.schedules import build_schedule
 
 MOST_ACTIONS = 100_000
@@ -43,6 +43,7 @@ def _costs(plan: Plan) -> StageCosts:
         return [stage.prediction.seconds.get(name, 0.0) for stage in plan.stages]
 
     sends, receives = each("send")[:-1], each("receive")[1:]
+    message = message_seconds(plan.cluster)
     return StageCosts(
         each("forward"),
         each("backward"),
@@ -50,10 +51,15 @@ def _costs(plan: Plan) -> StageCosts:
         send_backward_seconds=[
             max(0.0, both - there) for both, there in zip(receives, sends, strict=True)
         ],
-        send_latency_seconds=[latency_seconds(plan.cluster)] * len(sends),
+        send_latency_seconds=[message.latency] * len(sends),
+        send_call_seconds=[message.call] * len(sends),
+        receive_call_seconds=[message.call] * len(sends),
         gather_seconds=each("parameter_gather"),
         gradient_sync_seconds=each("gradient_sync"),
         slowed_share=each("slowed_share"),
-        buckets=[len(stage.blocks) for stage in plan.stages],
+        buckets=[
+            int(stage.prediction.seconds.get("num_groups", len(stage.blocks)))
+            for stage in plan.stages
+        ],
         step_seconds=each("optimizer"),
     )

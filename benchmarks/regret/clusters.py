@@ -18,7 +18,8 @@ class Emulated:
     """Four devices: Mbit/s of each one's link, of each host's uplink, and the hosts' speeds.
 
     Without ``uplinks`` all are in one host. ``speeds`` are factors of the device's rates.
-    ``issue_seconds`` are what the host takes to issue an op.
+    ``issue_seconds`` are what the host takes to issue an op, ``message_seconds`` to send or to
+    receive a message.
     """
 
     name: str
@@ -26,32 +27,31 @@ class Emulated:
     uplinks: tuple[int, ...] = ()
     speeds: tuple[float, ...] = (1.0,)
     issue_seconds: float = 0.0
+    message_seconds: float = 0.0
 
     def cluster(self) -> Cluster:
         """The cluster as the planner sees it before links are measured."""
         link = _link("switch", self.mbit)
         hosts = tuple(
-            Host(_device(speed, self.issue_seconds), NUM_RANKS // len(self.speeds), link)
-            for speed in self.speeds
+            Host(self._device(speed), NUM_RANKS // len(self.speeds), link) for speed in self.speeds
         )
         return Cluster(self.name, hosts, _link("uplink", min(self.uplinks, default=self.mbit)))
+
+    def _device(self, speed: float) -> Device:
+        """A device whose compute takes no longer while it communicates: it sleeps."""
+        return Device(
+            name=f"emulated x{speed:g}", kind="cpu", memory_bytes=MEMORY_BYTES,
+            usable_memory_bytes=MEMORY_BYTES, memory_bytes_per_second=BYTES_PER_SECOND * speed,
+            peak_flops={"float32": FLOPS_PER_SECOND * speed}, launch_seconds=0.0,
+            issue_seconds=self.issue_seconds, message_seconds=self.message_seconds,
+            slowdown=dict.fromkeys(STATE_COLLECTIVES, 1.0),
+        )  # fmt: skip
 
     def partitions(self) -> list[tuple[tuple[int, ...], ...]]:
         """Groups of ranks of each kind that meshes have, all groups of a kind at once."""
         every = ((0, 1, 2, 3),)
         near, far = ((0, 1), (2, 3)), ((0, 2), (1, 3))
         return [near, far, every] if len(self.speeds) > 1 else [near, every]
-
-
-def _device(speed: float, issue_seconds: float) -> Device:
-    """A device whose compute takes no longer while it communicates: it sleeps."""
-    return Device(
-        name=f"emulated x{speed:g}", kind="cpu", memory_bytes=MEMORY_BYTES,
-        usable_memory_bytes=MEMORY_BYTES, memory_bytes_per_second=BYTES_PER_SECOND * speed,
-        peak_flops={"float32": FLOPS_PER_SECOND * speed}, launch_seconds=0.0,
-        issue_seconds=issue_seconds,
-        slowdown=dict.fromkeys(STATE_COLLECTIVES, 1.0),
-    )  # fmt: skip
 
 
 def _link(name: str, mbit: int) -> Link:

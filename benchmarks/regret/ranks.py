@@ -43,6 +43,8 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 STEPS = 2
 COMPARED_STEPS = 4
 LAYERS, ROUNDS = 20, 15
+MESSAGES_OF_MICROBATCH = 4
+"""Of a rank in the middle: it receives and sends activations, then gradients."""
 CPU = torch.device("cpu")
 
 
@@ -154,31 +156,59 @@ def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
     return found
 
 
+def measure_message(rank: int, emulated: Emulated, job: Job, plan: str) -> float:
+    """Seconds in which the host of a middle rank sends or receives a message of a pipeline.
+
+    The plan is a pipeline of one stage per rank whose compute takes no time: what its step takes
+    beyond issuing the ops, over the four messages of each micro-batch.
+    """
+    device = EmulatedDevice(1e15, 1e15)
+    trainer, batch = _trainer(job, plan)
+    seconds, num_kernels = [], 0
+    for _ in range(ROUNDS):
+        before = device.num_kernels
+        seconds.append(_step(trainer, batch, device))
+        num_kernels = device.num_kernels - before
+    trainer.steps.finish()
+    issued = torch.tensor(num_kernels * emulated.issue_seconds, dtype=torch.float64)
+    dist.all_reduce(issued)
+    host = statistics.median(seconds) - float(issued) / dist.get_world_size()
+    return max(0.0, host / loads(plan).num_microbatches / MESSAGES_OF_MICROBATCH)
+
+
 def measure_plans(rank: int, emulated: Emulated, job: Job, plans: Sequence[str]) -> list[Measured]:
     """What each plan's steps took."""
-    name, settings, global_batch, seq = job
-    target = load_target(name, settings)
-    program = capture_target(target, PlanOptions(global_batch=global_batch, seq=seq))
-    batch = random_batch(program.graph.with_batch_size(global_batch), seed=0)
     speed = emulated.speeds[rank * len(emulated.speeds) // dist.get_world_size()]
     found: list[Measured] = []
     for text in plans:
-        trainer = Trainer(program, loads(text), record_target(target), device=CPU)
         device = EmulatedDevice(FLOPS_PER_SECOND * speed, BYTES_PER_SECOND * speed)
-        # Of the first steps the host compares all ranks' batches, which takes its cores.
-        trainer.runner.batches._check._num_steps = COMPARED_STEPS
-        seconds = []
-        for _ in range(STEPS + 1):
-            dist.barrier()
-            start = time.monotonic()
-            with device:
-                trainer.step(batch)
-                device.synchronize()
-            spent = torch.tensor(time.monotonic() - start, dtype=torch.float64)
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            seconds.append(float(spent))
+        trainer, batch = _trainer(job, text)
+        seconds = [_step(trainer, batch, device) for _ in range(STEPS + 1)]
         trainer.steps.finish()
         busy = torch.tensor(device.busy_seconds / (STEPS + 1), dtype=torch.float64)
         dist.all_reduce(busy, op=dist.ReduceOp.MAX)
         found.append(Measured(seconds[1:], float(busy)))
     return found
+
+
+def _trainer(job: Job, plan: str) -> tuple[Trainer, Any]:
+    """The trainer of a plan, and a batch."""
+    name, settings, global_batch, seq = job
+    target = load_target(name, settings)
+    program = capture_target(target, PlanOptions(global_batch=global_batch, seq=seq))
+    trainer = Trainer(program, loads(plan), record_target(target), device=CPU)
+    # Of the first steps the host compares all ranks' batches, which takes its cores.
+    trainer.runner.batches._check._num_steps = COMPARED_STEPS
+    return trainer, random_batch(program.graph.with_batch_size(global_batch), seed=0)
+
+
+def _step(trainer: Trainer, batch: Any, device: EmulatedDevice) -> float:
+    """Seconds of a step, the slowest rank's."""
+    dist.barrier()
+    start = time.monotonic()
+    with device:
+        trainer.step(batch)
+        device.synchronize()
+    spent = torch.tensor(time.monotonic() - start, dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent)

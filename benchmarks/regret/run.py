@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import links
 import torch
 from clusters import CLUSTERS, NUM_RANKS, Emulated
-from ranks import Job, measure_issue, measure_network, measure_plans, on_ranks
+from ranks import Job, measure_issue, measure_message, measure_network, measure_plans, on_ranks
 
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
@@ -55,6 +55,9 @@ MODELS: dict[str, Job] = {
         {"n_layer": 2, "d_model": 128, "d_ff": 512, "capacity": 80, "seq": 64}, 64, 64,
     ),
 }  # fmt: skip
+CHAIN: Job = (str(HERE / "wide_mlp.py"), {"num_layers": 4}, 256, None)
+CHAINED = "pp=4,microbatches=64,schedule=gpipe"
+"""A pipeline in which the host's messages are measured."""
 GRID = (
     "dp=4,zero=0,microbatches=1", "dp=4,zero=0,microbatches=4", "dp=4,zero=1,microbatches=4",
     "dp=4,zero=2,microbatches=4", "dp=4,zero=3,microbatches=1", "tp=4,microbatches=1",
@@ -83,6 +86,11 @@ def main(arguments: Sequence[str]) -> int:
             emulated = replace(emulated, issue_seconds=on_ranks(places, measure_issue))
             print(f"{emulated.name}: the host issues an op in {emulated.issue_seconds:.2g} s")
             transfers = on_ranks(places, measure_network, emulated)
+            pipeline = make_plan(emulated, CHAIN, CHAINED, transfers)
+            assert pipeline is not None
+            message_seconds = on_ranks(places, measure_message, emulated, CHAIN, pipeline[2])
+            emulated = replace(emulated, message_seconds=message_seconds)
+            print(f"and sends or receives a message in {message_seconds:.2g} s", flush=True)
             for model, job in jobs:
                 rows = measure_model(emulated, model, job, places, transfers, options.only)
                 found[f"{emulated.name}, {model}"] = [asdict(row) for row in rows]

@@ -46,7 +46,7 @@ from ..pricing.prices import Prices
 from ..pricing.slice_costs import even_lengths
 from ..pricing.stage_cost import StageCost, together
 from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, latency_seconds, pipeline_table, simulate_stages
+from ..pricing.step import Pipeline, message_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks, plain_kind
 from ..requests.request import Forced
@@ -176,7 +176,7 @@ class ConfigurationPricer:
             own.schedule, own.num_microbatches, num_chunks=own.num_chunks, edges=staged.edges,
             slices=staged.slices,
         )  # fmt: skip
-        timeline = simulate_stages(pipeline, costs, latency_seconds=latency_seconds(cluster))
+        timeline = simulate_stages(pipeline, costs, message=message_seconds(cluster))
         structure = self._structure(own, own.microbatch_size)
         parts = own.mesh.size // (1 if own.sequence_parallel else own.tp)
         sent = [

@@ -146,7 +146,8 @@ class Pool:
         much of the collectives of states runs beside compute."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
-        forward, backward, gather, end = seconds_of_passes(seconds, run.num_blocks, shares_links)
+        groups = np.array([run.num_groups(zero) for zero in self.zeros])
+        forward, backward, gather, end = seconds_of_passes(seconds, groups, shares_links)
         hidden: Floats = seconds @ objective_weights(num_microbatches, run.num_blocks) + received
         found: Floats = forward + backward + (gather + end) / num_microbatches + received
         return found, hidden

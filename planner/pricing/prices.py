@@ -354,7 +354,7 @@ class Prices:
         return once._replace(backward_states=sync, backward_slowed=summed)
 
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
-        """How much longer compute takes for the copies around ZeRO's collectives.
+        """What the copies around ZeRO's collectives add to them, and to compute beside them.
 
         Parameters are copied out of the buffer in which they were gathered, and gradients are cast
         into the one that is reduced (``fully_shard``). The device moves these bytes while it
@@ -366,7 +366,10 @@ class Prices:
         rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
         out = 2 * gathered * self.policy.gathered_bytes / rate if zero == 3 else 0.0
         into = reduced * (self.policy.gathered_bytes + self.policy.gradient_bytes) / rate
-        return Seconds(forward_slowed=out, backward_slowed=out + into)
+        both = out + into
+        return Seconds(
+            forward_states=out, forward_slowed=out, backward_states=both, backward_slowed=both
+        )
 
     def _slowed_share(self, kind: CollectiveKind) -> float:
         """The share of its compute that a device loses beside a collective of states."""

@@ -100,6 +100,7 @@ class Run:
     shared: tuple[str, ...]
     leaves: tuple[str, ...]
     has_loss: bool
+    num_equal_groups: int = 1
     key: int = -1
     family: int = -1
     _occurrences: dict[RecomputePolicy, Mapping[Row, Occurrences]] = field(
@@ -194,6 +195,10 @@ class Run:
     @property
     def num_blocks(self) -> int:
         return self.stop - self.start
+
+    def num_groups(self, zero: int) -> int:
+        """Groups in which states travel: ZeRO 0 has buckets of equal size, the others blocks."""
+        return self.num_equal_groups if zero else self.num_blocks
 
     @cached_property
     def full_family(self) -> object:

@@ -149,10 +149,12 @@ def objective_weights(
 def beside_compute(collectives: Any, slowed: Any, compute: Any, num_groups: Any) -> Any:
     """Seconds that collectives of states add to the compute that they run beside.
 
-    A stage's parameters travel in ``num_groups`` equal groups, one per block. The first group is
+    A stage's parameters travel in ``num_groups`` equal groups, one per block where all blocks
+    have as many. The first group is
     gathered before its block's forward, or the last one's gradients are summed after its
     backward: that part is exposed. Each of the others runs beside the compute of one block. It
     either ends before that, which takes ``slowed`` seconds longer in all, or is waited for.
+    ``slowed`` is no more than ``collectives``, so that the fewer the groups, the more is exposed.
 
     >>> float(beside_compute(4.0, 1.0, 12.0, 4)), float(beside_compute(4.0, 1.0, 2.0, 4))
     (1.75, 2.5)
@@ -162,7 +164,7 @@ def beside_compute(collectives: Any, slowed: Any, compute: Any, num_groups: Any)
 
 
 def seconds_of_passes(
-    seconds: Floats, num_groups: int, shares_links: bool
+    seconds: Floats, num_groups: Any, shares_links: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Of ``seconds[..., RESOURCE]``: forward and backward of a micro-batch; of a step what
     gathering parameters adds to its first forward, and what comes after its last backward.

@@ -51,7 +51,7 @@ class StageCost:
     ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
     micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
     backward are the gradients of weights, where they are deferred; None where that is not known.
-    Collectives of states run beside compute in ``num_groups``, one per block, and beside other
+    Collectives of states run beside compute in ``num_groups`` of equal size, and beside other
     collectives unless the stage ``shares_links`` among them (``seconds.beside_compute``).
     """
 
@@ -393,7 +393,7 @@ class StageTable:
         receive = float(received[0]), float(received[1])
         return StageCost(
             Seconds(*seconds.tolist()), receive, memory, kept, late,
-            run.num_blocks, self.model.prices.shares_links,
+            run.num_groups(setting.zero), self.model.prices.shares_links,
         )  # fmt: skip
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:

@@ -46,17 +46,25 @@ class Pipeline:
     slices: SliceShares | None = None
 
 
+class MessageSeconds(NamedTuple):
+    """Of every message: its latency, which keeps no other from being sent, and what each of its
+    two hosts takes to send or to receive it while the device waits."""
+
+    latency: float = 0.0
+    call: float = 0.0
+
+
+NO_SECONDS = MessageSeconds()
+
+
 def simulate_stages(
     pipeline: Pipeline,
     costs: Sequence[StageCost],
     *,
-    latency_seconds: float = 0.0,
+    message: MessageSeconds = NO_SECONDS,
 ) -> Timeline:
-    """The step of a pipeline of these stages.
-
-    ``latency_seconds``: of every message, what keeps no other from being sent.
-    """
-    own = _own_costs(pipeline, costs, latency_seconds)
+    """The step of a pipeline of these stages."""
+    own = _own_costs(pipeline, costs, message)
     return simulate(pipeline_table(pipeline, len(costs)), own)
 
 
@@ -75,14 +83,14 @@ def simulated_step(
     pipeline: Pipeline,
     costs: Sequence[StageCost],
     *,
-    latency_seconds: float = 0.0,
+    message: MessageSeconds = NO_SECONDS,
     known: KnownSteps | None = None,
 ) -> Step:
     """The step of a pipeline of these stages, without its timeline.
 
     ``known`` has the steps of earlier calls, and takes this one.
     """
-    own = _own_costs(pipeline, costs, latency_seconds)
+    own = _own_costs(pipeline, costs, message)
     key = (
         pipeline.schedule, pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices,
         *(_figures(getattr(own, name)) for name in _SIMULATED),
@@ -98,13 +106,13 @@ def _figures(values: Sequence[object] | None) -> object:
 
 
 def _own_costs(
-    pipeline: Pipeline, costs: Sequence[StageCost], latency_seconds: float
+    pipeline: Pipeline, costs: Sequence[StageCost], message: MessageSeconds
 ) -> StageCosts:
     """What the simulator asks, without edges where they are those of a chain."""
     edges, slices = pipeline.edges, pipeline.slices
     if edges is not None and _pairs(edges) == chain(len(costs)):
         edges = None
-    own = stage_costs(costs, edges, latency_seconds=latency_seconds)
+    own = stage_costs(costs, edges, message=message)
     if slices is None:
         return own
     return replace(own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward)
@@ -132,12 +140,13 @@ def known_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks
     return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
 
 
-def latency_seconds(cluster: Cluster) -> float:
-    """What every message between devices of the cluster is on its way at least."""
+def message_seconds(cluster: Cluster) -> MessageSeconds:
+    """What every message between devices of the cluster takes at least."""
     links = [host.link for host in cluster.hosts if host.num_devices > 1]
     links += [host.detour for host in cluster.hosts if host.detour is not None]
     links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
-    return min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
+    latency = min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
+    return MessageSeconds(latency, max(host.device.message_seconds for host in cluster.hosts))
 
 
 def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
@@ -153,7 +162,7 @@ def stage_costs(
     costs: Sequence[StageCost],
     edges: WeightedEdges | None = None,
     *,
-    latency_seconds: float = 0.0,
+    message: MessageSeconds = NO_SECONDS,
 ) -> StageCosts:
     """What the simulator asks of stages that were priced."""
     received = [(target, 1.0) for target in range(1, len(costs))]
@@ -186,7 +195,9 @@ def stage_costs(
         ],
         weight_backward_seconds=late if len(late) == len(costs) else (),
         edges=None if edges is None else _pairs(edges),
-        send_latency_seconds=(latency_seconds,) * len(received),
+        send_latency_seconds=(message.latency,) * len(received),
+        send_call_seconds=(message.call,) * len(received),
+        receive_call_seconds=(message.call,) * len(received),
     )
 
 
@@ -205,6 +216,7 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
             "parameter_gather": own.parameter_gather,
             "gradient_sync": own.gradient_sync,
             "slowed_share": cost.slowed_share,
+            "num_groups": float(cost.num_groups),
             "exposed_sync": cost.step_seconds - own.optimizer,
             "optimizer": own.optimizer,
             "send": send_seconds,

@@ -16,7 +16,7 @@ from ..intra_op.intra_op import StageAnswer
 from ..pricing.recompute_policy import RecomputePolicy
 from ..pricing.stage_cost import BRIEF, StageCost
 from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, latency_seconds, simulate_stages
+from ..pricing.step import Pipeline, message_seconds, simulate_stages
 from ..replicas import check_replicas, with_replica_sums
 from ..schedules.schedules import can_have, compute_orders
 from ..search.candidates import Candidate
@@ -85,7 +85,7 @@ def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
         [answer.cost for _, answer in answers], SCHEDULE, context.cluster, ranks
     )  # fmt: skip
     timeline = simulate_stages(
-        Pipeline(SCHEDULE, count), costs, latency_seconds=latency_seconds(context.cluster)
+        Pipeline(SCHEDULE, count), costs, message=message_seconds(context.cluster)
     )
     sizes = _rank_bytes(costs, timeline.peak_activation_bytes)
     limits = [context.limits_on(stage.devices).memory_bytes for stage in base.stages]

@@ -22,7 +22,7 @@ from ..pricing.run_classes import NO_RUN
 from ..pricing.slice_costs import SliceShares
 from ..pricing.stage_cost import BRIEF, StageCost, together
 from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, Step, latency_seconds, simulated_step
+from ..pricing.step import Pipeline, Step, message_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
 from ..schedules.held import Halves, is_split, most_held, splits
 from ..schedules.orders import round_size
@@ -244,11 +244,11 @@ def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candi
     Once the pipeline is full each further micro-batch takes equally long.
     """
     needs = edges(context, made.rows, made.stages)
-    latency = latency_seconds(context.cluster)
+    message = message_seconds(context.cluster)
 
     def run(number: int) -> Step:
         pipeline = Pipeline(made.schedule, number, made.num_chunks, edges=needs)
-        return simulated_step(pipeline, made.costs, latency_seconds=latency, known=context.steps)
+        return simulated_step(pipeline, made.costs, message=message, known=context.steps)
 
     count = made.num_microbatches
     with context.budget.timed("simulator"):

@@ -11,6 +11,7 @@ from autoparallel.planner.pricing.seconds import COLLECTIVES_OF_STATES, objectiv
 from autoparallel.planner.pricing.stage_cost import StageCost
 from autoparallel.planner.pricing.step import (
     KnownSteps,
+    MessageSeconds,
     Pipeline,
     simulate_stages,
     simulated_step,
@@ -126,9 +127,9 @@ def test_a_step_without_its_timeline_is_the_same(seed: int) -> None:
         edges = (*((0, at, 1.0) for at in inner), *((at, number - 1, 0.5) for at in inner))
     name = rng.choice(["1f1b", "gpipe", "eager-1f1b", *([] if edges else ["zb-h1"])])
     pipeline = Pipeline(name, 2 * number, edges=edges)
-    latency = rng.choice([0.0, 0.1])
-    timeline = simulate_stages(pipeline, costs, latency_seconds=latency)
-    found = simulated_step(pipeline, costs, latency_seconds=latency)
+    message = MessageSeconds(rng.choice([0.0, 0.1]), rng.choice([0.0, 0.2]))
+    timeline = simulate_stages(pipeline, costs, message=message)
+    found = simulated_step(pipeline, costs, message=message)
     assert found == (timeline.step_seconds, timeline.bubble_fraction)
 
 
@@ -139,11 +140,12 @@ def test_a_known_step_is_that_of_the_same_figures_only() -> None:
     assert len(known) == 1
     slower = [PAIR[0], stage(forward_compute=1.5, backward_compute=3.0)]
     others = [
-        simulated_step(GPIPE, PAIR, latency_seconds=0.5, known=known),
+        simulated_step(GPIPE, PAIR, message=MessageSeconds(latency=0.5), known=known),
+        simulated_step(GPIPE, PAIR, message=MessageSeconds(call=0.5), known=known),
         simulated_step(Pipeline("1f1b", 4), PAIR, known=known),
         simulated_step(Pipeline("gpipe", 5), PAIR, known=known),
         simulated_step(GPIPE, slower, known=known),
     ]
-    assert len(known) == 5
+    assert len(known) == 6
     plain = simulate_stages(GPIPE, slower)
     assert others[-1].seconds == plain.step_seconds != first.seconds

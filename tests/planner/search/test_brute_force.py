@@ -29,6 +29,7 @@ def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
     factor = (0.0, 1.0, 1.25, 4.0)[seed % 4]
     device = replace(
         case.cluster.hosts[0].device, issue_seconds=rng.choice((0.0, 1e-6)),
+        message_seconds=(0.0, 2e-6)[seed % 2],
         slowdown=dict.fromkeys(STATE_COLLECTIVES, factor) if factor else {},
     )  # fmt: skip
     hosts = (replace(case.cluster.hosts[0], device=device), *case.cluster.hosts[1:])
