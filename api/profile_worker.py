@@ -28,6 +28,7 @@ from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
+from autoparallel.cost_model.profile.transfers import beside
 from autoparallel.options import parse_settings
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.find_plan import plan
@@ -44,6 +45,7 @@ from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.optimizer import BuildOptimizer
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.profile_links import (
+    BESIDE,
     COLLECTIVES,
     Links,
     LinkTime,
@@ -66,6 +68,10 @@ BLOCK_SHARE = 0.2
 LEAST_CASE_SECONDS, MOST_CASE_SECONDS = 0.05, 1.0
 USUAL_BYTES = 1 << 22
 """How far transfers are measured that the search did not ask for."""
+COLLECTIVE_OF = {
+    "all_reduce": "all_reduce", "zero_gather": "all_gather", "zero_scatter": "reduce_scatter",
+}  # fmt: skip
+"""Where the search asks for the first, what compute loses beside the second is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +194,17 @@ def _measure_links(
     meshes.close()
 
 
+_Asked = tuple[str, Group, tuple[tuple[int, ...], ...], float]
+"""A kind of transfer, a group, all groups of its kind, and the most bytes."""
+
+
+def _of_overlap(
+    kind: str, group: Group, partition: tuple[tuple[int, ...], ...]
+) -> tuple[_Asked, _Asked]:
+    """What the share of compute that is lost beside a collective follows from."""
+    return (kind, group, partition, USUAL_BYTES), (beside(kind), group, partition, USUAL_BYTES)
+
+
 @dataclass
 class _Leader:
     """Rank 0: what is asked for, what is known, what is left of the budget."""
@@ -288,20 +305,28 @@ class _Leader:
         for each in known.transfers:
             place = (each.level, each.library, each.kind, each.num_ranks, each.num_hosts)
             reached[place] = max(each.num_bytes, reached.get(place, 0))
-        asked = [(t.kind, t.group, t.partition, t.most_bytes) for t in wanted.transfers]
+        asked: list[_Asked] = [
+            (t.kind, t.group, t.partition, t.most_bytes) for t in wanted.transfers
+        ]
+        asked += [
+            each
+            for kind, group, partition, _ in asked if kind in COLLECTIVE_OF
+            for each in _of_overlap(COLLECTIVE_OF[kind], group, partition)
+        ]  # fmt: skip
         for index, (kind, group, partition, most) in enumerate([*asked, *self._usual()]):
             partition = partition_of(self.cluster, kind, group, partition)
-            links = Links(kind, partition, sizes_to(most))
+            wanted_sizes = (USUAL_BYTES,) if kind in BESIDE else sizes_to(most)
+            links = Links(kind, partition, wanted_sizes)
             is_asked = index < len(asked)
             link = LinkTodo(links, level_of(group), group.library, group.num_hosts, is_asked)
-            new = [(link.place, size) for size in sizes_to(most) if partition]
+            new = [(link.place, size) for size in wanted_sizes if partition]
             new = [each for each in new if each[1] > 2 * reached.get(link.place, 0)]
             sizes = tuple(size for place, size in new if (place, size) not in self.tried)
             self.tried.update(new)
             if sizes:
                 yield replace(link, links=replace(links, num_bytes=sizes))
 
-    def _usual(self) -> Iterator[tuple[str, Group, tuple[tuple[int, ...], ...], float]]:
+    def _usual(self) -> Iterator[_Asked]:
         """Every kind on each level: a whole host, one rank of every host, all ranks."""
         sizes = [host.num_devices for host in self.cluster.hosts]
         total, first = sum(sizes), sizes[0]

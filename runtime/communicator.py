@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 # Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
-_all_gather: Callable[..., Any] = (
+all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 reduce_scatter: Callable[..., Any] = (
@@ -56,7 +56,7 @@ class ProcessCommunicator:
         if size == 1:
             return tensor.detach()
         parts = tensor.new_empty((size, *tensor.shape))
-        _all_gather(
+        all_gather(
             _as_bytes(parts),
             _as_bytes(tensor.detach().contiguous()).unsqueeze(0),
             group=self.device_mesh.get_group(axis),

@@ -19,17 +19,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..cost_model.cluster import Cluster
+from ..cost_model.cluster import STATE_COLLECTIVES, Cluster
 from ..cost_model.collectives import Group, group_of
 from ..cost_model.profile.clocks import stopwatch
-from ..cost_model.profile.transfers import level_of
+from ..cost_model.profile.transfers import beside, level_of
 from .communicator import ProcessCommunicator
+from .profile_overlap import beside_calls
 from .profile_states import ITEM_BYTES, Timed, state_calls
 from .shared import control_group, share_tensor
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 STATES = ("zero_gather", "zero_scatter")
 """What ``fully_shard`` does with a block's parameters and gradients (``profile_states``)."""
+BESIDE = tuple(map(beside, STATE_COLLECTIVES))
+"""What compute loses while a collective of states runs beside it (``profile_overlap``)."""
 
 LEAST_SECONDS = 1e-7
 WARMUP_CALLS = 2
@@ -116,8 +119,11 @@ Prepared = Callable[[int], Timed]
 def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:
     mesh = meshes.of(links.partition, ("groups", "members"))
     if mesh.get_coordinate() is None:
-        base = _nothing if links.kind == "zero_scatter" else None
+        base = _nothing if links.kind in ("zero_scatter", *BESIDE) else None
         return lambda num_bytes: (_nothing, base, num_bytes)
+    if links.kind in BESIDE:
+        of = STATE_COLLECTIVES[BESIDE.index(links.kind)]
+        return lambda num_bytes: beside_calls(of, num_bytes, mesh.get_group(_AXIS), device)
     if links.kind in STATES:
         return lambda num_bytes: state_calls(links.kind, num_bytes, mesh["members"], device)
     return _collective(links, mesh, device)

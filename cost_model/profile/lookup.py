@@ -30,7 +30,7 @@ from .database import Database
 from .environment import Environment, difference, nearest
 from .interpolation import MIN_SAMPLES, Curve, Sample
 from .records import Measurement, Transfer
-from .transfers import MessageSource, fit_link, link_points, transfer_curve
+from .transfers import MessageSource, beside, fit_link, link_points, transfer_curve
 from .transfers import level_of as level_of
 
 _DATA = Path(__file__).with_name("data")
@@ -181,6 +181,19 @@ class Profile:
             return None
         at = (level_of(group), group.library, kind, group.num_ranks, group.num_hosts)
         return self._transfer(at, num_bytes)
+
+    def slowed_share(self, kind: str, group: Group) -> float | None:
+        """The share of its compute that a device loses while a collective of states runs beside it,
+        from the largest that was measured beside compute; None without any."""
+        at = (level_of(group), group.library, beside(kind), group.num_ranks, group.num_hosts)
+        key = "slowed share", at
+        if key not in self._curves:
+            sizes = [each.num_bytes for each in self.transfers if _place(each) == at]
+            most = max(sizes, default=0)
+            lost, alone = (self.collective(each, most, group) for each in (beside(kind), kind))
+            self._curves[key] = min(1.0, lost[0] / alone[0]) if lost and alone else None
+        share: float | None = self._curves[key]
+        return share
 
     def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
         """Seconds of a message between two ranks of a level ("intra:…" or "inter:…")."""

@@ -72,6 +72,15 @@ def level_of(group: Group) -> str:
     return f"mixed:{within}+{group.inter.name}"
 
 
+def beside(kind: str) -> str:
+    """The kind under which a profile has what compute loses while such a collective runs beside it.
+
+    >>> beside("all_gather")
+    'all_gather beside compute'
+    """
+    return f"{kind} beside compute"
+
+
 def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
     """The curve through transfers of one kind and group; each size once."""
     ordered = sorted(transfers, key=lambda each: each.num_bytes)

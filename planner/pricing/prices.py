@@ -374,7 +374,12 @@ class Prices:
     def _slowed_share(self, kind: CollectiveKind) -> float:
         """The share of its compute that a device loses beside a collective of states."""
         given = self.assumptions.slowdown
-        return self.device.slowed_share(kind) if given is None else 1 - 1 / given
+        if given is not None:
+            return 1 - 1 / given
+        known = None
+        if self.profile is not None and kind not in self.device.slowdown:
+            known = self.profile.slowed_share(kind, self.groups[0])
+        return self.device.slowed_share(kind) if known is None else known
 
     @property
     def shares_links(self) -> bool:

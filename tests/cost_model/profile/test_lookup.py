@@ -19,6 +19,7 @@ from autoparallel.cost_model.profile.database import (
     Transfer,
 )
 from autoparallel.cost_model.profile.lookup import Profile, level_of, load_profile, load_shipped
+from autoparallel.cost_model.profile.transfers import beside
 
 from .profile_cases import attention, elementwise, gelu, layer_norm, linear, softmax
 
@@ -215,6 +216,20 @@ def test_a_collective_is_measured_interpolated_or_unknown() -> None:
         ("all_reduce", 1 << 14, replace(RING, sharing=2)),
     ):
         assert profile.collective(kind, num_bytes, group) is None
+
+
+def test_the_share_of_compute_lost_beside_a_collective_is_that_of_the_largest_measured() -> None:
+    alone = transfers("all_gather")
+    lost = [replace(each, kind=beside("all_gather"), seconds=each.seconds / 2) for each in alone]
+    lost[-1] = replace(lost[-1], seconds=alone[-1].seconds / 4)
+    profile = Profile(HERE, {}, (*alone, *lost))
+    assert profile.slowed_share("all_gather", RING) == pytest.approx(0.25)
+    assert profile.slowed_share("reduce_scatter", RING) is None
+    assert profile.slowed_share("all_gather", replace(RING, library="nccl")) is None
+    assert Profile(HERE, {}, tuple(lost)).slowed_share("all_gather", RING) is None
+    longer = [replace(each, seconds=2 * each.seconds) for each in lost]
+    worst = Profile(HERE, {}, (*(replace(each, seconds=1e-6) for each in alone), *longer))
+    assert worst.slowed_share("all_gather", RING) == 1.0
 
 
 def test_the_levels_of_a_cluster_are_told_apart() -> None:
