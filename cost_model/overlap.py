@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .actions import GATHER, REDUCE, Action
-from .stage_costs import StageCosts
+from .stage_costs import ONE_BUCKET, Buckets, StageCosts
 from .timeline import Event, Stream
 
 
@@ -45,18 +45,17 @@ class Collectives:
 
     def gather(self, stage: int, costs: StageCosts, now: float) -> None:
         """Launches the gathering of a stage's parameters, bucket by bucket."""
-        parts = self._parts(stage, costs)
-        seconds = costs.gather_seconds[stage] / parts
+        seconds = costs.gather_seconds[stage]
         self.gathered[stage] = [
-            self.launch(Action(GATHER, stage), "parameter gather", now, seconds)
-            for _ in range(parts)
+            self.launch(Action(GATHER, stage), "parameter gather", now, seconds * share)
+            for share in self._buckets(stage, costs).gathered
         ]
 
-    def _parts(self, stage: int, costs: StageCosts) -> int:
-        """In how many buckets a stage's states travel, whose collectives are the next ones."""
+    def _buckets(self, stage: int, costs: StageCosts) -> Buckets:
+        """The buckets of a stage's states, whose collectives are the next ones."""
         if costs.slowed_share:
             self.slowed_share = costs.slowed_share[stage]
-        return costs.buckets[stage] if costs.buckets else 1
+        return costs.buckets[stage] if costs.buckets else ONE_BUCKET
 
     def finish(self, start: float, work: float) -> float:
         """When ``work`` seconds of undisturbed compute end that start at ``start``.
@@ -76,25 +75,28 @@ class Collectives:
         self.lost_seconds += beside - done
         return self.busy_until + work - done
 
-    def first_forward(self, stage: int, start: float, work: float) -> tuple[float, float, float]:
+    def first_forward(
+        self, stage: int, costs: StageCosts, start: float, work: float
+    ) -> tuple[float, float, float]:
         """A forward that needs each bucket before its share: (start, end, waited within both)."""
         ends = self.gathered[stage]
-        share = work / len(ends)
+        shares = self._buckets(stage, costs).forward
         began = now = max(start, ends[0])
         waited = now - start
-        for there in ends:
+        for there, share in zip(ends, shares, strict=True):
             if there > now:
                 waited += there - now
                 now = there
-            now = self.finish(now, share)
+            now = self.finish(now, work * share)
         return began, now, waited
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
         """A backward whose every share completes a bucket of gradients; when it ends."""
-        parts = self._parts(stage, costs)
-        share, seconds = work / parts, costs.gradient_sync_seconds[stage] / parts
+        buckets, seconds = self._buckets(stage, costs), costs.gradient_sync_seconds[stage]
         now = start
-        for _ in range(parts):
-            now = self.finish(now, share)
-            self.reduced[stage] = self.launch(Action(REDUCE, stage), "gradient sync", now, seconds)
+        for share, part in zip(reversed(buckets.backward), reversed(buckets.summed), strict=True):
+            now = self.finish(now, work * share)
+            self.reduced[stage] = self.launch(
+                Action(REDUCE, stage), "gradient sync", now, seconds * part
+            )
         return now

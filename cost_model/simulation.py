@@ -331,7 +331,7 @@ class Simulation:
         if action not in rank.beside:
             end = beside.finish(start, work)
         elif action.kind == FORWARD:
-            start, end, waited = beside.first_forward(action.stage, start, work)
+            start, end, waited = beside.first_forward(action.stage, self.costs, start, work)
             rank.gather += waited
         else:
             end = beside.last_backward(action.stage, self.costs, start, work)

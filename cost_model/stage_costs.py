@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .actions import Edges, Schedule
 
 OF_EDGES = ("send_", "receive_")
 """What the names of costs begin with that have one entry per edge."""
+
+
+class Buckets(NamedTuple):
+    """A stage's states in the parts in which they travel, in the order of the forward.
+
+    By part its share of the forward, of the bytes that are gathered, of the backward, and of the
+    gradients that are summed; each adds up to 1.
+    """
+
+    forward: tuple[float, ...]
+    gathered: tuple[float, ...]
+    backward: tuple[float, ...]
+    summed: tuple[float, ...]
+
+    @staticmethod
+    def equal(number: int) -> Buckets:
+        """So many equal parts."""
+        return Buckets(*((1 / number,) * number for _ in range(4)))
+
+
+ONE_BUCKET = Buckets((1,), (1,), (1,), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +51,10 @@ class StageCosts:
     ``gather_seconds``: gathering sharded parameters, once per step, for the first forward.
     ``gradient_sync_seconds``: summing gradients, once per step, after the last backward. Where
     the ``slowed_share`` is below 1, both run beside that forward and that backward in ``buckets``
-    equal parts (one where this is empty): a part of the parameters is there before its part of
-    the forward, and a part of the gradients is summed after its part of the backward. While one
-    of them runs, that share of the rank's compute is lost: 0 where they do not disturb each other.
-    With 1, the default, they stop their rank.
+    (one where this is empty): a part of the parameters is there before its part of the forward,
+    and a part of the gradients is summed after its part of the backward. While one of them runs,
+    that share of the rank's compute is lost: 0 where they do not disturb each other. With 1, the
+    default, they stop their rank.
     ``step_seconds``: the optimizer, once.
     ``activation_bytes``: what one micro-batch keeps until its backward, on the worst rank.
     ``static_bytes``: everything held throughout. ``weight_backward_seconds``: the part of the
@@ -65,7 +87,7 @@ class StageCosts:
     slowed_share: Sequence[float] = ()
     forward_states_seconds: Sequence[float] = ()
     backward_states_seconds: Sequence[float] = ()
-    buckets: Sequence[int] = ()
+    buckets: Sequence[Buckets] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
@@ -79,8 +101,9 @@ class StageCosts:
                 raise ValueError(f"{name} has {found} entries for {stages} stages, not {length}")
         if not all(0 <= share <= 1 for share in self.slowed_share):
             raise ValueError(f"shares of compute that is lost: {self.slowed_share}")
-        if any(number < 1 for number in self.buckets):
-            raise ValueError("a stage's gradients are at least one bucket")
+        for buckets in self.buckets:
+            if len(set(map(len, buckets))) > 1 or not buckets.forward:
+                raise ValueError("a stage has at least one bucket, and of each all four shares")
 
 
 def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:

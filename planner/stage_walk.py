@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..cost_model.cluster import Cluster, Link
 from ..cost_model.memory import reserve_bytes
 from .block_walk import BlockCost, BlockForms, Layouts, Reads, Setting, block_cost
@@ -20,6 +22,7 @@ from .layout import INVARIANT, Layout, NodeLayout
 from .plan import Plan, Recompute
 from .pricing.price_cache import PriceCache
 from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
+from .pricing.seconds import Groups
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure
 from .pricing.weight_versions import version_bytes
@@ -132,16 +135,16 @@ class StageWalk:
             self._memory(states, kept),
             kept,
             late if self.setting.splits else None,
-            self._num_groups,
+            self._groups(),
             self.prices.shares_links,
         )
 
-    @property
-    def _num_groups(self) -> int:
-        """See ``StageCost``."""
-        if self.stage.zero == 0:
-            return len(self.stage.blocks)
-        return self.walked.forms.structure.num_equal_groups(self.start, self.stop)
+    def _groups(self) -> Groups:
+        """The blocks, once they are walked; what several share travels with the first."""
+        seconds = np.array([each.seconds for each in self.found])
+        for own, _ in self.of_shared():
+            seconds[0] += own
+        return Groups(seconds, np.ones(len(seconds), dtype=np.int64))
 
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
         """Seconds and bytes of each parameter that several blocks use, once they are walked."""

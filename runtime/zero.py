@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 GROUP_BYTES = 2_000_000
 """So many bytes of small blocks are gathered and reduced together: each collective costs a
 latency, and holding them for longer costs nothing beside a stage's activations."""
-GROUP_RATIO = 1.1
-"""A block that is small beside its neighbour is gathered with that."""
+TINY_BYTES = 50_000
+"""A block of no more is gathered with its neighbour, however large that is: it has little more than
+norms. Others are not: their compute would wait for the neighbour instead of hiding it."""
 ASYNC_ON_CPU = True
 """Whether all-gathers and reduce-scatters run beside compute on a CPU; on a GPU they always do."""
 
@@ -204,9 +205,9 @@ def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[
             sizes[parameter.block] = sizes.get(parameter.block, 0) + size
     groups: list[list[int]] = []
     for position in sorted(sizes):
-        held = [sizes[other] for other in groups[-1]] if groups else []
-        most = max(GROUP_BYTES, GROUP_RATIO * max(*held, sizes[position])) if held else 0
-        if sum(held) + sizes[position] > most:
+        held = sum(sizes[other] for other in groups[-1]) if groups else 0
+        is_tiny = min(held, sizes[position]) <= TINY_BYTES
+        if not groups or (held + sizes[position] > GROUP_BYTES and not is_tiny):
             groups.append([])
         groups[-1].append(position)
     return [[stage.blocks[position] for position in group] for group in groups]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property, partial
 from itertools import combinations, product
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 from brute_force_layouts import ZEROS, Choices, Floats, Ints
 
 from autoparallel.cost_model.memory import reserve_bytes
+from autoparallel.cost_model.stage_costs import Buckets
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, Layout, NodeLayout
 from autoparallel.planner.plan import Recompute
@@ -290,7 +290,7 @@ class Stage(Choices):
         """Per ZeRO stage: seconds of the states by ``OF_STATES``; their bytes, and those gathered,
         per block."""
         num = self.num_assignments
-        self.states = np.zeros((len(ZEROS), len(OF_STATES), num))
+        self.states = np.zeros((len(ZEROS), len(self.blocks), len(OF_STATES), num))
         self.state_bytes = np.zeros((len(ZEROS), num))
         self.gathered = np.zeros((len(ZEROS), len(self.blocks), num))
         self.parameters: dict[str, int] = {}
@@ -301,14 +301,17 @@ class Stage(Choices):
                         self.parameters.setdefault(ref.name, number)
             if block.parameters:
                 for zero in ZEROS:
-                    self.states[zero] += np.array([_of_states(self.prices.block_sync(zero))]).T
+                    latency = np.array([_of_states(self.prices.block_sync(zero))]).T
+                    self.states[zero, number] += latency
         for name, number in self.parameters.items():
             layouts, ids = self.made(Ref(name))
             for zero in ZEROS:
                 priced = [
                     self.prices.parameter(self.graph[name].spec, each, zero) for each in layouts
                 ]
-                self.states[zero] += np.array([_of_states(p[0]) for p in priced]).T[:, ids]
+                is_shared = self.num_blocks(name) > 1
+                own = np.array([_of_states(p[0]) for p in priced]).T[:, ids]
+                self.states[zero, 0 if is_shared else number] += own
                 held = np.array([p[1] for p in priced]).T[:, ids]
                 self.state_bytes[zero] += held[:3].sum(axis=0)
                 if self.num_blocks(name) == 1:
@@ -320,7 +323,7 @@ class Stage(Choices):
 
     @cached_property
     def recomputations(self) -> list[Modes]:
-        """Every block as it is, selectively or fully recomputed; of equal blocks in that order.
+        """Every block as it is, selectively or fully recomputed; of equal blocks the first most.
 
         The first is as they are.
         """
@@ -329,7 +332,7 @@ class Stage(Choices):
             tuple(MODES[place] for place in places)
             for places in product(range(len(MODES)), repeat=len(numbers))
             if all(
-                places[i] <= places[j]
+                places[i] >= places[j]
                 for i, j in combinations(range(len(numbers)), 2)
                 if numbers[i] == numbers[j]
             )
@@ -356,51 +359,56 @@ class Stage(Choices):
 
         ``halved``: the backward is that of both halves, and a sixth column is the second half.
         """
-        compute, communication = np.zeros((2, *self.ends.shape))
-        communication += self.ends
-        for block, mode in enumerate(modes):
-            ways = (self._halved_ways if halved else self._both_ways)[block][mode]
-            compute += ways[0]
-            communication += ways[1]
-        beside = compute if self.prices.shares_links else compute + communication
-        states = dict(zip(OF_STATES, self.states[zero], strict=True))
-
-        def added(name: str, slowed: str, direction: int) -> Floats:
-            number = self._num_groups(zero)
-            return _added(states[name], states[slowed], beside[direction], number)
-
+        blocks = self._ways(modes, halved=halved)
+        compute = sum((own for own, _ in blocks), np.zeros(self.ends.shape))
+        communication = sum((sent for _, sent in blocks), self.ends)
+        hides = compute if self.prices.shares_links else compute + communication
+        scale = np.divide(hides, compute, out=np.zeros_like(hides), where=compute > 0)
+        beside = [own * scale for own, _ in blocks]
+        forward = [own[0] for own in beside]
+        states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
+        gather = [(own["forward_states"], own["forward_slowed"]) for own in states]
+        both = [(own["backward_states"], own["backward_slowed"]) for own in states]
+        scatter = [
+            tuple(a - b for a, b in zip(*each, strict=True))
+            for each in zip(both, gather, strict=True)
+        ]
         passes = compute + communication
-        passes[0] += added("forward_states", "forward_slowed", 0)
-        passes[1] += added("backward_states", "backward_slowed", 1)
-        end = states["optimizer"] + added("parameter_gather", "gather_slowed", 0)
-        end = end + added("gradient_sync", "sync_slowed", 1)
+        passes[0] += _one_ahead(gather, forward)
+        passes[1] += _ahead_and_behind(gather, scatter, [own[1] for own in beside])
+        end = sum(own["optimizer"] for own in states)
+        once = [(own["parameter_gather"], own["gather_slowed"]) for own in states]
+        end = end + _all_at_once(once, forward)
+        sync = [(own["gradient_sync"], own["sync_slowed"]) for own in states]
+        end = end + _all_at_once(sync, [own[1] for own in beside])
         found = np.stack([*passes, *self.receive, end], axis=1)
         return np.column_stack([found, self.late]) if halved else found
 
-    def of_step(self, zero: int, which: int) -> tuple[float, float, float, int, float]:
+    def _ways(self, modes: Modes, *, halved: bool) -> list[tuple[Floats, Floats]]:
+        """Of each block compute and communication, each forward and backward."""
+        ways = self._halved_ways if halved else self._both_ways
+        return [tuple(ways[block][mode]) for block, mode in enumerate(modes)]
+
+    def of_step(
+        self, zero: int, modes: Modes, which: int, *, halved: bool = False
+    ) -> tuple[float, float, float, Buckets, float]:
         """Of an assignment: gathering parameters and summing gradients once per step, the share
         of compute lost beside both, the blocks one by one they do it for, the optimizer."""
-        own = dict(zip(OF_STATES, self.states[zero, :, which].tolist(), strict=True))
-        gather, sync = own["parameter_gather"], own["gradient_sync"]
-        slowed = own["gather_slowed"] + own["sync_slowed"]
+        own = [dict(zip(OF_STATES, each[:, which], strict=True)) for each in self.states[zero]]
+        ways = self._ways(modes, halved=halved)
+        parts = [
+            [each[0][0, which] for each in ways], [each["parameter_gather"] for each in own],
+            [each[0][1, which] for each in ways], [each["gradient_sync"] for each in own],
+        ]  # fmt: skip
+        gather, sync = sum(parts[1]), sum(parts[3])
+        slowed = sum(each["gather_slowed"] + each["sync_slowed"] for each in own)
         share = min(1.0, slowed / (gather + sync)) if gather + sync else 0.0
-        return gather, sync, share, self._num_groups(zero), own["optimizer"]
-
-    def _num_groups(self, zero: int) -> int:
-        """The blocks, or from ZeRO 1 on how many blocks of the mean size, weighted by size, make
-        up all parameters."""
-        if zero == 0:
-            return len(self.blocks)
-        sizes = []
-        for block in self.blocks:
-            read = {ref.name for name in block.nodes for ref in self.graph[name].inputs}
-            nodes = [self.graph[name] for name in read if self.graph[name].kind == "parameter"]
-            sizes.append(sum(node.spec.num_bytes for node in nodes))
-        whole = sum(sizes)
-        if whole == 0:
-            return len(self.blocks)
-        weighted = sum(Fraction(size, whole) * size for size in sizes)
-        return max(1, round(whole / weighted))
+        number = len(self.blocks)
+        shares = [
+            tuple(each / sum(part) for each in part) if sum(part) else (1 / number,) * number
+            for part in parts
+        ]
+        return gather, sync, share, Buckets(*shares), sum(each["optimizer"] for each in own)
 
     @cached_property
     def _both_ways(self) -> list[dict[Recompute, Floats]]:
@@ -489,12 +497,46 @@ def _of_states(seconds: Seconds) -> list[float]:
     return [getattr(seconds, name) for name in OF_STATES]
 
 
-def _added(collectives: Floats, slowed: Floats, compute: Floats, number: int) -> Floats:
-    """What collectives add to the compute that they run beside, in so many equal groups: the first
-    waits for nothing or is waited for, each other ends before its compute or after."""
-    one = [each / number for each in (collectives, slowed, compute)]
-    total = one[0].copy()
-    for _ in range(number - 1):
-        ends_first = one[2] + one[1] >= one[0]
-        total += np.where(ends_first, one[1], one[0] - one[2])
+States = Sequence[tuple[Floats, Floats]]
+"""Of each block seconds of collectives, and how much longer compute beside them takes."""
+
+
+def _one_ahead(states: States, compute: Sequence[Floats]) -> Floats:
+    """What gathering each block beside the compute of the one before it adds."""
+    total = states[0][0].copy()
+    for (needs, slows), own in zip(states[1:], compute[:-1], strict=True):
+        total += np.where(own + slows >= needs, slows, needs - own)
     return total
+
+
+def _ahead_and_behind(gather: States, scatter: States, compute: Sequence[Floats]) -> Floats:
+    """In the backward: beside a block the one before it is gathered, and the gradients of the one
+    after it are scattered."""
+    total = gather[-1][0] + scatter[0][0]
+    for at, own in enumerate(compute):
+        beside = [gather[at - 1]] if at > 0 else []
+        beside += scatter[at + 1 : at + 2]
+        needs = sum((each[0] for each in beside), np.zeros_like(own))
+        slows = sum((each[1] for each in beside), np.zeros_like(own))
+        total = total + np.where(own + slows >= needs, slows, needs - own)
+    return total
+
+
+def _all_at_once(states: States, compute: Sequence[Floats]) -> Floats:
+    """What gathering all blocks from the start of a pass adds to it.
+
+    The second in which the pass ends, block by block: a block begins when it is there and the one
+    before it is done. What is still to be gathered then slows what is still to be computed.
+    """
+    whole = sum(needs for needs, _ in states)
+    lost = sum(slows for _, slows in states)
+    share = np.divide(lost, whole, out=np.zeros_like(whole), where=whole > 0)
+    now, there = np.zeros_like(whole), np.zeros_like(whole)
+    for (needs, _), own in zip(states, compute, strict=True):
+        there = there + needs
+        now = np.maximum(now, there)
+        left = np.maximum(whole - now, 0.0)
+        during = left * (1 - share)
+        slowly = np.divide(own, 1 - share, out=np.zeros_like(own), where=share < 1)
+        now = np.where(own <= during, now + slowly, now + left + own - during)
+    return now - sum(compute)

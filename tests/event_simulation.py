@@ -13,9 +13,14 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from autoparallel.cost_model.actions import Schedule
-from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.stage_costs import ONE_BUCKET, Buckets, StageCosts
 
 Device = tuple[int, int]  # pipeline rank, replica
+
+
+def equal(number: int) -> Buckets:
+    """So many equal buckets, exactly."""
+    return Buckets(*((Fraction(1, number),) * number for _ in range(4)))
 
 
 @dataclass
@@ -70,8 +75,8 @@ class _Engine:
         values = getattr(self.costs, name)
         return Fraction(values[stage]) if values else Fraction(0)
 
-    def _parts(self, stage):
-        return self.buckets[stage] if self.buckets else 1
+    def _buckets(self, stage):
+        return self.buckets[stage] if self.buckets else ONE_BUCKET
 
     def _program(self, rank, replica):
         """(what, key, seconds): work, wait for a key of a queue, or be there for one."""
@@ -85,9 +90,9 @@ class _Engine:
             whole = self._cost("gather_seconds", stage)
             if whole:
                 gathers[stage] = []
-                for part in range(self._parts(stage)):
+                for part, share in enumerate(self._buckets(stage).gathered):
                     key = ("gather", rank), (stage, part)
-                    self._enqueue(key, whole / self._parts(stage))
+                    self._enqueue(key, whole * share)
                     steps.append(("there", key, None))
                     gathers[stage].append(key)
         if not overlap:
@@ -106,8 +111,9 @@ class _Engine:
         kind, stage, m, _ = action
         ranks, overlap = self.schedule.stage_rank, self.slowdown is not None
         work = {"F": "forward_seconds", "B": "backward_seconds", "STEP": "step_seconds"}
-        sync, parts = self._cost("gradient_sync_seconds", stage), self._parts(stage)
-        keys = [(("sync", rank), (stage, part)) for part in range(parts)]
+        sync, buckets = self._cost("gradient_sync_seconds", stage), self._buckets(stage)
+        parts = list(zip(buckets.backward, buckets.summed, strict=True))[::-1]
+        keys = [(("sync", rank), (stage, part)) for part in range(len(parts))]
         if kind in ("RECV_F", "RECV_B"):
             source = stage - 1 if kind == "RECV_F" else stage + 1
             key = (kind[-1], source, m)
@@ -121,8 +127,8 @@ class _Engine:
         if kind == "REDUCE":
             if overlap or not sync:
                 return []
-            for key in keys:
-                self._enqueue(key, sync / parts)
+            for key, (_, share) in zip(keys, parts, strict=True):
+                self._enqueue(key, sync * share)
             return [("there", key, None) for key in keys] + [("wait", key, None) for key in keys]
         seconds = self._cost(work[kind], stage)
         steps = []
@@ -131,12 +137,12 @@ class _Engine:
         if kind == "B" and stage + 1 < len(ranks) and ranks[stage + 1] != rank:
             steps.append(("arrived", (("B", stage + 1, m), replica), None))
         if overlap and kind == "F" and first[stage] == action and stage in gathers:
-            for key in gathers[stage]:
-                steps += [("wait", key, None), ("work", None, seconds / parts)]
+            for key, share in zip(gathers[stage], buckets.forward, strict=True):
+                steps += [("wait", key, None), ("work", None, seconds * share)]
         elif overlap and kind == "B" and last[stage] == action and sync:
-            for key in keys:
-                self._enqueue(key, sync / parts)
-                steps += [("work", None, seconds / parts), ("there", key, None)]
+            for key, (share, part) in zip(keys, parts, strict=True):
+                self._enqueue(key, sync * part)
+                steps += [("work", None, seconds * share), ("there", key, None)]
         else:
             if overlap and kind == "STEP" and sync:
                 steps += [("wait", key, None) for key in keys]

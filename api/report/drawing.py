@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import isclose
 
 from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.stage_costs import Buckets, StageCosts
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.step import message_seconds
@@ -57,9 +57,6 @@ def _costs(plan: Plan) -> StageCosts:
         gather_seconds=each("parameter_gather"),
         gradient_sync_seconds=each("gradient_sync"),
         slowed_share=each("slowed_share"),
-        buckets=[
-            int(stage.prediction.seconds.get("num_groups", len(stage.blocks)))
-            for stage in plan.stages
-        ],
+        buckets=[Buckets.equal(len(stage.blocks)) for stage in plan.stages],
         step_seconds=each("optimizer"),
     )

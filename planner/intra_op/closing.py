@@ -40,8 +40,6 @@ def priced(
     mode: Recompute,
     zeros: Sequence[int],
     prices: Sequence[float],
-    *,
-    num_groups: int,
 ) -> Rates:
     """Every ZeRO stage at every price of a byte, stages outermost."""
     states = tuple(float(price) for _ in zeros for price in prices)
@@ -51,7 +49,6 @@ def priced(
         mode,
         states,
         tuple(price * in_flight for price in states),
-        num_groups=num_groups,
     )
 
 

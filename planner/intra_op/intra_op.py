@@ -129,12 +129,7 @@ class IntraOp:
 
     def _plain(self, num_microbatches: int) -> Rates:
         """What counts where bytes do not."""
-        return Rates(num_microbatches, self.zeros, self.modes[0], num_groups=self._num_blocks)
-
-    @property
-    def _num_blocks(self) -> int:
-        """The blocks of the longest run."""
-        return len(self.model.structure.blocks.blocks)
+        return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
         """The solutions of a run's family; those of runs that were only bounded are made now."""
@@ -247,7 +242,7 @@ class IntraOp:
         before = len(pool.entries)
         for exposed in EXPOSED:
             rates = replace(
-                self._plain(num_microbatches), num_groups=run.num_blocks, exposed=exposed,
+                self._plain(num_microbatches), exposed=exposed,
                 shares_links=self.model.prices.shares_links,
             )  # fmt: skip
             solved = self._solve((run,), rates)
@@ -277,9 +272,7 @@ class IntraOp:
         zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # all are tried with them
         for mode in self.modes:
             prices = [unit * price for price in PRICES]
-            rates = closing.priced(
-                num_microbatches, in_flight, mode, zeros, prices, num_groups=self._num_blocks
-            )
+            rates = closing.priced(num_microbatches, in_flight, mode, zeros, prices)
             solved = self._solve((run,), rates)
             if solved is not None:
                 self._take(pool, solved)
@@ -322,9 +315,7 @@ class IntraOp:
         self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
     ) -> dict[Recompute, Rates]:
         return {
-            mode: closing.priced(
-                num_microbatches, in_flight, mode, zeros, prices, num_groups=self._num_blocks
-            )
+            mode: closing.priced(num_microbatches, in_flight, mode, zeros, prices)
             for mode in self.modes
         }
 
@@ -361,7 +352,7 @@ class IntraOp:
         family, count = self._family(run), base.num_microbatches
         if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
             return found
-        weights = objective_weights(count, run.num_blocks)
+        weights = objective_weights(count)
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
         if hidden < found.objective * (1 - gap):
             most = min(most, closing.MOST_PROGRAMS)  # what is exposed is not in the programs

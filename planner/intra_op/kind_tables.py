@@ -56,9 +56,8 @@ class Rates:
 
     ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one
     micro-batch keeps (λ times the micro-batches in flight). All blocks run as ``mode`` says.
-    ``num_groups``, ``exposed``, ``shares_links``: see ``objective_weights``; of runs of several
-    lengths the number is that of the longest. ``any_zero``: each decision is in the ZeRO stage
-    that is its best, and problems are one row.
+    ``exposed``, ``shares_links``: see ``objective_weights``. ``any_zero``: each decision is in the
+    ZeRO stage that is its best, and problems are one row.
     """
 
     num_microbatches: int
@@ -67,7 +66,6 @@ class Rates:
     state_prices: tuple[float, ...] = ()
     saved_prices: tuple[float, ...] = ()
     any_zero: bool = False
-    num_groups: int = 1
     exposed: float = 0.0
     shares_links: bool = True
 
@@ -75,9 +73,8 @@ class Rates:
     def weights(self) -> Floats:
         """What a second of each resource counts."""
         return objective_weights(
-            self.num_microbatches, self.num_groups, exposed=self.exposed,
-            shares_links=self.shares_links,
-        )  # fmt: skip
+            self.num_microbatches, exposed=self.exposed, shares_links=self.shares_links
+        )
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ..pricing.decisions import ZEROS
 from ..pricing.kept_bytes import RECOMPUTE_MODES
 from ..pricing.kind_model import KEPT, NUM_FIGURES, RECEIVED, STATES
 from ..pricing.recompute_policy import NO_RECOMPUTE, Ints
-from ..pricing.seconds import Resource, objective_weights, seconds_of_passes
+from ..pricing.seconds import Groups, Resource, grouped, objective_weights, seconds_of_passes
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import Boundary, StageModel
 from ..pricing.structure import Row, Run
@@ -146,9 +146,9 @@ class Pool:
         much of the collectives of states runs beside compute."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
-        groups = np.array([run.num_groups(zero) for zero in self.zeros])
+        groups = self._groups(run)
         forward, backward, gather, end = seconds_of_passes(seconds, groups, shares_links)
-        hidden: Floats = seconds @ objective_weights(num_microbatches, run.num_blocks) + received
+        hidden: Floats = seconds @ objective_weights(num_microbatches) + received
         found: Floats = forward + backward + (gather + end) / num_microbatches + received
         return found, hidden
 
@@ -165,6 +165,16 @@ class Pool:
             totals = np.sum([count * self._row(row) for row, count in weighted], axis=0)
             self._totals[run.key] = totals
         return totals
+
+    def _groups(self, run: Run) -> Groups:
+        """With nothing recomputed, the blocks of a run in every solution and ZeRO stage."""
+        kinds, counts = grouped(run.kinds)
+        which, resources = list(self.zeros), slice(len(Resource))
+        rows = {kind: self._row(kind)[:, which, resources] for kind in run.counts}
+        seconds = np.stack([rows[kind] for kind in kinds], axis=-2)
+        for name in run.shared:
+            seconds[..., 0, :] += self._row(name)[:, which, resources]
+        return Groups(seconds, counts)
 
     def _row(self, row: Row | Boundary) -> Floats:
         """What a row adds in every solution; found once for each."""

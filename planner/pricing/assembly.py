@@ -98,7 +98,7 @@ class Assembly:
 
     def _sync(self, setting: Setting) -> float:
         """The latencies of gradient synchronization, which no choice changes."""
-        share = objective_weights(setting.num_microbatches, self.run.num_blocks)
+        share = objective_weights(setting.num_microbatches)
         return float(
             sum(
                 count * (np.array(self.model.block_sync(kind, setting.zero)) @ share)
@@ -114,7 +114,7 @@ class Assembly:
 
     def _own_cost(self, position: int, rows: Mapping[Row, Occurrences], setting: Setting) -> Floats:
         decision, (kept, *recomputed) = self.decisions[position], rows[self.owner(position)]
-        weights = objective_weights(setting.num_microbatches, self.run.num_blocks)
+        weights = objective_weights(setting.num_microbatches)
         weights = (kept + sum(recomputed)) * weights
         cost: Floats = decision.seconds[setting.zero] @ weights
         return cost + np.array(recomputed) @ decision.recompute_seconds

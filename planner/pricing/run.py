@@ -100,7 +100,6 @@ class Run:
     shared: tuple[str, ...]
     leaves: tuple[str, ...]
     has_loss: bool
-    num_equal_groups: int = 1
     key: int = -1
     family: int = -1
     _occurrences: dict[RecomputePolicy, Mapping[Row, Occurrences]] = field(
@@ -196,10 +195,6 @@ class Run:
     def num_blocks(self) -> int:
         return self.stop - self.start
 
-    def num_groups(self, zero: int) -> int:
-        """Groups in which states travel: ZeRO 0 has buckets of equal size, the others blocks."""
-        return self.num_equal_groups if zero else self.num_blocks
-
     @cached_property
     def full_family(self) -> object:
         """What runs must share for one's layouts to be meaningful in another."""
@@ -215,8 +210,7 @@ class Run:
     def full_key(self) -> object:
         """What the run's price depends on."""
         return (
-            tuple(self.counts.items()),
-            self.block_classes,
+            self.classes,
             tuple(sorted(self.sent.items())),
             tuple(sorted(use for _, use in self.received)),
             self.shared,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
+from itertools import groupby
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from ...cost_model.cluster import Source
 
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 
 
 class Resource(IntEnum):
@@ -64,7 +67,7 @@ class Seconds(NamedTuple):
     ``forward_states``/``backward_states``: gathering parameters and scattering gradients in
     every micro-batch (ZeRO 2 and 3), which recomputation does not repeat. ``parameter_gather``:
     gathering parameters once (ZeRO 1 and 2), ``gradient_sync``: summing gradients once. All four
-    run beside compute (``beside_compute``): ``*_slowed`` is how much longer that compute takes
+    run beside compute (``seconds_of_passes``): ``*_slowed`` is how much longer that compute takes
     if all of it does, at most as long as the collectives.
     ``forward_issue``/``backward_issue``: what the host takes to issue the kernels, beside
     compute, and of a stage until each block is both issued and computed. They bound a block,
@@ -120,69 +123,141 @@ COLLECTIVES_OF_STATES = (
 
 
 def objective_weights(
-    num_microbatches: int, num_groups: int, *, exposed: float = 0.0, shares_links: bool = True
+    num_microbatches: int, *, exposed: float = 0.0, shares_links: bool = True
 ) -> Floats:
     """What a second of each resource counts in the solvers' sums: seconds per micro-batch.
 
     The sum is never above the objective (``seconds_of_passes``), where collectives S that slow
-    compute C by s add max(s, S - C) to it, but for the first of the groups: it counts
-    (1 - e)·s + e·(S - C) of that, for any share e that is ``exposed``.
+    compute C by s add at least max(s, S - C) to it: it counts (1 - e)·s + e·(S - C) of that, for
+    any share e that is ``exposed``.
 
-    >>> weights = objective_weights(4, 2)
+    >>> weights = objective_weights(4)
     >>> weights[[Resource.FORWARD_COMPUTE, Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]].tolist()
-    [1.0, 0.125, 0.125]
+    [1.0, 0.0, 0.25]
     """
-    rest = 1 - 1 / num_groups
     weights = np.zeros(len(Resource))
-    weights[MICROBATCH] = 1 - rest * exposed
+    weights[MICROBATCH] = 1 - exposed
     if shares_links:
         weights[[Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = 1.0
     weights[Resource.OPTIMIZER] = 1 / num_microbatches
     for collective, slowed in COLLECTIVES_OF_STATES:
         is_of_step = collective in range(*STEP.indices(len(Resource)))
         share = 1 / num_microbatches if is_of_step else 1.0
-        weights[collective] = share * (1 - rest + rest * exposed)
-        weights[slowed] = share * rest * (1 - exposed)
+        weights[collective] = share * exposed
+        weights[slowed] = share * (1 - exposed)
     return weights
 
 
-def beside_compute(collectives: Any, slowed: Any, compute: Any, num_groups: Any) -> Any:
-    """Seconds that collectives of states add to the compute that they run beside.
+class Groups(NamedTuple):
+    """A stage's blocks in order, with neighbours that are equal taken together.
 
-    A stage's parameters travel in ``num_groups`` equal groups, one per block where all blocks
-    have as many. The first group is
-    gathered before its block's forward, or the last one's gradients are summed after its
-    backward: that part is exposed. Each of the others runs beside the compute of one block. It
-    either ends before that, which takes ``slowed`` seconds longer in all, or is waited for.
-    ``slowed`` is no more than ``collectives``, so that the fewer the groups, the more is exposed.
-
-    >>> float(beside_compute(4.0, 1.0, 12.0, 4)), float(beside_compute(4.0, 1.0, 2.0, 4))
-    (1.75, 2.5)
+    ``seconds[..., entry, RESOURCE]`` are those of one block. ``counts[entry]`` blocks stand there;
+    where these are several, the entries before and after are blocks of the same seconds.
     """
-    rest = 1 - 1 / num_groups
-    return collectives / num_groups + rest * np.maximum(slowed, collectives - compute)
+
+    seconds: Floats
+    counts: NDArray[np.int64]
+
+
+def grouped(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
+    """Blocks in order as entries with counts (see ``Groups``): of equal ones in a row the first,
+    those between, and the last.
+
+    >>> entries, counts = grouped("abbbbcc")
+    >>> "".join(entries), counts.tolist()
+    ('abbbcc', [1, 1, 2, 1, 1, 1])
+    """
+    entries: list[T] = []
+    counts: list[int] = []
+    for block, equal in groupby(blocks):
+        number = len(list(equal))
+        own = [1] * number if number < 3 else [1, number - 2, 1]
+        entries += [block] * len(own)
+        counts += own
+    return entries, np.array(counts)
+
+
+def beside_pass(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
+    """Seconds that gathering each block beside the compute of the one before adds to a pass.
+
+    The first block is waited for. Each other either is there before that compute ends, which
+    takes ``slowed`` seconds longer, or is waited for. The last axis is of entries.
+
+    >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
+    >>> float(beside_pass(*each, [1, 1, 1]))  # 2, then 0.25 beside 3, then 6 beside 4
+    4.25
+    """
+    return (counts * np.maximum(slowed, collectives - _before(compute))).sum(axis=-1)
+
+
+def beside_first(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
+    """Seconds that gathering all blocks, one after the other, adds to a pass from the same start.
+
+    If block g is the last that is waited for, that is when it is there, less the compute before
+    it, and what the collectives after it slow compute by:
+    ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g} s_h)``, and at least ``Σ s_h``. Gradients that are
+    summed as they come are the same, backwards in time.
+
+    >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
+    >>> float(beside_first(*each, [1, 1, 1]))  # block 0: 2 + 1.75; block 2: 9 - 7
+    3.75
+    """
+    lost = (counts * slowed).sum(axis=-1)
+    there = (counts * collectives).cumsum(axis=-1)
+    before = (counts * compute).cumsum(axis=-1) - compute
+    after = lost[..., None] - (counts * slowed).cumsum(axis=-1)
+    return np.maximum(lost, (there - before + after).max(axis=-1))
+
+
+def _before(values: Floats) -> Floats:
+    """Of each entry the value of the one before; 0 of the first."""
+    found = np.zeros_like(values)
+    found[..., 1:] = values[..., :-1]
+    return found
+
+
+def _after(values: Floats) -> Floats:
+    found = np.zeros_like(values)
+    found[..., :-1] = values[..., 1:]
+    return found
 
 
 def seconds_of_passes(
-    seconds: Floats, num_groups: Any, shares_links: bool
+    seconds: Floats, groups: Groups, shares_links: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Of ``seconds[..., RESOURCE]``: forward and backward of a micro-batch; of a step what
-    gathering parameters adds to its first forward, and what comes after its last backward.
+    """Of a stage's ``seconds[..., RESOURCE]``: forward and backward of a micro-batch; of a step
+    what gathering parameters adds to its first forward, and what comes after its last backward.
 
     Collectives of states run beside compute, and beside the stage's other collectives unless they
-    share links with those. What the host takes to issue a pass is not in it.
+    share links with those. What the host takes to issue a pass is not in it. ZeRO 3 gathers a
+    block beside the compute of the one before; in the backward it does so in the other order, and
+    the gradients of the block after that one are scattered beside the same compute, as by ZeRO 2.
     """
-    found: list[tuple[Any, Any]] = []
+
+    def of(resource: Resource) -> Floats:
+        found: Floats = groups.seconds[..., resource]
+        return found
+
+    passes, compute = [], []
     for direction in ("FORWARD", "BACKWARD"):
-        compute = seconds[..., Resource[f"{direction}_COMPUTE"]]
+        whole = seconds[..., Resource[f"{direction}_COMPUTE"]]
         communication = seconds[..., Resource[f"{direction}_COMMUNICATION"]]
-        added = [
-            beside_compute(
-                seconds[..., collective], seconds[..., slowed],
-                compute if shares_links else compute + communication, num_groups,
-            )
-            for collective, slowed in COLLECTIVES_OF_STATES[len(found) :: 2]
-        ]  # fmt: skip
-        found.append((compute + communication + added[0], added[1]))
-    (forward, gather), (backward, sync) = found
-    return forward, backward, gather, sync + seconds[..., Resource.OPTIMIZER]
+        own = of(Resource[f"{direction}_COMPUTE"])
+        hides = whole if shares_links else whole + communication
+        total = (groups.counts * own).sum(axis=-1)
+        scale = np.divide(hides, total, out=np.zeros_like(total), where=total > 0)
+        compute.append(own * scale[..., None])
+        passes.append(whole + communication)
+    gathered = of(Resource.FORWARD_STATES), of(Resource.FORWARD_SLOWED)
+    scattered = (
+        of(Resource.BACKWARD_STATES) - gathered[0], of(Resource.BACKWARD_SLOWED) - gathered[1]
+    )  # fmt: skip
+    both, slowed = (_before(g) + _after(s) for g, s in zip(gathered, scattered, strict=True))
+    counts = groups.counts
+    ends = gathered[0][..., -1] + scattered[0][..., 0]
+    forward = passes[0] + beside_pass(*gathered, compute[0], counts)
+    backward = passes[1] + ends + (counts * np.maximum(slowed, both - compute[1])).sum(axis=-1)
+    gather = of(Resource.PARAMETER_GATHER), of(Resource.GATHER_SLOWED)
+    sync = of(Resource.GRADIENT_SYNC), of(Resource.SYNC_SLOWED)
+    end = beside_first(*sync, compute[1], counts) + seconds[..., Resource.OPTIMIZER]
+    return forward, backward, beside_first(*gather, compute[0], counts), end

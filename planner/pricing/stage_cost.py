@@ -10,12 +10,13 @@ costs are found once for a choice of layouts (``RowCost``).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
+from ...cost_model.stage_costs import Buckets
 from ..plan import Recompute
 from ..schedules.held import held_bytes
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
@@ -30,7 +31,16 @@ from .recompute_policy import (
     num_policies,
     policies,
 )
-from .seconds import FORWARD, HELD, Resource, Seconds, State, seconds_of_passes
+from .seconds import (
+    FORWARD,
+    HELD,
+    Groups,
+    Resource,
+    Seconds,
+    State,
+    grouped,
+    seconds_of_passes,
+)
 from .stage_model import Boundary, StageModel
 from .structure import Edge, Row, Run
 
@@ -40,7 +50,7 @@ BRIEF = ("transient", "reserve", "communicators")
 """Memory that the stages of a rank take in turn, or once. The prices of the search have the
 communicators of a stage's mesh in its reserve, and those of messages not at all."""
 
-MODES = 1 + len(RECOMPUTE_MODES)
+BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
 """The ways to run a block: nothing recomputed, and the two of ``RECOMPUTE_MODES``."""
 
 
@@ -51,8 +61,9 @@ class StageCost:
     ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
     micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
     backward are the gradients of weights, where they are deferred; None where that is not known.
-    Collectives of states run beside compute in ``num_groups`` of equal size, and beside other
-    collectives unless the stage ``shares_links`` among them (``seconds.beside_compute``).
+    Collectives of states run beside the compute of the blocks in ``groups``, and beside other
+    collectives unless the stage ``shares_links`` among them (``seconds_of_passes``). Without
+    groups the stage is one block.
     """
 
     seconds: Seconds
@@ -60,7 +71,7 @@ class StageCost:
     memory_bytes: Mapping[str, float]
     activation_bytes: float
     late_seconds: float | None = None
-    num_groups: int = 1
+    groups: Groups | None = field(default=None, compare=False)
     shares_links: bool = True
 
     @property
@@ -92,13 +103,32 @@ class StageCost:
     def _passes(self) -> tuple[float, float, float, float]:
         forward, backward = self.compute_seconds
         both = self.seconds._replace(forward_compute=forward, backward_compute=backward)
-        return self._with_exposed(both)
+        return self._with_exposed(both, self._issued_groups)
 
-    def _with_exposed(self, seconds: Seconds) -> tuple[float, float, float, float]:
+    def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
         """See ``seconds_of_passes``."""
-        found = seconds_of_passes(np.array(seconds), self.num_groups, self.shares_links)
+        found = seconds_of_passes(np.array(seconds), groups, self.shares_links)
         forward, backward, gather, end = map(float, found)
         return forward, backward, gather, end
+
+    @property
+    def _groups(self) -> Groups:
+        return self.groups or Groups(np.array([self.seconds]), np.ones(1, dtype=np.int64))
+
+    @cached_property
+    def _issued_groups(self) -> Groups:
+        """Where the compute of a block ends when the host has issued it, too."""
+        seconds = self._groups.seconds.copy()
+        for compute, issue in ISSUED:
+            seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
+        return Groups(seconds, self._groups.counts)
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """The blocks as parts of what the stage does once per step, and of its compute."""
+        groups = self._issued_groups
+        every = np.repeat(groups.seconds, groups.counts, axis=0)
+        return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
 
     @property
     def exposed_states(self) -> tuple[float, float]:
@@ -123,7 +153,7 @@ class StageCost:
 
         The device's alone: that the host may take longer to issue a pass is no sum of ops.
         """
-        forward, backward, gather, end = self._with_exposed(self.seconds)
+        forward, backward, gather, end = self._with_exposed(self.seconds, self._groups)
         return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
     def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
@@ -136,6 +166,25 @@ class StageCost:
     @property
     def total_bytes(self) -> float:
         return sum(self.memory_bytes.values())
+
+
+IN_PARTS = (
+    Resource.FORWARD_COMPUTE, Resource.PARAMETER_GATHER,
+    Resource.BACKWARD_COMPUTE, Resource.GRADIENT_SYNC,
+)  # fmt: skip
+"""The resources whose shares are those of ``Buckets``, in their order."""
+
+ISSUED = (
+    (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
+    (Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE),
+)
+"""What the device takes for a pass, and what device and host take."""
+
+
+def _shares(values: Floats) -> tuple[float, ...]:
+    total = values.sum()
+    equal = np.full(len(values), 1 / len(values))
+    return tuple((values / total if total > 0 else equal).tolist())
 
 
 def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
@@ -206,7 +255,7 @@ class StageTable:
     def _kind_cost(self, kind: str, choices: tuple[int, ...]) -> RowCost:
         model = self.model.kind(kind)
         pairs = list(zip(model.decisions, choices, strict=True))
-        seconds = np.zeros((MODES, len(ZEROS), len(Resource)))
+        seconds = np.zeros((len(BLOCK_MODES), len(ZEROS), len(Resource)))
         seconds[:] = sum(decision.seconds[:, choice] for decision, choice in pairs)
         seconds += [self.model.block_sync(kind, zero) for zero in ZEROS]
         skipped = sum(
@@ -242,15 +291,15 @@ class StageTable:
         """An edge between blocks: the block that reads the value keeps it if it is recomputed."""
         forward, backward = self._conversion(edge)
         recompute = forward * np.array(self.model.repeats(edge))
-        seconds = np.zeros((MODES, 1, len(Resource)))
+        seconds = np.zeros((len(BLOCK_MODES), 1, len(Resource)))
         seconds[:, :, Resource.FORWARD_COMMUNICATION] = forward
         seconds[:, :, Resource.BACKWARD_COMMUNICATION] = backward
         seconds[1:, :, Resource.BACKWARD_COMMUNICATION] += recompute[:, None]
-        kept = np.zeros(MODES)
+        kept = np.zeros(len(BLOCK_MODES))
         if edge.is_held:
             layout = self.model.source(edge).layouts[self._source_class(edge)]
             kept[1:] = self.model.prices.local_bytes(self.model.spec(edge), layout)
-        of_zeros = np.broadcast_to(seconds, (MODES, len(ZEROS), len(Resource)))
+        of_zeros = np.broadcast_to(seconds, (len(BLOCK_MODES), len(ZEROS), len(Resource)))
         return RowCost(of_zeros, recompute, kept)
 
     def _source_class(self, edge: Edge) -> int:
@@ -274,9 +323,12 @@ class StageTable:
     def _shared(self, name: str) -> RowCost:
         """A parameter of several blocks."""
         decision, choice = self.model.shared(name), self._choice(name)
-        seconds = np.stack([decision.seconds[:, choice]] * MODES)
+        seconds = np.stack([decision.seconds[:, choice]] * len(BLOCK_MODES))
         return RowCost(
-            seconds, np.zeros(len(RECOMPUTE_MODES)), np.zeros(MODES), decision.states[:, choice]
+            seconds,
+            np.zeros(len(RECOMPUTE_MODES)),
+            np.zeros(len(BLOCK_MODES)),
+            decision.states[:, choice],
         )
 
     def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
@@ -369,11 +421,13 @@ class StageTable:
 
     def _price(self, run: Run, setting: Setting) -> StageCost:
         seconds, states, kept = np.zeros(len(Resource)), np.zeros(len(State)), 0.0
+        of_kind: dict[str, Floats] = {}
         for row, occurrences in run.occurrences(setting.policy).items():
             cost, weights = self.row(row), np.array(occurrences, dtype=np.float64)
             of_modes = cost.seconds[:, setting.zero]
             if row in self.kinds:
                 of_modes = self._issued(str(row), of_modes, splits=bool(setting.halves))
+                of_kind[str(row)] = of_modes
             seconds += weights @ of_modes
             states += sum(occurrences) * cost.states[setting.zero]
             kept += float(weights @ cost.kept_bytes)
@@ -393,8 +447,16 @@ class StageTable:
         receive = float(received[0]), float(received[1])
         return StageCost(
             Seconds(*seconds.tolist()), receive, memory, kept, late,
-            run.num_groups(setting.zero), self.model.prices.shares_links,
+            self._groups(run, setting, of_kind), self.model.prices.shares_links,
         )  # fmt: skip
+
+    def _groups(self, run: Run, setting: Setting, of_kind: Mapping[str, Floats]) -> Groups:
+        """The run's blocks in order; what several of them share travels with the first."""
+        entries, counts = grouped(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
+        seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
+        for name in run.shared:
+            seconds[0] += self.row(name).seconds[0, setting.zero]
+        return Groups(seconds, counts)
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
         """A block's ``seconds[mode, RESOURCE]`` with issue that ends when a pass is both computed

@@ -184,7 +184,7 @@ def stage_costs(
         forward_states_seconds=[each.forward_states for each in own],
         backward_states_seconds=[each.backward_states for each in own],
         slowed_share=[cost.slowed_share for cost in costs],
-        buckets=[cost.num_groups for cost in costs],
+        buckets=[cost.buckets for cost in costs],
         step_seconds=[each.optimizer for each in own],
         activation_bytes=[int(cost.activation_bytes) for cost in costs],
         forward_communication_seconds=[
@@ -216,7 +216,6 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
             "parameter_gather": own.parameter_gather,
             "gradient_sync": own.gradient_sync,
             "slowed_share": cost.slowed_share,
-            "num_groups": float(cost.num_groups),
             "exposed_sync": cost.step_seconds - own.optimizer,
             "optimizer": own.optimizer,
             "send": send_seconds,

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 
@@ -232,34 +231,7 @@ class Structure:
             tuple(sorted({name for own in inside if own.shared for name in own.shared})),
             tuple(dict.fromkeys(name for names in self.leaves[start:stop] for name in names)),
             self.position[self.graph.loss.name] in range(start, stop),
-            self.num_equal_groups(start, stop),
         )
-
-    def num_equal_groups(self, start: int, stop: int) -> int:
-        """How many groups of equal size the parameters of a run's blocks count as.
-
-        ZeRO 1 to 3 send the parameters of one block at a time, beside the compute of another, so
-        a block that has most of them is hardly hidden. Of blocks of b bytes it is
-        ``(Σ b)² / Σ b²``, rounded: the number of blocks if all are equal, one if a single block
-        has everything (the inverse of Simpson's index). Parameters of several blocks count with
-        each.
-        """
-        (whole, first), (squares, first_squares) = (
-            (sums[stop], sums[start]) for sums in self._parameter_sums
-        )
-        squared = squares - first_squares
-        return max(1, round((whole - first) ** 2 / squared)) if squared else stop - start
-
-    @cached_property
-    def _parameter_sums(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sums over the first blocks: of the bytes of their parameters, and of their squares."""
-        graph, sizes = self.graph, []
-        for block in self.blocks.blocks:
-            names = {ref.name for name in block.nodes for ref in graph[name].inputs}
-            specs = [graph[name].spec for name in names if graph[name].kind == "parameter"]
-            sizes.append(sum(spec.num_bytes for spec in specs))
-        squares = [size**2 for size in sizes]
-        return tuple(accumulate(sizes, initial=0)), tuple(accumulate(squares, initial=0))
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
@@ -332,6 +304,6 @@ class Structure:
 
 _OF_ANY_BATCH = (
     "position", "readers", "outside", "leaves", "crossing", "_crossed", "_inside", "_shared",
-    "_template_outside", "_made_for_others", "_parameter_sums",
+    "_template_outside", "_made_for_others",
 )  # fmt: skip
 """What does not depend on shapes."""

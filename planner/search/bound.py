@@ -277,7 +277,6 @@ class _Blocks:
         rates = Rates(
             self.count, tuple(zero for zero in self.zeros for _ in states), mode,
             states * number, states * number, any_zero=True,
-            num_groups=len(self.model.structure.blocks.blocks),
         )  # fmt: skip
         table = self.tables[kind].solve(rates).table[0]
         sync = min(

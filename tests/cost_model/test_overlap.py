@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoparallel.cost_model.actions import Schedule, parse_table
 from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.stage_costs import ONE_BUCKET, Buckets, StageCosts
 from autoparallel.planner.schedules.schedules import build_schedule
 
 ONE = Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP"))
@@ -24,7 +24,7 @@ def ends(timeline, stream, rank=0):
 def test_buckets_are_summed_beside_the_backward_that_makes_them():
     """Shares of 1 s end at 3, 4, 5, 6; a bucket of ½ s follows each; the last is exposed."""
     costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0])
-    timeline = simulate(ONE, beside_compute(costs, 1, [4]))
+    timeline = simulate(ONE, beside_compute(costs, 1, [Buckets.equal(4)]))
     assert ends(timeline, "gradient sync") == [3.5, 4.5, 5.5, 6.5]
     assert timeline.step_seconds == 6.5
     assert timeline.exposed[0].gradient_sync == 0.5
@@ -34,7 +34,7 @@ def test_buckets_are_summed_beside_the_backward_that_makes_them():
 def test_compute_beside_a_collective_goes_slower():
     """Each share after the first does ¼ in its first ½ s, then ¾: 1.25 s."""
     costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[2.0])
-    timeline = simulate(ONE, beside_compute(costs, 2, [4]))
+    timeline = simulate(ONE, beside_compute(costs, 2, [Buckets.equal(4)]))
     assert ends(timeline, "gradient sync") == [3.5, 4.75, 6.0, 7.25]
     assert ends(timeline, "compute") == [2.0, 6.75, 7.25]
     assert timeline.slowdown_seconds == (0.75,)
@@ -43,9 +43,9 @@ def test_compute_beside_a_collective_goes_slower():
 def test_sums_that_take_longer_than_the_backward_follow_each_other():
     """Buckets of 2 s from 3 on end at 11; beside them 3 s of backward take 6."""
     costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[8.0])
-    free = simulate(ONE, beside_compute(costs, 1, [4]))
+    free = simulate(ONE, beside_compute(costs, 1, [Buckets.equal(4)]))
     assert (free.step_seconds, free.exposed[0].gradient_sync) == (11.0, 5.0)
-    slow = simulate(ONE, beside_compute(costs, 2, [4]))
+    slow = simulate(ONE, beside_compute(costs, 2, [Buckets.equal(4)]))
     assert (slow.step_seconds, slow.exposed[0].gradient_sync) == (11.0, 2.0)
     assert slow.slowdown_seconds == (3.0,)
 
@@ -53,9 +53,9 @@ def test_sums_that_take_longer_than_the_backward_follow_each_other():
 def test_a_forward_starts_with_its_first_bucket_of_parameters():
     """Buckets at 1 and 2; of the first share ½ is done by 2, so it ends at 3.5."""
     costs = StageCosts([4.0], [1.0], gather_seconds=[2.0])
-    free = simulate(ONE, beside_compute(costs, 1, [2]))
+    free = simulate(ONE, beside_compute(costs, 1, [Buckets.equal(2)]))
     assert (free.events[0][-2].end_seconds, free.exposed[0].gather) == (6.0, 1.0)
-    slow = simulate(ONE, beside_compute(costs, 2, [2]))
+    slow = simulate(ONE, beside_compute(costs, 2, [Buckets.equal(2)]))
     assert ends(slow, "compute")[:1] == [5.5]
     assert slow.slowdown_seconds == (0.5,)
 
@@ -63,7 +63,7 @@ def test_a_forward_starts_with_its_first_bucket_of_parameters():
 def test_a_forward_waits_for_each_bucket_of_parameters():
     """Buckets at 4 and 8: 1 s of compute, 3 s of waiting, 1 s of compute."""
     costs = StageCosts([2.0], [1.0], gather_seconds=[8.0])
-    timeline = simulate(ONE, beside_compute(costs, 1, [2]))
+    timeline = simulate(ONE, beside_compute(costs, 1, [Buckets.equal(2)]))
     assert ends(timeline, "compute") == [9.0, 10.0, 10.0]
     assert timeline.events[0][1].start_seconds == 4.0
     assert timeline.exposed[0].gather == 7.0
@@ -72,7 +72,7 @@ def test_a_forward_waits_for_each_bucket_of_parameters():
 
 def test_nothing_is_hidden_where_all_compute_is_lost_beside_it():
     costs = StageCosts([2.0], [4.0], gradient_sync_seconds=[8.0], gather_seconds=[1.0])
-    stopped = replace(costs, slowed_share=[1.0], buckets=[4])
+    stopped = replace(costs, slowed_share=[1.0], buckets=[Buckets.equal(4)])
     one, other = simulate(ONE, stopped), simulate(ONE, costs)
     assert one.step_seconds == other.step_seconds == 15.0
     assert one.exposed[0] == other.exposed[0]
@@ -100,7 +100,7 @@ def test_the_sum_of_one_chunk_slows_the_backward_of_the_next():
 def test_a_slowed_backward_delays_the_stage_before():
     """Stage 1's backward ends at 4.25 instead of 4, stage 0's at 6.5, its last bucket at 7."""
     costs = StageCosts([1.0] * 2, [2.0] * 2, gradient_sync_seconds=[1.0] * 2)
-    timeline = simulate(build_schedule("1f1b", 2, 1), beside_compute(costs, 2, [2] * 2))
+    timeline = simulate(build_schedule("1f1b", 2, 1), beside_compute(costs, 2, [Buckets.equal(2)] * 2))
     assert ends(timeline, "gradient sync", 1) == [3.5, 4.75]
     assert ends(timeline, "gradient sync", 0) == [5.75, 7.0]
     assert timeline.step_seconds == 7.0
@@ -121,9 +121,11 @@ def test_shares_outside_of_one_and_no_buckets_are_refused():
     with pytest.raises(ValueError, match="shares of compute that is lost"):
         StageCosts([1.0], [1.0], slowed_share=[1.5])
     with pytest.raises(ValueError, match="at least one bucket"):
-        StageCosts([1.0], [1.0], buckets=[0])
+        StageCosts([1.0], [1.0], buckets=[Buckets((), (), (), ())])
+    with pytest.raises(ValueError, match="of each all four shares"):
+        StageCosts([1.0], [1.0], buckets=[Buckets((1.0,), (1.0,), (0.5, 0.5), (1.0,))])
     with pytest.raises(ValueError, match="buckets has 2 entries for 1"):
-        StageCosts([1.0], [1.0], buckets=[1, 1])
+        StageCosts([1.0], [1.0], buckets=[ONE_BUCKET] * 2)
     with pytest.raises(ValueError, match="replicas of 2 ranks"):
         simulate(ONE, StageCosts([1.0], [1.0]), replicas=(1, 2))
 
@@ -138,6 +140,16 @@ def test_gathering_and_collectives_inside_are_exposed():
 
 
 parts = st.integers(0, 12).map(lambda n: Fraction(n, 4))
+
+
+def shares_of(weights):
+    return tuple(Fraction(weight, sum(weights)) for weight in weights)
+
+
+def buckets_of(number):
+    """So many buckets, of which some may have nothing to send, or nothing to compute."""
+    weights = st.lists(st.integers(0, 3), min_size=number, max_size=number).filter(any)
+    return st.builds(Buckets, *[weights.map(shares_of)] * 4)
 
 
 @st.composite
@@ -164,7 +176,7 @@ def runs(draw):
         gradient_sync_seconds=some(parts),
         gather_seconds=some(parts),
     )
-    buckets = some(st.integers(1, 3))
+    buckets = some(st.integers(1, 3).flatmap(buckets_of))
     return build_schedule(name, stages, ranks * rounds, num_chunks=chunks), costs, buckets
 
 

@@ -3,7 +3,7 @@
 from event_simulation import beside_compute
 
 from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.stage_costs import Buckets, StageCosts
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.planner.schedules.schedules import build_schedule
 
@@ -31,7 +31,7 @@ def test_only_what_no_compute_hides_of_a_collective_is_drawn():
         [1.0], [2.0], step_seconds=[1.0], gradient_sync_seconds=[2.0], gather_seconds=[1.0],
     )  # fmt: skip
     schedule = build_schedule("1f1b", 1, 1)
-    beside = simulate(schedule, beside_compute(costs, 1, [2]))
+    beside = simulate(schedule, beside_compute(costs, 1, [Buckets.equal(2)]))
     assert draw(beside, 11) == ("rank 0  gFFBBBBrrss",)
     assert draw(simulate(schedule, costs), 7) == ("rank 0  gFBBrrs",)
 

@@ -8,7 +8,7 @@ import pytest
 from event_simulation import beside_compute
 
 from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.stage_costs import Buckets, StageCosts
 from autoparallel.cost_model.timeline import STREAMS
 from autoparallel.cost_model.trace import chrome_trace
 from autoparallel.planner.schedules.schedules import build_schedule
@@ -24,7 +24,9 @@ def timeline_of(name: str, chunks: int):
         gradient_sync_seconds=[3.0] * stages, gather_seconds=[1.0] * stages,
     )  # fmt: skip
     schedule = build_schedule(name, stages, 6, num_chunks=chunks)
-    return simulate(schedule, beside_compute(costs, 1.25, [4] * stages), replicas=[8] * 3)
+    return simulate(
+        schedule, beside_compute(costs, 1.25, [Buckets.equal(4)] * stages), replicas=[8] * 3
+    )
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case[0])

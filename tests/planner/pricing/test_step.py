@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autoparallel.planner.pricing.prices import Seconds
-from autoparallel.planner.pricing.seconds import COLLECTIVES_OF_STATES, objective_weights
+from autoparallel.planner.pricing.seconds import COLLECTIVES_OF_STATES, Groups, objective_weights
 from autoparallel.planner.pricing.stage_cost import StageCost
 from autoparallel.planner.pricing.step import (
     KnownSteps,
@@ -24,16 +24,22 @@ def stage(**seconds: float) -> StageCost:
     return StageCost(Seconds(**seconds), (receive, 2 * receive), {"parameters": 1.0}, 64.0)
 
 
-def pair(slowed: float, num_groups: int = 1) -> list[StageCost]:
+def in_blocks(cost: StageCost, number: int) -> StageCost:
+    """The same stage as so many equal blocks."""
+    one = np.array([cost.seconds]) / number
+    return replace(cost, groups=Groups(np.repeat(one, number, axis=0), np.ones(number, dtype=int)))
+
+
+def pair(slowed: float, num_blocks: int = 1) -> list[StageCost]:
     """Two stages, whose sums of gradients slow compute by so much in all."""
     return [
-        replace(
+        in_blocks(
             stage(
                 forward_compute=1.0, forward_communication=0.5, backward_compute=2.0,
                 backward_communication=1.0, gradient_sync=4.0, sync_slowed=slowed,
                 optimizer=0.25, receive=receive,
             ),
-            num_groups=num_groups,
+            num_blocks,
         )
         for receive in (0.0, 0.125)
     ]  # fmt: skip
@@ -54,45 +60,99 @@ def test_where_compute_stops_gradients_are_summed_after_the_last_backward():
     assert timeline.peak_activation_bytes == (256, 256)
 
 
-def test_gradients_are_summed_group_by_group_beside_the_last_backward():
-    """Of 3 s in 3 shares, 4 s in 3 groups start after the first: 1 s + 4 s instead of 3 + 4."""
+def test_gradients_are_summed_block_by_block_beside_the_last_backward():
+    """Of 3 s in 3 shares, 4 s in 3 blocks start after the first: 1 s + 4 s instead of 3 + 4."""
     late = simulate_stages(GPIPE, PAIR)
-    early = simulate_stages(GPIPE, pair(slowed=0.0, num_groups=3))
+    early = simulate_stages(GPIPE, pair(slowed=0.0, num_blocks=3))
     assert early.step_seconds == pytest.approx(late.step_seconds - 2)
-    slow = simulate_stages(GPIPE, pair(slowed=4 / 3, num_groups=3))
+    slow = simulate_stages(GPIPE, pair(slowed=4 / 3, num_blocks=3))
     assert slow.step_seconds > early.step_seconds
 
 
-def test_what_collectives_of_states_add_to_a_pass():
-    """Of 4 groups, 4 s in all: 1 s is waited for; 3 s run beside 3/4 of 12 or of 2 s of compute."""
+def test_what_collectives_of_states_add_to_a_pass() -> None:
+    """Of 4 blocks, 4 s in all: 1 s is waited for; 3 s run beside 3/4 of 12 or of 2 s of compute."""
     own = stage(
-        forward_compute=12.0, forward_communication=1.0, forward_states=4.0, forward_slowed=1.0
-    )
-    assert replace(own, num_groups=4).forward_seconds == 12 + 1 + 1 + 0.75
-    short = replace(own, seconds=own.seconds._replace(forward_compute=2.0), num_groups=4)
-    assert short.forward_seconds == 2 + 1 + 1 + (3 - 1.5)
-    assert replace(short, shares_links=False).forward_seconds == 2 + 1 + 1 + 0.75
-    assert replace(short, num_groups=1).forward_seconds == 2 + 1 + 4
-    whole = replace(short, seconds=short.seconds._replace(forward_slowed=4.0))
+        forward_compute=12.0, forward_communication=1.0, forward_states=4.0, forward_slowed=1.0,
+        backward_states=4.0, backward_slowed=1.0,
+    )  # fmt: skip
+    assert in_blocks(own, 4).forward_seconds == 12 + 1 + 1 + 0.75
+    short = replace(own, seconds=own.seconds._replace(forward_compute=2.0))
+    four = in_blocks(short, 4)
+    assert four.forward_seconds == 2 + 1 + 1 + (3 - 1.5)
+    assert replace(four, shares_links=False).forward_seconds == 2 + 1 + 1 + 0.75
+    assert short.forward_seconds == 2 + 1 + 4
+    whole = in_blocks(replace(short, seconds=short.seconds._replace(forward_slowed=4.0)), 4)
     assert whole.forward_seconds == 2 + 1 + 4
+
+
+def in_unlike_blocks(*blocks: Seconds, shares_links: bool = True) -> StageCost:
+    seconds = np.array(blocks)
+    return replace(
+        stage(**Seconds(*seconds.sum(axis=0).tolist())._asdict()),
+        groups=Groups(seconds, np.ones(len(blocks), dtype=int)),
+        shares_links=shares_links,
+    )
+
+
+def test_what_gathering_and_scattering_each_block_adds() -> None:
+    """Three blocks of 1, 4 and 2 s forward, twice that backward; gathering takes 2, 1 and 6 s,
+    scattering 1, 9 and 3 s. Forward: 2 s waited for, 1 s beside 1 s, 6 s beside 4 s: 2 + 0 + 2.
+    Backward: 6 s waited for; beside 4 s of the last block 1 s gathered, beside 8 s 2 s gathered and
+    3 s scattered, beside 2 s 9 s scattered (7 s more), then 1 s."""
+    compute, gather, scatter = (1.0, 4.0, 2.0), (2.0, 1.0, 6.0), (1.0, 9.0, 3.0)
+    cost = in_unlike_blocks(
+        *(
+            Seconds(
+                forward_compute=c, backward_compute=2 * c, forward_states=g, backward_states=g + s
+            )
+            for c, g, s in zip(compute, gather, scatter, strict=True)
+        )
+    )
+    assert cost.forward_seconds == 7 + 4
+    assert cost.backward_seconds == 14 + 6 + 7 + 1
+
+
+def test_what_gathering_and_summing_once_adds_as_simulated() -> None:
+    """The formula of the first forward and the last backward is what the simulator finds."""
+    rng = random.Random(0)
+    for _ in range(50):
+        share = rng.choice((0.0, 0.3, 0.9))
+        blocks = []
+        for _ in range(rng.randint(1, 6)):
+            gather, sync = (rng.choice((0.0, rng.uniform(0, 4))) for _ in range(2))
+            blocks.append(
+                Seconds(
+                    forward_compute=rng.uniform(0.1, 3), backward_compute=rng.uniform(0.1, 3),
+                    parameter_gather=gather, gather_slowed=share * gather,
+                    gradient_sync=sync, sync_slowed=share * sync, optimizer=0.5,
+                )
+            )  # fmt: skip
+        cost = in_unlike_blocks(*blocks)
+        step = simulate_stages(Pipeline("1f1b", 1), [cost]).step_seconds
+        assert step == pytest.approx(cost.objective(1))
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_the_sum_of_the_solvers_is_never_above_the_objective(seed: int) -> None:
     rng = random.Random(seed)
-    values = {name: rng.choice((0.0, rng.uniform(0, 4))) for name in Seconds._fields}
-    for collectives, slowed in COLLECTIVES_OF_STATES:
-        values[slowed.name.lower()] = rng.random() * values[collectives.name.lower()]
+    blocks = []
     once = rng.random() < 0.5  # gathering and summing in every micro-batch, or once
-    for name in ("forward_", "backward_") if once else ("parameter_", "gradient_"):
-        for resource in COLLECTIVES_OF_STATES:
-            if resource[0].name.lower().startswith(name):
-                values |= {each.name.lower(): 0.0 for each in resource}
-    count, groups, shares = rng.randint(1, 8), rng.randint(1, 9), rng.random() < 0.5
-    cost = replace(stage(**values), num_groups=groups, shares_links=shares)
+    for _ in range(rng.randint(1, 9)):
+        values = {name: rng.choice((0.0, rng.uniform(0, 4))) for name in Seconds._fields}
+        for collectives, slowed in COLLECTIVES_OF_STATES:
+            values[slowed.name.lower()] = rng.random() * values[collectives.name.lower()]
+        for name in ("states", "slowed"):  # the backward gathers what the forward does, too
+            values[f"backward_{name}"] += values[f"forward_{name}"]
+        for name in ("forward_", "backward_") if once else ("parameter_", "gradient_"):
+            for resource in COLLECTIVES_OF_STATES:
+                if resource[0].name.lower().startswith(name):
+                    values |= {each.name.lower(): 0.0 for each in resource}
+        blocks.append(Seconds(**values))
+    count, shares = rng.randint(1, 8), rng.random() < 0.5
+    cost = in_unlike_blocks(*blocks, shares_links=shares)
     objective = cost.objective(count)
     for exposed in (0.0, 0.5, 1.0):
-        weights = objective_weights(count, groups, exposed=exposed, shares_links=shares)
+        weights = objective_weights(count, exposed=exposed, shares_links=shares)
         assert float(np.array(cost.seconds) @ weights) <= objective * (1 + 1e-9)
 
 

@@ -66,23 +66,3 @@ def test_another_batch_has_the_same_runs_and_its_own_bytes() -> None:
         assert each.leaf_bytes(run) == sum(sizes) == sum(each.leaf_bytes_of_blocks)
     assert other.leaf_bytes(run) > structure.leaf_bytes(run) > 0
     assert other.readers == Structure(other.graph, blocks).readers
-
-
-@pytest.mark.parametrize(
-    ("width", "inner", "expected"),
-    [
-        (16, 64, 3),  # 256 + 3 · 2048 parameters: 6400² / (256² + 3 · 2048²) = 3.2
-        (16, 1, 2),  # 256 + 3 · 32: 352² / (256² + 3 · 32²) = 1.8
-        (64, 1, 1),  # 4096 + 3 · 128: 4480² / (4096² + 3 · 128²) = 1.2
-    ],
-)
-def test_a_run_counts_as_so_many_groups_of_equal_size(
-    width: int, inner: int, expected: int
-) -> None:
-    graph, blocks = mlp(3, width=width, inner=inner)
-    structure = Structure(graph, blocks)
-    assert len(blocks.blocks) == 5  # the last has no parameters
-    assert structure.run(0, 5).num_groups(zero=3) == expected
-    assert structure.run(0, 5).num_groups(zero=0) == 5
-    assert structure.run(1, 4).num_groups(zero=1) == 3  # equal blocks
-    assert structure.run(4, 5).num_groups(zero=1) == 1

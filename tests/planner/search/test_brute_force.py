@@ -39,17 +39,21 @@ def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
     schedule = rng.choice(force.schedules)
     count = case.request.global_batch // rows
     ways, num_bytes, spaces = [], [], []
+    halved = schedule not in IN_FLIGHT and len(pipeline) > 1
     for index, stage in enumerate(pipeline):
         way, own = _random_way(force, rows, stage, rng)
         ways.append(way)
         spaces.append(own)
         kept = held(schedule, len(pipeline), count, index)
-        if schedule not in IN_FLIGHT and len(pipeline) > 1:
+        if halved:
             halves = own.seconds(way.zero, way.modes, halved=True)[way.which]
             ways[-1] = replace(way, figures=tuple(halves.tolist()))
         num_bytes.append(own.num_bytes(way.zero, way.modes, kept)[way.which])
     figures = [way.figures for way in ways]
-    beside = [own.of_step(way.zero, way.which) for way, own in zip(ways, spaces, strict=True)]
+    beside = [
+        own.of_step(way.zero, way.modes, way.which, halved=halved)
+        for way, own in zip(ways, spaces, strict=True)
+    ]
     seconds = force.simulate(schedule, count, figures, beside)
     assert seconds >= force.simulate(schedule, count, figures) * (1 - 1e-9)
     found = Best(seconds, rows, count, schedule, tuple(ways))
