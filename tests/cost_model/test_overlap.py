@@ -100,7 +100,8 @@ def test_the_sum_of_one_chunk_slows_the_backward_of_the_next():
 def test_a_slowed_backward_delays_the_stage_before():
     """Stage 1's backward ends at 4.25 instead of 4, stage 0's at 6.5, its last bucket at 7."""
     costs = StageCosts([1.0] * 2, [2.0] * 2, gradient_sync_seconds=[1.0] * 2)
-    timeline = simulate(build_schedule("1f1b", 2, 1), beside_compute(costs, 2, [Buckets.equal(2)] * 2))
+    costs = beside_compute(costs, 2, [Buckets.equal(2)] * 2)
+    timeline = simulate(build_schedule("1f1b", 2, 1), costs)
     assert ends(timeline, "gradient sync", 1) == [3.5, 4.75]
     assert ends(timeline, "gradient sync", 0) == [5.75, 7.0]
     assert timeline.step_seconds == 7.0
