@@ -1,10 +1,11 @@
 """How good is the plan? Every configuration of a grid, measured on emulated clusters.
 
-``python benchmarks/regret/run.py [--clusters NAME,...] [--models NAME,...] [--json FILE]``
+``python benchmarks/regret/run.py [--clusters NAME,...] [--models NAME,...] [--measure PART,...]``
 (needs root and ``iproute2``). Ranks are processes in network namespaces with shaped links.
 Compute is emulated by sleeping the time that it is modelled with; messages are real and pass
 through the project's own executors. For each cluster and model: the links are profiled, a plan is
-made, and its step is measured, as is that of every configuration of the grid that can run.
+made, and its step is measured, as is that of every configuration of the grid that can run. After
+a change of the model alone ``--measure "the plan"`` measures plans, and predicts the rest again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import links
 import torch
 from clusters import CLUSTERS, NUM_RANKS, Emulated
-from ranks import Job, measure_issue, measure_message, measure_network, measure_plans, on_ranks
+from ranks import (
+    Job,
+    Measured,
+    measure_issue,
+    measure_message,
+    measure_network,
+    measure_plans,
+    on_ranks,
+)
 
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
@@ -72,7 +81,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clusters", default="", help="some of them, by parts of their names")
     parser.add_argument("--models", default="")
-    parser.add_argument("--only", default="", help="configurations that contain this")
+    parser.add_argument(
+        "--measure", default="",
+        help="measure configurations whose names have one of these parts, or have not been "
+        "measured; others keep their steps and are predicted again",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     parser.add_argument(
         "--page", type=Path, help="put the tables into this page and the plot beside it"
@@ -92,8 +105,11 @@ def main(arguments: Sequence[str]) -> int:
             emulated = replace(emulated, message_seconds=message_seconds)
             print(f"and sends or receives a message in {message_seconds:.2g} s", flush=True)
             for model, job in jobs:
-                rows = measure_model(emulated, model, job, places, transfers, options.only)
-                found[f"{emulated.name}, {model}"] = [asdict(row) for row in rows]
+                name = f"{emulated.name}, {model}"
+                known = [Row(**row) for row in found.get(name, ())]
+                keeps = [row for row in known if not chosen([row], options.measure, configured)]
+                rows = measure_model(emulated, model, job, places, transfers, keeps)
+                found[name] = [asdict(row) for row in rows]
                 options.json.write_text(json.dumps(found, indent=1))
                 show(rows)
     if options.page:
@@ -108,21 +124,31 @@ def chosen(values: Any, names: str, name_of: Any) -> list[Any]:
     return [v for v in values if not wanted or any(name in name_of(v) for name in wanted)]
 
 
+def configured(row: Row) -> str:
+    return row.configuration
+
+
 def measure_model(
     emulated: Emulated, model: str, job: Job, places: Any, transfers: Sequence[Transfer],
-    only: str,
+    keeps: Sequence[Row],
 ) -> list[Row]:  # fmt: skip
-    """The choice and the grid of one model on one cluster."""
+    """The choice and the grid of one model on one cluster. The steps of ``keeps`` are not measured
+    again if the plan's summary is still the same."""
     planned = [
         (configuration, *made)
         for configuration in (CHOICE, *GRID)
-        if only in configuration
-        and (made := make_plan(emulated, job, configuration, transfers)) is not None
+        if (made := make_plan(emulated, job, configuration, transfers)) is not None
     ]
-    steps = on_ranks(places, measure_plans, emulated, job, [text for *_, text in planned])
+    known = {
+        (row.configuration, row.summary): Measured(row.seconds, row.busy_seconds) for row in keeps
+    }
+    new = [(name, summary, text) for name, _, summary, text in planned]
+    new = [each for each in new if each[:2] not in known]
+    steps = on_ranks(places, measure_plans, emulated, job, [text for *_, text in new])
+    known |= {each[:2]: measured for each, measured in zip(new, steps, strict=True)}
     return [
-        Row(emulated.name, model, configuration, summary, predicted, *measured)
-        for (configuration, predicted, summary, _), measured in zip(planned, steps, strict=True)
+        Row(emulated.name, model, configuration, summary, predicted, *known[configuration, summary])
+        for configuration, predicted, summary, _ in planned
     ]
 
 
