@@ -354,6 +354,7 @@ class IntraOp:
             return found
         weights = objective_weights(count)
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
+        hidden += self.model.least_wait(run, base.zero, count)
         if hidden < found.objective * (1 - gap):
             most = min(most, closing.MOST_PROGRAMS)  # what is exposed is not in the programs
         listed = closing.allowed_policies(run, self.limits.recompute, self.limits.modes)

@@ -97,9 +97,10 @@ class Assembly:
         )
 
     def _sync(self, setting: Setting) -> float:
-        """The latencies of gradient synchronization, which no choice changes."""
+        """The latencies of gradient synchronization, and what is waited for in any layout."""
         share = objective_weights(setting.num_microbatches)
-        return float(
+        wait = self.model.least_wait(self.run, setting.zero, setting.num_microbatches)
+        return wait + float(
             sum(
                 count * (np.array(self.model.block_sync(kind, setting.zero)) @ share)
                 for kind, count in self.run.counts.items()

@@ -148,6 +148,21 @@ def objective_weights(
     return weights
 
 
+def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
+    """What the objective has besides ``objective_weights`` of a stage's first and last block.
+
+    The first block is gathered before anything computes, and its gradients come last; the last
+    block is gathered before the backward. Nothing runs beside that: S counts instead of s.
+    """
+    first, last = np.zeros((2, len(Resource)))
+    for collective, slowed in COLLECTIVES_OF_STATES[1:]:
+        is_of_step = collective in range(*STEP.indices(len(Resource)))
+        first[collective] = 1 / num_microbatches if is_of_step else 1.0
+        first[slowed] = -first[collective]
+    last[Resource.FORWARD_STATES], last[Resource.FORWARD_SLOWED] = 1.0, -1.0
+    return first, last
+
+
 class Groups(NamedTuple):
     """A stage's blocks in order, with neighbours that are equal taken together.
 

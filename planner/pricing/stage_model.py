@@ -38,6 +38,7 @@ from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
 from .price_cache import ByIdentity, PriceCache
 from .prices import Prices, Seconds, boundary_layout
+from .seconds import wait_weights
 from .structure import Edge, Run, Structure, Use
 
 T = TypeVar("T")
@@ -375,6 +376,18 @@ class StageModel:
         if not self.kind(kind).has_parameters:
             return Seconds()
         return self.prices.block_sync(zero)
+
+    def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
+        """What the first and last block of a run add to the objective, whatever their layouts,
+        because nothing runs beside their collectives (``wait_weights``)."""
+        found, shared = 0.0, [self.shared(name) for name in run.shared]
+        ends: Sequence[tuple[str, Sequence[Decision]]]
+        ends = ((run.kinds[0], shared), (run.kinds[-1], ()))
+        for (kind, others), weights in zip(ends, wait_weights(num_microbatches), strict=True):
+            decisions = [*self.kind(kind).decisions, *others]
+            found += sum(float((each.seconds[zero] @ weights).min()) for each in decisions)
+            found += float(np.array(self.block_sync(kind, zero)) @ weights)
+        return found
 
 
 def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:

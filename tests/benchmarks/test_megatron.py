@@ -45,8 +45,8 @@ def layer_collectives(
     priced = ConfigurationPricer(own.graph, own.blocks)
     priced.price(parse_cluster(f"{TP}xA100-80GB"), asked)
     (solver,) = priced.solvers.values()
-    ((entry,),) = (pool.entries.values() for pool in solver.pools.values())
-    model, table = solver.model, entry.table
+    (answer,) = (answer for answer in solver.answers.values() if answer is not None)
+    model, table = solver.model, answer.table
     edges = [*model.kind("layers").edges, *table.assembly.run.edges_of[2]]
     forward: Counter[tuple[str, int]] = Counter()
     backward: Counter[tuple[str, int]] = Counter()

@@ -173,7 +173,7 @@ def count_collectives(zero: int, num_microbatches: int) -> tuple[int, int]:
 
 
 def count_every_zero(num_microbatches: int, group_bytes: int) -> list[tuple[int, int]]:
-    zero_stages.GROUP_BYTES, zero_stages.GROUP_RATIO = group_bytes, 0.0
+    zero_stages.GROUP_BYTES, zero_stages.TINY_BYTES = group_bytes, 0
     return [count_collectives(zero, num_microbatches) for zero in range(4)]
 
 
@@ -212,7 +212,7 @@ def gradients_of(case: Case, is_async: bool) -> dict[str, torch.Tensor]:
 
 
 def compare_async(cases: dict[str, Case]) -> None:
-    zero_stages.GROUP_BYTES, zero_stages.GROUP_RATIO = 0, 0.0
+    zero_stages.GROUP_BYTES, zero_stages.TINY_BYTES = 0, 0
     for name, case in cases.items():
         expected, found = gradients_of(case, False), gradients_of(case, True)
         assert expected.keys() == found.keys()
@@ -241,7 +241,7 @@ class RecordOrder(TorchDispatchMode):
 
 def order_of_step(_: None) -> tuple[list[str], list[str]]:
     """What a step of ZeRO 3 does forward and backward, each group a block."""
-    zero_stages.GROUP_BYTES, zero_stages.GROUP_RATIO = 0, 0.0
+    zero_stages.GROUP_BYTES, zero_stages.TINY_BYTES = 0, 0
     mode, finish = RecordOrder(), zero_stages.PendingReductions.finish
 
     def recorded(pending: zero_stages.PendingReductions) -> None:
