@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autoparallel.commands.options import plan_options
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster import STATE_COLLECTIVES, Cluster
 from autoparallel.cost_model.cluster_file import from_dict
 from autoparallel.cost_model.collectives import Group, group_of
 from autoparallel.cost_model.profile.case import OpCase, case_from_json, case_to_json
@@ -28,12 +28,13 @@ from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
-from autoparallel.cost_model.profile.transfers import beside
+from autoparallel.cost_model.profile.transfers import overlapped
 from autoparallel.options import parse_settings
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.prices import STATE_KINDS
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planning import PlanOptions, capture_target, own_update, request_of
@@ -45,8 +46,8 @@ from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.optimizer import BuildOptimizer
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.profile_links import (
-    BESIDE,
     COLLECTIVES,
+    OVERLAPPED,
     Links,
     LinkTime,
     Meshes,
@@ -68,10 +69,9 @@ BLOCK_SHARE = 0.2
 LEAST_CASE_SECONDS, MOST_CASE_SECONDS = 0.05, 1.0
 USUAL_BYTES = 1 << 22
 """How far transfers are measured that the search did not ask for."""
-COLLECTIVE_OF = {
-    "all_reduce": "all_reduce", "zero_gather": "all_gather", "zero_scatter": "reduce_scatter",
-}  # fmt: skip
-"""Where the search asks for the first, what compute loses beside the second is measured."""
+COLLECTIVE_OF = {STATE_KINDS.get(kind, kind): kind for kind in STATE_COLLECTIVES}
+"""By the kind of transfer that the search asks for, the collective of states that it is of: what
+compute loses beside that collective is measured, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +195,15 @@ def _measure_links(
 
 
 _Asked = tuple[str, Group, tuple[tuple[int, ...], ...], float]
-"""A kind of transfer, a group, all groups of its kind, and the most bytes."""
+"""A kind of transfer, one group, the partition into such groups, and the largest size in bytes."""
 
 
 def _of_overlap(
     kind: str, group: Group, partition: tuple[tuple[int, ...], ...]
 ) -> tuple[_Asked, _Asked]:
-    """What the share of compute that is lost beside a collective follows from."""
-    return (kind, group, partition, USUAL_BYTES), (beside(kind), group, partition, USUAL_BYTES)
+    """The two measurements whose quotient is the share of compute that a collective costs: the
+    collective alone, and what compute loses beside it."""
+    return (kind, group, partition, USUAL_BYTES), (overlapped(kind), group, partition, USUAL_BYTES)
 
 
 @dataclass
@@ -315,7 +316,7 @@ class _Leader:
         ]  # fmt: skip
         for index, (kind, group, partition, most) in enumerate([*asked, *self._usual()]):
             partition = partition_of(self.cluster, kind, group, partition)
-            wanted_sizes = (USUAL_BYTES,) if kind in BESIDE else sizes_to(most)
+            wanted_sizes = (USUAL_BYTES,) if kind in OVERLAPPED else sizes_to(most)
             links = Links(kind, partition, wanted_sizes)
             is_asked = index < len(asked)
             link = LinkTodo(links, level_of(group), group.library, group.num_hosts, is_asked)

@@ -61,8 +61,8 @@ class Device:
     much longer compute takes while one runs beside it, at least 1. Where nobody said, it is
     ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores and nothing is gained.
 
-    ``message_seconds`` is what the host takes to send or to receive one message of a pipeline,
-    while the device has nothing to do: none where the device sends by itself (NCCL).
+    ``message_seconds`` is what the host takes to send or to receive one message of a pipeline
+    while the device waits. It is 0 where the device sends by itself (NCCL).
     """
 
     name: str

@@ -48,6 +48,9 @@ runs beside it, by kind of collective::
     [[hosts]]
     num_devices = 8
     device = { preset = "H100", slowdown = { all_gather = 1.15, reduce_scatter = 1.25 } }
+
+``message_seconds`` of a device is what its host takes to send or to receive a message of a
+pipeline while the device waits (gloo): 0 by default.
 """
 
 from __future__ import annotations

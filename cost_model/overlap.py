@@ -48,14 +48,15 @@ class Collectives:
         seconds = costs.gather_seconds[stage]
         self.gathered[stage] = [
             self.launch(Action(GATHER, stage), "parameter gather", now, seconds * share)
-            for share in self._buckets(stage, costs).gathered
+            for share in self._launched_buckets(stage, costs).gathered
         ]
 
-    def _buckets(self, stage: int, costs: StageCosts) -> Buckets:
-        """The buckets of a stage's states, whose collectives are the next ones."""
+    def _launched_buckets(self, stage: int, costs: StageCosts) -> Buckets:
+        """The buckets of a stage whose collectives are launched next; compute is slowed by its
+        share from now on."""
         if costs.slowed_share:
             self.slowed_share = costs.slowed_share[stage]
-        return costs.buckets[stage] if costs.buckets else ONE_BUCKET
+        return _buckets(stage, costs)
 
     def finish(self, start: float, work: float) -> float:
         """When ``work`` seconds of undisturbed compute end that start at ``start``.
@@ -80,7 +81,7 @@ class Collectives:
     ) -> tuple[float, float, float]:
         """A forward that needs each bucket before its share: (start, end, waited within both)."""
         ends = self.gathered[stage]
-        shares = self._buckets(stage, costs).forward
+        shares = _buckets(stage, costs).forward
         began = now = max(start, ends[0])
         waited = now - start
         for there, share in zip(ends, shares, strict=True):
@@ -92,7 +93,8 @@ class Collectives:
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
         """A backward whose every share completes a bucket of gradients; when it ends."""
-        buckets, seconds = self._buckets(stage, costs), costs.gradient_sync_seconds[stage]
+        buckets = self._launched_buckets(stage, costs)
+        seconds = costs.gradient_sync_seconds[stage]
         now = start
         for share, part in zip(reversed(buckets.backward), reversed(buckets.summed), strict=True):
             now = self.finish(now, work * share)
@@ -100,3 +102,7 @@ class Collectives:
                 Action(REDUCE, stage), "gradient sync", now, seconds * part
             )
         return now
+
+
+def _buckets(stage: int, costs: StageCosts) -> Buckets:
+    return costs.buckets[stage] if costs.buckets else ONE_BUCKET

@@ -13,10 +13,10 @@ OF_EDGES = ("send_", "receive_")
 
 
 class Buckets(NamedTuple):
-    """A stage's states in the parts in which they travel, in the order of the forward.
+    """The parts in which a stage's parameters are gathered and its gradients summed.
 
-    By part its share of the forward, of the bytes that are gathered, of the backward, and of the
-    gradients that are summed; each adds up to 1.
+    Each tuple has one share per part, in the order of the forward, and adds up to 1: of the
+    forward's compute, of the time to gather, of the backward's compute, of the time to sum.
     """
 
     forward: tuple[float, ...]

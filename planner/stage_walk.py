@@ -140,7 +140,8 @@ class StageWalk:
         )
 
     def _groups(self) -> Groups:
-        """The blocks, once they are walked; what several share travels with the first."""
+        """The stage's blocks, once they are walked. A parameter of several blocks counts with the
+        first block."""
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own

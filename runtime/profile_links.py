@@ -22,17 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..cost_model.cluster import STATE_COLLECTIVES, Cluster
 from ..cost_model.collectives import Group, group_of
 from ..cost_model.profile.clocks import stopwatch
-from ..cost_model.profile.transfers import beside, level_of
+from ..cost_model.profile.transfers import level_of, overlapped
 from .communicator import ProcessCommunicator
-from .profile_overlap import beside_calls
+from .profile_overlap import overlap_calls
 from .profile_states import ITEM_BYTES, Timed, state_calls
 from .shared import control_group, share_tensor
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 STATES = ("zero_gather", "zero_scatter")
 """What ``fully_shard`` does with a block's parameters and gradients (``profile_states``)."""
-BESIDE = tuple(map(beside, STATE_COLLECTIVES))
-"""What compute loses while a collective of states runs beside it (``profile_overlap``)."""
+OVERLAPPED = {overlapped(kind): kind for kind in STATE_COLLECTIVES}
+"""Kinds that measure what compute loses beside a collective of states (``profile_overlap``), with
+that collective."""
 
 LEAST_SECONDS = 1e-7
 WARMUP_CALLS = 2
@@ -119,11 +120,11 @@ Prepared = Callable[[int], Timed]
 def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:
     mesh = meshes.of(links.partition, ("groups", "members"))
     if mesh.get_coordinate() is None:
-        base = _nothing if links.kind in ("zero_scatter", *BESIDE) else None
+        base = _nothing if links.kind in ("zero_scatter", *OVERLAPPED) else None
         return lambda num_bytes: (_nothing, base, num_bytes)
-    if links.kind in BESIDE:
-        of = STATE_COLLECTIVES[BESIDE.index(links.kind)]
-        return lambda num_bytes: beside_calls(of, num_bytes, mesh.get_group(_AXIS), device)
+    if links.kind in OVERLAPPED:
+        collective, group = OVERLAPPED[links.kind], mesh.get_group(_AXIS)
+        return lambda num_bytes: overlap_calls(collective, num_bytes, group, device)
     if links.kind in STATES:
         return lambda num_bytes: state_calls(links.kind, num_bytes, mesh["members"], device)
     return _collective(links, mesh, device)

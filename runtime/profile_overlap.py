@@ -26,13 +26,15 @@ COMPUTE_RATIO = 2.0
 CALIBRATION_CALLS = 5
 
 
-def beside_calls(
+def overlap_calls(
     kind: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Timed:
-    """For "all_reduce", "all_gather" or "reduce_scatter" of about ``num_bytes`` (of the whole
-    tensor) beside products: what to time, the products alone, and the bytes it really has.
+    """What to time for a collective of about ``num_bytes`` beside matrix products, what to take off
+    (the products alone), and the bytes it really has.
 
-    Collective over ``group``, whose ranks all compute as long as its slowest collective asks.
+    ``kind``: "all_reduce", "all_gather" or "reduce_scatter"; the bytes are those of the whole
+    tensor. All ranks of ``group`` call it together, and compute as long as the slowest of them
+    needs to hide its collective.
     """
     size = dist.get_world_size(group)
     part = max(1, num_bytes // ITEM_BYTES // size)

@@ -51,8 +51,9 @@ GROUP_BYTES = 2_000_000
 """So many bytes of small blocks are gathered and reduced together: each collective costs a
 latency, and holding them for longer costs nothing beside a stage's activations."""
 TINY_BYTES = 50_000
-"""A block of no more is gathered with its neighbour, however large that is: it has little more than
-norms. Others are not: their compute would wait for the neighbour instead of hiding it."""
+"""A block of at most so many bytes, which is little more than norms, is gathered together with its
+neighbour, however large that is. A larger block is not: its compute would have to wait for the
+neighbour, and could not hide the neighbour's collectives."""
 ASYNC_ON_CPU = True
 """Whether all-gathers and reduce-scatters run beside compute on a CPU; on a GPU they always do."""
 

@@ -19,8 +19,8 @@ from itertools import combinations, product
 from typing import Any
 
 import numpy as np
-from brute_force_beside import ahead_and_behind, all_at_once, one_ahead
 from brute_force_layouts import ZEROS, Choices, Floats, Ints
+from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
 
 from autoparallel.cost_model.memory import reserve_bytes
 from autoparallel.cost_model.stage_costs import Buckets
@@ -324,9 +324,9 @@ class Stage(Choices):
 
     @cached_property
     def recomputations(self) -> list[Modes]:
-        """Every block as it is, selectively or fully recomputed; of equal blocks the first most.
+        """Every choice of recomputation by block; the first recomputes nothing.
 
-        The first is as they are.
+        Among equal blocks the earlier ones are recomputed at least as much as the later ones.
         """
         numbers = [self._number(block) for block in range(len(self.blocks))]
         return [
@@ -386,15 +386,15 @@ class Stage(Choices):
         return np.column_stack([found, self.late]) if halved else found
 
     def _ways(self, modes: Modes, *, halved: bool) -> list[tuple[Floats, Floats]]:
-        """Of each block compute and communication, each forward and backward."""
+        """For each block its compute and its communication, each with forward and backward."""
         ways = self._halved_ways if halved else self._both_ways
         return [tuple(ways[block][mode]) for block, mode in enumerate(modes)]
 
     def of_step(
         self, zero: int, modes: Modes, which: int, *, halved: bool = False
     ) -> tuple[float, float, float, Buckets, float]:
-        """Of an assignment: gathering parameters and summing gradients once per step, the share
-        of compute lost beside both, the blocks one by one they do it for, the optimizer."""
+        """What an assignment does once per step: the seconds to gather parameters, those to sum
+        gradients, the share of compute lost beside both, the buckets, the optimizer's seconds."""
         own = [dict(zip(OF_STATES, each[:, which], strict=True)) for each in self.states[zero]]
         ways = self._ways(modes, halved=halved)
         parts = [

@@ -9,6 +9,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from autoparallel.cost_model.collectives import group_of
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import level_of
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import loads
 from autoparallel.planning import PlanOptions, capture_target, record_target
 from autoparallel.profile_transfers import LinkTodo
@@ -34,7 +36,7 @@ from autoparallel.runtime.profile_links import (
     neighbours,
 )
 from autoparallel.runtime.trainer import Trainer
-from autoparallel.targets import load_target
+from autoparallel.targets import Target, load_target
 
 CLONE_NEWNET = 0x40000000
 PORT = 29500
@@ -44,7 +46,7 @@ STEPS = 2
 COMPARED_STEPS = 4
 LAYERS, ROUNDS = 20, 15
 MESSAGES_OF_MICROBATCH = 4
-"""Of a rank in the middle: it receives and sends activations, then gradients."""
+"""A rank in the middle receives and sends activations, then gradients."""
 CPU = torch.device("cpu")
 
 
@@ -157,17 +159,18 @@ def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
 
 
 def measure_message(rank: int, emulated: Emulated, job: Job, plan: str) -> float:
-    """Seconds in which the host of a middle rank sends or receives a message of a pipeline.
+    """Seconds that the host of a rank in the middle of a pipeline takes for one message.
 
-    The plan is a pipeline of one stage per rank whose compute takes no time: what its step takes
-    beyond issuing the ops, over the four messages of each micro-batch.
+    ``plan`` is a pipeline of one stage per rank; its compute takes no time here. The result is the
+    seconds of a step without those to issue the ops, divided by the number of messages of a rank.
     """
     device = EmulatedDevice(1e15, 1e15)
-    trainer, batch = _trainer(job, plan)
+    work = _Work.of(job)
+    trainer = work.trainer(plan)
     seconds, num_kernels = [], 0
     for _ in range(ROUNDS):
         before = device.num_kernels
-        seconds.append(_step(trainer, batch, device))
+        seconds.append(_step(trainer, work.batch, device))
         num_kernels = device.num_kernels - before
     trainer.steps.finish()
     issued = torch.tensor(num_kernels * emulated.issue_seconds, dtype=torch.float64)
@@ -179,11 +182,12 @@ def measure_message(rank: int, emulated: Emulated, job: Job, plan: str) -> float
 def measure_plans(rank: int, emulated: Emulated, job: Job, plans: Sequence[str]) -> list[Measured]:
     """What each plan's steps took."""
     speed = emulated.speeds[rank * len(emulated.speeds) // dist.get_world_size()]
+    work = _Work.of(job)
     found: list[Measured] = []
     for text in plans:
         device = EmulatedDevice(FLOPS_PER_SECOND * speed, BYTES_PER_SECOND * speed)
-        trainer, batch = _trainer(job, text)
-        seconds = [_step(trainer, batch, device) for _ in range(STEPS + 1)]
+        trainer = work.trainer(text)
+        seconds = [_step(trainer, work.batch, device) for _ in range(STEPS + 1)]
         trainer.steps.finish()
         busy = torch.tensor(device.busy_seconds / (STEPS + 1), dtype=torch.float64)
         dist.all_reduce(busy, op=dist.ReduceOp.MAX)
@@ -191,15 +195,28 @@ def measure_plans(rank: int, emulated: Emulated, job: Job, plans: Sequence[str])
     return found
 
 
-def _trainer(job: Job, plan: str) -> tuple[Trainer, Any]:
-    """The trainer of a plan, and a batch."""
-    name, settings, global_batch, seq = job
-    target = load_target(name, settings)
-    program = capture_target(target, PlanOptions(global_batch=global_batch, seq=seq))
-    trainer = Trainer(program, loads(plan), record_target(target), device=CPU)
-    # Of the first steps the host compares all ranks' batches, which takes its cores.
-    trainer.runner.batches._check._num_steps = COMPARED_STEPS
-    return trainer, random_batch(program.graph.with_batch_size(global_batch), seed=0)
+@dataclass(frozen=True)
+class _Work:
+    """A job on a rank, captured once for all of its plans."""
+
+    target: Target
+    program: Program
+    batch: Any
+
+    @staticmethod
+    def of(job: Job) -> _Work:
+        name, settings, global_batch, seq = job
+        target = load_target(name, settings)
+        program = capture_target(target, PlanOptions(global_batch=global_batch, seq=seq))
+        batch = random_batch(program.graph.with_batch_size(global_batch), seed=0)
+        return _Work(target, program, batch)
+
+    def trainer(self, plan: str) -> Trainer:
+        """The trainer of a plan, given as text."""
+        trainer = Trainer(self.program, loads(plan), record_target(self.target), device=CPU)
+        # Of the first steps the host compares all ranks' batches, which takes its cores.
+        trainer.runner.batches._check._num_steps = COMPARED_STEPS
+        return trainer
 
 
 def _step(trainer: Trainer, batch: Any, device: EmulatedDevice) -> float:

@@ -83,8 +83,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default="")
     parser.add_argument(
         "--measure", default="",
-        help="measure configurations whose names have one of these parts, or have not been "
-        "measured; others keep their steps and are predicted again",
+        help="measure only configurations whose names contain one of these parts, and those that "
+        "were never measured; predict the others again",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     parser.add_argument(
@@ -107,8 +107,9 @@ def main(arguments: Sequence[str]) -> int:
             for model, job in jobs:
                 name = f"{emulated.name}, {model}"
                 known = [Row(**row) for row in found.get(name, ())]
-                keeps = [row for row in known if not chosen([row], options.measure, configured)]
-                rows = measure_model(emulated, model, job, places, transfers, keeps)
+                again = chosen(known, options.measure, lambda row: row.configuration)
+                kept = [row for row in known if row not in again]
+                rows = measure_model(emulated, model, job, places, transfers, kept)
                 found[name] = [asdict(row) for row in rows]
                 options.json.write_text(json.dumps(found, indent=1))
                 show(rows)
@@ -124,23 +125,21 @@ def chosen(values: Any, names: str, name_of: Any) -> list[Any]:
     return [v for v in values if not wanted or any(name in name_of(v) for name in wanted)]
 
 
-def configured(row: Row) -> str:
-    return row.configuration
-
-
 def measure_model(
     emulated: Emulated, model: str, job: Job, places: Any, transfers: Sequence[Transfer],
-    keeps: Sequence[Row],
+    kept: Sequence[Row],
 ) -> list[Row]:  # fmt: skip
-    """The choice and the grid of one model on one cluster. The steps of ``keeps`` are not measured
-    again if the plan's summary is still the same."""
+    """The choice and the grid of one model on one cluster.
+
+    A row of ``kept`` is not measured again if its plan still has the same summary.
+    """
     planned = [
         (configuration, *made)
         for configuration in (CHOICE, *GRID)
         if (made := make_plan(emulated, job, configuration, transfers)) is not None
     ]
     known = {
-        (row.configuration, row.summary): Measured(row.seconds, row.busy_seconds) for row in keeps
+        (row.configuration, row.summary): Measured(row.seconds, row.busy_seconds) for row in kept
     }
     new = [(name, summary, text) for name, _, summary, text in planned]
     new = [each for each in new if each[:2] not in known]

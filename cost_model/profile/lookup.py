@@ -30,7 +30,7 @@ from .database import Database
 from .environment import Environment, difference, nearest
 from .interpolation import MIN_SAMPLES, Curve, Sample
 from .records import Measurement, Transfer
-from .transfers import MessageSource, beside, fit_link, link_points, transfer_curve
+from .transfers import MessageSource, fit_link, link_points, overlapped, transfer_curve
 from .transfers import level_of as level_of
 
 _DATA = Path(__file__).with_name("data")
@@ -179,18 +179,19 @@ class Profile:
         """
         if group.num_ranks <= 1 or num_bytes <= 0 or group.sharing != 1:
             return None
-        at = (level_of(group), group.library, kind, group.num_ranks, group.num_hosts)
-        return self._transfer(at, num_bytes)
+        return self._transfer(_place_of(kind, group), num_bytes)
 
     def slowed_share(self, kind: str, group: Group) -> float | None:
-        """The share of its compute that a device loses while a collective of states runs beside it,
-        from the largest that was measured beside compute; None without any."""
-        at = (level_of(group), group.library, beside(kind), group.num_ranks, group.num_hosts)
-        key = "slowed share", at
+        """The share of its compute that a device loses while a collective of states runs.
+
+        It follows from the largest size that was measured beside compute; None without any.
+        """
+        place = _place_of(overlapped(kind), group)
+        key = "slowed share", place
         if key not in self._curves:
-            sizes = [each.num_bytes for each in self.transfers if _place(each) == at]
+            sizes = [each.num_bytes for each in self.transfers if _place(each) == place]
             most = max(sizes, default=0)
-            lost, alone = (self.collective(each, most, group) for each in (beside(kind), kind))
+            lost, alone = (self.collective(each, most, group) for each in (overlapped(kind), kind))
             self._curves[key] = min(1.0, lost[0] / alone[0]) if lost and alone else None
         share: float | None = self._curves[key]
         return share
@@ -257,6 +258,10 @@ def _label(case: OpCase) -> str:
 
 def _ops(curve: Curve) -> frozenset[str]:
     return frozenset(sample.op for sample in curve.samples)
+
+
+def _place_of(kind: str, group: Group) -> tuple[str, str, str, int, int]:
+    return level_of(group), group.library, kind, group.num_ranks, group.num_hosts
 
 
 def _place(transfer: Transfer) -> tuple[str, str, str, int, int]:

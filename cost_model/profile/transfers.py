@@ -72,10 +72,10 @@ def level_of(group: Group) -> str:
     return f"mixed:{within}+{group.inter.name}"
 
 
-def beside(kind: str) -> str:
-    """The kind under which a profile has what compute loses while such a collective runs beside it.
+def overlapped(kind: str) -> str:
+    """The kind under which a profile stores what compute loses while a collective runs beside it.
 
-    >>> beside("all_gather")
+    >>> overlapped("all_gather")
     'all_gather beside compute'
     """
     return f"{kind} beside compute"

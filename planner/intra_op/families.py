@@ -44,7 +44,6 @@ class Family:
     shared: tuple[str, ...]
     _crossings: dict[Edge, _Crossing] = field(default_factory=dict)
     _orders: dict[object, Order] = field(default_factory=dict)
-    _waiting: dict[object, float] = field(default_factory=dict)
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
@@ -198,21 +197,14 @@ class Family:
 
     def sync_seconds(self, runs: Sequence[Run], rates: Rates) -> Floats:
         """The latencies of gradient synchronization, and what is waited for in any layout."""
-        found = np.array([self._waits(run, rates) for run in runs]) * (1 - rates.exposed)
+        least_wait, count = self.model.least_wait, rates.num_microbatches
+        waits = [[least_wait(run, zero, count) for zero in rates.zeros] for run in runs]
+        found: Floats = np.array(waits) * (1 - rates.exposed)
         for kind in self.kinds:
             counts = np.array([run.counts[kind] for run in runs], dtype=np.float64)
             own = [np.array(self.model.block_sync(kind, zero)) for zero in rates.zeros]
             found += counts[:, None] * (np.array(own) @ rates.weights)
         return found
-
-    def _waits(self, run: Run, rates: Rates) -> list[float]:
-        """``StageModel.least_wait`` by problem, found once for runs of equal ends."""
-        ends = run.kinds[0], run.kinds[-1], run.shared, rates.num_microbatches
-        for zero in rates.zeros:
-            if (*ends, zero) not in self._waiting:
-                wait = self.model.least_wait(run, zero, rates.num_microbatches)
-                self._waiting[(*ends, zero)] = wait
-        return [self._waiting[(*ends, zero)] for zero in rates.zeros]
 
     def solutions(
         self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]

@@ -167,7 +167,10 @@ class Pool:
         return totals
 
     def _groups(self, run: Run) -> Groups:
-        """With nothing recomputed, the blocks of a run in every solution and ZeRO stage."""
+        """The blocks of a run in every solution and ZeRO stage, with nothing recomputed.
+
+        ``seconds[solution, zero, entry, RESOURCE]``.
+        """
         kinds, counts = grouped(run.kinds)
         which, resources = list(self.zeros), slice(len(Resource))
         rows = {kind: self._row(kind)[:, which, resources] for kind in run.counts}

@@ -354,7 +354,7 @@ class Prices:
         return once._replace(backward_states=sync, backward_slowed=summed)
 
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
-        """What the copies around ZeRO's collectives add to them, and to compute beside them.
+        """The copies around ZeRO's collectives: they lengthen these, and slow compute beside them.
 
         Parameters are copied out of the buffer in which they were gathered, and gradients are cast
         into the one that is reduced (``fully_shard``). The device moves these bytes while it

@@ -127,9 +127,9 @@ def objective_weights(
 ) -> Floats:
     """What a second of each resource counts in the solvers' sums: seconds per micro-batch.
 
-    The sum is never above the objective (``seconds_of_passes``), where collectives S that slow
-    compute C by s add at least max(s, S - C) to it: it counts (1 - e)·s + e·(S - C) of that, for
-    any share e that is ``exposed``.
+    Collectives that take S seconds and slow compute of C seconds by s add at least max(s, S - C)
+    to the objective (``seconds_of_passes``). The sum counts (1 - e)·s + e·(S - C) for them, where
+    e is ``exposed``, so it is a lower bound of the objective for any e from 0 to 1.
 
     >>> weights = objective_weights(4)
     >>> weights[[Resource.FORWARD_COMPUTE, Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]].tolist()
@@ -141,33 +141,39 @@ def objective_weights(
         weights[[Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = 1.0
     weights[Resource.OPTIMIZER] = 1 / num_microbatches
     for collective, slowed in COLLECTIVES_OF_STATES:
-        is_of_step = collective in range(*STEP.indices(len(Resource)))
-        share = 1 / num_microbatches if is_of_step else 1.0
+        share = _times_per_microbatch(collective, num_microbatches)
         weights[collective] = share * exposed
         weights[slowed] = share * (1 - exposed)
     return weights
 
 
-def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
-    """What the objective has besides ``objective_weights`` of a stage's first and last block.
+def _times_per_microbatch(resource: Resource, num_microbatches: int) -> float:
+    """1 for seconds of a micro-batch, and its share of seconds that occur once per step."""
+    is_of_step = resource in range(*STEP.indices(len(Resource)))
+    return 1 / num_microbatches if is_of_step else 1.0
 
-    The first block is gathered before anything computes, and its gradients come last; the last
-    block is gathered before the backward. Nothing runs beside that: S counts instead of s.
+
+def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
+    """Weights of the seconds of a stage's first and of its last block, besides
+    ``objective_weights``.
+
+    The first block's parameters are gathered before any compute, and its gradients are summed
+    after all compute. The last block's parameters are gathered before the backward. No compute
+    hides these collectives: they count S seconds instead of the s that ``objective_weights`` has.
     """
     first, last = np.zeros((2, len(Resource)))
     for collective, slowed in COLLECTIVES_OF_STATES[1:]:
-        is_of_step = collective in range(*STEP.indices(len(Resource)))
-        first[collective] = 1 / num_microbatches if is_of_step else 1.0
+        first[collective] = _times_per_microbatch(collective, num_microbatches)
         first[slowed] = -first[collective]
     last[Resource.FORWARD_STATES], last[Resource.FORWARD_SLOWED] = 1.0, -1.0
     return first, last
 
 
 class Groups(NamedTuple):
-    """A stage's blocks in order, with neighbours that are equal taken together.
+    """The seconds of a stage's blocks in order, with runs of equal blocks stored once.
 
-    ``seconds[..., entry, RESOURCE]`` are those of one block. ``counts[entry]`` blocks stand there;
-    where these are several, the entries before and after are blocks of the same seconds.
+    Entry i stands for ``counts[i]`` consecutive blocks, each of ``seconds[..., i, RESOURCE]``.
+    If it stands for several, the entries before and after it have the same seconds.
     """
 
     seconds: Floats
@@ -175,8 +181,10 @@ class Groups(NamedTuple):
 
 
 def grouped(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
-    """Blocks in order as entries with counts (see ``Groups``): of equal ones in a row the first,
-    those between, and the last.
+    """The entries and counts of ``Groups`` for blocks in order.
+
+    A run of three or more equal blocks becomes three entries: its first block, the blocks between,
+    and its last block.
 
     >>> entries, counts = grouped("abbbbcc")
     >>> "".join(entries), counts.tolist()
@@ -192,29 +200,31 @@ def grouped(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
     return entries, np.array(counts)
 
 
-def beside_pass(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """Seconds that gathering each block beside the compute of the one before adds to a pass.
+def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
+    """Seconds added to a pass in which each block is gathered while the block before it computes.
 
-    The first block is waited for. Each other either is there before that compute ends, which
-    takes ``slowed`` seconds longer, or is waited for. The last axis is of entries.
+    The pass waits for the first block. Each other block either arrives before that compute ends,
+    and lengthens it by ``slowed``, or the pass waits for it. The last axis has the entries of
+    ``Groups``.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
-    >>> float(beside_pass(*each, [1, 1, 1]))  # 2, then 0.25 beside 3, then 6 beside 4
+    >>> float(exposed_one_ahead(*each, [1, 1, 1]))  # 2, then 0.25 beside 3, then 6 beside 4
     4.25
     """
     return (counts * np.maximum(slowed, collectives - _before(compute))).sum(axis=-1)
 
 
-def beside_first(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """Seconds that gathering all blocks, one after the other, adds to a pass from the same start.
+def exposed_from_start(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
+    """Seconds added to a pass if all blocks are gathered one after the other from its start on.
 
-    If block g is the last that is waited for, that is when it is there, less the compute before
-    it, and what the collectives after it slow compute by:
-    ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g} s_h)``, and at least ``Σ s_h``. Gradients that are
-    summed as they come are the same, backwards in time.
+    Let g be the last block that the pass waits for. It arrives after ``Σ_{h≤g} S_h`` seconds,
+    in which ``Σ_{h<g} C_h`` seconds of compute are done; later collectives slow the rest by
+    ``Σ_{h>g} s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g} s_h)`` seconds
+    longer, and at least ``Σ s_h``, if it waits for none. Summing gradients as the backward makes
+    them adds as much: it is the same process in reverse.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
-    >>> float(beside_first(*each, [1, 1, 1]))  # block 0: 2 + 1.75; block 2: 9 - 7
+    >>> float(exposed_from_start(*each, [1, 1, 1]))  # block 0: 2 + 1.75; block 2: 9 - 7
     3.75
     """
     lost = (counts * slowed).sum(axis=-1)
@@ -225,13 +235,14 @@ def beside_first(collectives: Floats, slowed: Floats, compute: Floats, counts: A
 
 
 def _before(values: Floats) -> Floats:
-    """Of each entry the value of the one before; 0 of the first."""
+    """For each entry the value of the entry before it; 0 for the first."""
     found = np.zeros_like(values)
     found[..., 1:] = values[..., :-1]
     return found
 
 
 def _after(values: Floats) -> Floats:
+    """For each entry the value of the entry after it; 0 for the last."""
     found = np.zeros_like(values)
     found[..., :-1] = values[..., 1:]
     return found
@@ -240,13 +251,14 @@ def _after(values: Floats) -> Floats:
 def seconds_of_passes(
     seconds: Floats, groups: Groups, shares_links: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Of a stage's ``seconds[..., RESOURCE]``: forward and backward of a micro-batch; of a step
-    what gathering parameters adds to its first forward, and what comes after its last backward.
+    """Seconds of a stage: the forward and the backward of a micro-batch; what gathering parameters
+    once per step adds to the first forward; what follows the last backward.
 
-    Collectives of states run beside compute, and beside the stage's other collectives unless they
-    share links with those. What the host takes to issue a pass is not in it. ZeRO 3 gathers a
-    block beside the compute of the one before; in the backward it does so in the other order, and
-    the gradients of the block after that one are scattered beside the same compute, as by ZeRO 2.
+    ``seconds[..., RESOURCE]`` are the stage's, ``groups`` those of its blocks. Collectives of
+    states run beside compute, and beside the stage's other collectives if they do not share links
+    with those. In the forward, ZeRO 3 gathers each block while the block before it computes. In the
+    backward, while a block computes, ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter
+    the gradients of the block after it. The time in which the host issues a pass is not counted.
     """
 
     def of(resource: Resource) -> Floats:
@@ -270,9 +282,9 @@ def seconds_of_passes(
     both, slowed = (_before(g) + _after(s) for g, s in zip(gathered, scattered, strict=True))
     counts = groups.counts
     ends = gathered[0][..., -1] + scattered[0][..., 0]
-    forward = passes[0] + beside_pass(*gathered, compute[0], counts)
+    forward = passes[0] + exposed_one_ahead(*gathered, compute[0], counts)
     backward = passes[1] + ends + (counts * np.maximum(slowed, both - compute[1])).sum(axis=-1)
     gather = of(Resource.PARAMETER_GATHER), of(Resource.GATHER_SLOWED)
     sync = of(Resource.GRADIENT_SYNC), of(Resource.SYNC_SLOWED)
-    end = beside_first(*sync, compute[1], counts) + seconds[..., Resource.OPTIMIZER]
-    return forward, backward, beside_first(*gather, compute[0], counts), end
+    end = exposed_from_start(*sync, compute[1], counts) + seconds[..., Resource.OPTIMIZER]
+    return forward, backward, exposed_from_start(*gather, compute[0], counts), end

@@ -62,8 +62,8 @@ class StageCost:
     micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
     backward are the gradients of weights, where they are deferred; None where that is not known.
     Collectives of states run beside the compute of the blocks in ``groups``, and beside other
-    collectives unless the stage ``shares_links`` among them (``seconds_of_passes``). Without
-    groups the stage is one block.
+    collectives unless both use the same links (``shares_links``; see ``seconds_of_passes``).
+    Without groups the stage counts as one block.
     """
 
     seconds: Seconds
@@ -117,7 +117,8 @@ class StageCost:
 
     @cached_property
     def _issued_groups(self) -> Groups:
-        """Where the compute of a block ends when the host has issued it, too."""
+        """The groups, with the compute of each block at least as long as the host takes to issue
+        it."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
@@ -125,7 +126,7 @@ class StageCost:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """The blocks as parts of what the stage does once per step, and of its compute."""
+        """Each block's share of the stage's compute and of what the stage sends once per step."""
         groups = self._issued_groups
         every = np.repeat(groups.seconds, groups.counts, axis=0)
         return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
@@ -178,10 +179,11 @@ ISSUED = (
     (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
     (Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE),
 )
-"""What the device takes for a pass, and what device and host take."""
+"""By direction: the device's compute, and the compute with the time to issue it."""
 
 
 def _shares(values: Floats) -> tuple[float, ...]:
+    """The parts of a sum; equal ones where the sum is 0."""
     total = values.sum()
     equal = np.full(len(values), 1 / len(values))
     return tuple((values / total if total > 0 else equal).tolist())
@@ -447,11 +449,11 @@ class StageTable:
         receive = float(received[0]), float(received[1])
         return StageCost(
             Seconds(*seconds.tolist()), receive, memory, kept, late,
-            self._groups(run, setting, of_kind), self.model.prices.shares_links,
+            self._groups_of(run, setting, of_kind), self.model.prices.shares_links,
         )  # fmt: skip
 
-    def _groups(self, run: Run, setting: Setting, of_kind: Mapping[str, Floats]) -> Groups:
-        """The run's blocks in order; what several of them share travels with the first."""
+    def _groups_of(self, run: Run, setting: Setting, of_kind: Mapping[str, Floats]) -> Groups:
+        """The run's blocks in order. A parameter of several blocks counts with the first block."""
         entries, counts = grouped(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:

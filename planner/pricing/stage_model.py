@@ -113,6 +113,7 @@ class StageModel:
     _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
     _weight_grads: dict[object, WeightGrads] = field(default_factory=dict, repr=False)
     _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
+    _least_waits: dict[object, float] = field(default_factory=dict, repr=False)
 
     def kind(self, kind: str) -> KindModel:
         found = self._kinds.get(kind)
@@ -378,16 +379,22 @@ class StageModel:
         return self.prices.block_sync(zero)
 
     def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
-        """What the first and last block of a run add to the objective, whatever their layouts,
-        because nothing runs beside their collectives (``wait_weights``)."""
-        found, shared = 0.0, [self.shared(name) for name in run.shared]
+        """A lower bound of what a stage waits for because nothing runs beside it: the collectives
+        of its first and last block (``wait_weights``), in seconds per micro-batch."""
+        key = run.kinds[0], run.kinds[-1], run.shared, zero, num_microbatches
+        if key not in self._least_waits:
+            self._least_waits[key] = self._least_wait(run, zero, num_microbatches)
+        return self._least_waits[key]
+
+    def _least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
+        total, shared = 0.0, [self.shared(name) for name in run.shared]
         ends: Sequence[tuple[str, Sequence[Decision]]]
         ends = ((run.kinds[0], shared), (run.kinds[-1], ()))
         for (kind, others), weights in zip(ends, wait_weights(num_microbatches), strict=True):
             decisions = [*self.kind(kind).decisions, *others]
-            found += sum(float((each.seconds[zero] @ weights).min()) for each in decisions)
-            found += float(np.array(self.block_sync(kind, zero)) @ weights)
-        return found
+            total += sum(float((each.seconds[zero] @ weights).min()) for each in decisions)
+            total += float(np.array(self.block_sync(kind, zero)) @ weights)
+        return total
 
 
 def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:

@@ -47,8 +47,11 @@ class Pipeline:
 
 
 class MessageSeconds(NamedTuple):
-    """Of every message: its latency, which keeps no other from being sent, and what each of its
-    two hosts takes to send or to receive it while the device waits."""
+    """Seconds of every message besides its bytes.
+
+    ``latency`` passes before the first byte arrives, and delays no other message. ``call`` is what
+    the sending host and the receiving host each spend on it, while their devices wait.
+    """
 
     latency: float = 0.0
     call: float = 0.0

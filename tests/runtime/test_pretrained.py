@@ -69,7 +69,7 @@ def test_a_rank_reads_as_many_bytes_as_it_holds(tmp_path: Path, parallel: str) -
         seq=16,
         parallel=parallel,
         profile="analytic",
-        stage_at=["model.layers.1"] if parallel.startswith("pp") else None,
+        stage_at=("model.layers.1",) if parallel.startswith("pp") else (),
     )
     file = folder / "model.safetensors"
     whole = sum(tensor.nbytes for tensor in load_file(file).values())

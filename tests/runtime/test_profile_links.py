@@ -12,8 +12,8 @@ from autoparallel.cost_model.profile.case import OpCase, TensorCase, canonical
 from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.runtime.profile_links import (
-    BESIDE,
     COLLECTIVES,
+    OVERLAPPED,
     STATES,
     Links,
     Meshes,
@@ -32,7 +32,7 @@ SIZES = (1 << 12, 1 << 20)
 def links_of_all_kinds() -> list[tuple[str, list[tuple[int, float, int]]]]:
     found = []
     meshes, before = Meshes(CPU), len(_world.pg_map)
-    for kind in (*COLLECTIVES, *STATES, *BESIDE, "p2p"):
+    for kind in (*COLLECTIVES, *STATES, *OVERLAPPED, "p2p"):
         for partition in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
             own = measure_links(
                 Links(kind, partition, SIZES), device=CPU, case_seconds=0.005,
@@ -49,7 +49,7 @@ def links_of_all_kinds() -> list[tuple[str, list[tuple[int, float, int]]]]:
 def test_every_kind_is_measured_in_every_partition_and_all_ranks_know_the_same() -> None:
     answers = run_processes(4, links_of_all_kinds)
     assert all(answer == answers[0] for answer in answers)
-    assert len(answers[0]) == 2 * (len(COLLECTIVES) + len(STATES) + len(BESIDE) + 1)
+    assert len(answers[0]) == 2 * (len(COLLECTIVES) + len(STATES) + len(OVERLAPPED) + 1)
     for _, times in answers[0]:
         assert [num_bytes for num_bytes, _, _ in times] == list(SIZES)
         assert all(seconds > 0 and repeats >= 5 for _, seconds, repeats in times)

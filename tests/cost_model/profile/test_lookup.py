@@ -19,7 +19,7 @@ from autoparallel.cost_model.profile.database import (
     Transfer,
 )
 from autoparallel.cost_model.profile.lookup import Profile, level_of, load_profile, load_shipped
-from autoparallel.cost_model.profile.transfers import beside
+from autoparallel.cost_model.profile.transfers import overlapped
 
 from .profile_cases import attention, elementwise, gelu, layer_norm, linear, softmax
 
@@ -220,7 +220,9 @@ def test_a_collective_is_measured_interpolated_or_unknown() -> None:
 
 def test_the_share_of_compute_lost_beside_a_collective_is_that_of_the_largest_measured() -> None:
     alone = transfers("all_gather")
-    lost = [replace(each, kind=beside("all_gather"), seconds=each.seconds / 2) for each in alone]
+    lost = [
+        replace(each, kind=overlapped("all_gather"), seconds=each.seconds / 2) for each in alone
+    ]
     lost[-1] = replace(lost[-1], seconds=alone[-1].seconds / 4)
     profile = Profile(HERE, {}, (*alone, *lost))
     assert profile.slowed_share("all_gather", RING) == pytest.approx(0.25)

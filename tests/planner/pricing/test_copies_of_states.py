@@ -9,7 +9,7 @@ from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
-from autoparallel.cost_model.profile.transfers import beside
+from autoparallel.cost_model.profile.transfers import overlapped
 from autoparallel.cost_model.resolve import resolve_cluster
 from autoparallel.planner import rules
 from autoparallel.planner.graph import TensorSpec
@@ -51,7 +51,7 @@ def test_a_profile_says_how_much_compute_is_lost_beside_collectives(zero: int) -
     link = f"intra:{cluster.hosts[0].link.name}"
     kinds = ["all_gather", "reduce_scatter", "all_reduce"]
     alone = {"zero_gather": 1.0, "zero_scatter": 1.0, **dict.fromkeys(kinds, 2.0)}
-    seconds = {**alone, **{beside(kind): 0.5 for kind in kinds}}
+    seconds = {**alone, **{overlapped(kind): 0.5 for kind in kinds}}
     measured = Profile(
         Environment("toy", "", "2.13.0", 4), {},
         tuple(Transfer(link, "gloo", kind, 4, 1, 1 << 20, each) for kind, each in seconds.items()),

@@ -25,7 +25,7 @@ def stage(**seconds: float) -> StageCost:
 
 
 def in_blocks(cost: StageCost, number: int) -> StageCost:
-    """The same stage as so many equal blocks."""
+    """The stage, cut into ``number`` equal blocks."""
     one = np.array([cost.seconds]) / number
     return replace(cost, groups=Groups(np.repeat(one, number, axis=0), np.ones(number, dtype=int)))
 
@@ -95,10 +95,15 @@ def in_unlike_blocks(*blocks: Seconds, shares_links: bool = True) -> StageCost:
 
 
 def test_what_gathering_and_scattering_each_block_adds() -> None:
-    """Three blocks of 1, 4 and 2 s forward, twice that backward; gathering takes 2, 1 and 6 s,
-    scattering 1, 9 and 3 s. Forward: 2 s waited for, 1 s beside 1 s, 6 s beside 4 s: 2 + 0 + 2.
-    Backward: 6 s waited for; beside 4 s of the last block 1 s gathered, beside 8 s 2 s gathered and
-    3 s scattered, beside 2 s 9 s scattered (7 s more), then 1 s."""
+    """Three blocks compute for 1, 4 and 2 s forward and twice as long backward. Gathering them
+    takes 2, 1 and 6 s, scattering their gradients 1, 9 and 3 s.
+
+    Forward: 2 s of waiting for the first block; the second arrives beside the first's 1 s; the
+    third needs 2 s more than the second's 4 s. 2 + 0 + 2 = 4 s.
+    Backward: 6 s of waiting for the third block. Beside its 4 s the second is gathered (1 s).
+    Beside the second's 8 s the first is gathered (2 s) and the third scattered (3 s). Beside the
+    first's 2 s the second is scattered (9 s, 7 more). The first is scattered last (1 s).
+    6 + 0 + 0 + 7 + 1 = 14 s."""
     compute, gather, scatter = (1.0, 4.0, 2.0), (2.0, 1.0, 6.0), (1.0, 9.0, 3.0)
     cost = in_unlike_blocks(
         *(

@@ -115,9 +115,9 @@ def test_the_mixed_plan_is_faster_than_either_alone_by_what_is_not_sent() -> Non
     weights = sum(graph[name].spec.numel for name in FULLY_CONNECTED)
     saved = sent_bytes(weights) / 12e9
     assert sums[1] - sums[0] == pytest.approx(saved, rel=0.25)
-    assert 0.4 * saved < data - mixed < saved
+    assert 0.5 * saved < data - mixed < saved
     assert mixed < tensor
-    assert mixed < 0.55 * data
+    assert mixed < 0.502 * data
 
 
 def verified(text: str) -> Verification:

@@ -15,7 +15,7 @@ States = Sequence[tuple[Floats, Floats]]
 
 
 def one_ahead(states: States, compute: Sequence[Floats]) -> Floats:
-    """What gathering each block beside the compute of the one before it adds."""
+    """Seconds added to a pass in which each block is gathered while the one before it computes."""
     total = states[0][0].copy()
     for (needs, slows), own in zip(states[1:], compute[:-1], strict=True):
         total += np.where(own + slows >= needs, slows, needs - own)
@@ -23,8 +23,8 @@ def one_ahead(states: States, compute: Sequence[Floats]) -> Floats:
 
 
 def ahead_and_behind(gather: States, scatter: States, compute: Sequence[Floats]) -> Floats:
-    """In the backward: beside a block the one before it is gathered, and the gradients of the one
-    after it are scattered."""
+    """Seconds added to a backward: while a block computes, the block before it is gathered and the
+    gradients of the block after it are scattered."""
     total = gather[-1][0] + scatter[0][0]
     for at, own in enumerate(compute):
         beside = [gather[at - 1]] if at > 0 else []
@@ -36,10 +36,10 @@ def ahead_and_behind(gather: States, scatter: States, compute: Sequence[Floats])
 
 
 def all_at_once(states: States, compute: Sequence[Floats]) -> Floats:
-    """What gathering all blocks from the start of a pass adds to it.
+    """Seconds added to a pass if all blocks are gathered one after the other from its start on.
 
-    The second in which the pass ends, block by block: a block begins when it is there and the one
-    before it is done. What is still to be gathered then slows what is still to be computed.
+    Follows the pass block by block. A block's compute begins once the block has arrived and the
+    block before it is computed. Until all blocks have arrived, compute runs at a lower rate.
     """
     whole = sum(needs for needs, _ in states)
     lost = sum(slows for _, slows in states)
