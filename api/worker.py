@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
+from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
@@ -31,6 +32,7 @@ from autoparallel.run_options import RunOptions, as_asked, told
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.membership import join_as
+from autoparallel.runtime.memory_counter import held_by
 from autoparallel.runtime.optimizer import default_optimizer
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
@@ -101,7 +103,8 @@ def train(
     how = Saving(**saving) if saving is not None else None
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
-    with told(asked, plan, target, rank=worker.rank) as callback:
+    watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
+    with told(asked, plan, target, rank=worker.rank) as callback, watched:
         predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
             samples_or_tokens(plan, asked.accumulate), memory, callback,

@@ -96,8 +96,7 @@ def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelEr
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     name = f"rank {rank} of {world_size}"
-    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if is_memory or any(sign in str(error) for sign in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return DeviceMemoryError(
             "AP803",
             f"{name} ran out of memory",
@@ -107,6 +106,12 @@ def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelEr
         )
     trace = "".join(traceback.format_exception(error)).rstrip()
     return WorkerError("AP801", f"{name} failed: {text}", why=trace, where=where)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device or the host has no memory left."""
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_memory or any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:

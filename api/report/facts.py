@@ -37,7 +37,7 @@ def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
     What is transient counts once. Replicas of Chimera hold fewer activations at once than the
     two stages would alone: as many as are left of the predicted peak.
     """
-    ranks = [(stages, _bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
+    ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
     stages, found = max(ranks, key=lambda rank: sum(rank[1].values()))
     if plan.schedule == "chimera" and plan.has_pipeline:
         others = sum(found.values()) - found.get("activations", 0)
@@ -45,7 +45,8 @@ def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
     return stages, found
 
 
-def _bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
+def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
+    """The predicted bytes, by category, of a pipeline rank that runs ``stages``."""
     return together((plan.stages[stage].prediction.memory_bytes for stage in stages), BRIEF)
 
 

@@ -1,0 +1,122 @@
+"""The error of a rank that ran out of memory: what it held, what was predicted, what to try.
+
+In: an error of a training step, the plan, and the tensors of the rank. Out: a DeviceMemoryError
+AP803 with the bytes held and predicted by category, and the next plan that needs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from autoparallel.planner.errors import DeviceMemoryError
+from autoparallel.planner.plan import Plan
+from autoparallel.report.facts import bytes_of, usable_bytes
+from autoparallel.report.words import bytes_text, seconds_text
+from autoparallel.runtime.process import Worker, describe, is_out_of_memory
+
+STATES = {
+    "parameters": ("parameters", "master"),
+    "gradients": ("gradients",),
+    "optimizer states": ("optimizer",),
+    "buffers": ("buffers",),
+}
+"""The categories of the tensors that a rank holds from step to step, and their names in a plan
+and in ``runtime.memory_counter.held_by``. Everything else counts as ``OTHER``."""
+OTHER = "activations and the rest"
+LESS = 0.9
+"""The suggested limit is this share of what was predicted or available: a tenth less, because the
+prediction was too low by an unknown part."""
+
+
+@contextmanager
+def explained_memory_errors(
+    plan: Plan,
+    worker: Worker,
+    held: Callable[[], Mapping[str, Iterable[Tensor]]],
+    peak_bytes: Callable[[], int],
+) -> Iterator[None]:
+    """While inside, an error that says that memory ran out becomes AP803 with what was held.
+
+    ``held`` gives the rank's states by category, ``peak_bytes`` the most bytes that it has held
+    of the device, or of the process on a CPU.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        doing = worker.watchdog.last.what
+        total = peak_bytes()
+        found = describe(error, worker.rank, worker.world_size)
+        # Naming the tensors allocates nothing on the device; the error may come during any op.
+        states = {name: storage_bytes(tensors) for name, tensors in held().items()}
+        why = f"{found.why}\n{comparison(plan, worker.rank, states, total)}"
+        raise DeviceMemoryError(
+            found.code, f"{found.what} ({doing})", why=why, where=found.where,
+            fix=next_plan(plan, worker.rank, total),
+        ) from error  # fmt: skip
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of ``tensors``, each storage once.
+
+    >>> import torch
+    >>> whole = torch.zeros(8)
+    >>> storage_bytes([whole, whole[:4], torch.zeros(2)])
+    40
+    """
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def comparison(plan: Plan, rank: int, states: Mapping[str, int], total_bytes: int) -> str:
+    """Held and predicted bytes of ``rank`` by category, a line each.
+
+    ``states`` are the bytes held from step to step, by the names of ``held_by``; ``total_bytes``
+    all that was held at the fullest moment.
+    """
+    predicted = dict(_predicted(plan, rank))
+    lines = [f"       {'':26}{'held':>10}  {'predicted':>10}"]
+    held_in_states = expected_in_states = 0
+    for name, keys in STATES.items():
+        held = sum(states.get(key, 0) for key in keys)
+        expected = sum(predicted.get(key, 0) for key in keys)
+        held_in_states += held
+        expected_in_states += expected
+        if held or expected:
+            lines.append(_line(name, held, expected))
+    whole = sum(predicted.values())
+    lines.append(_line(OTHER, max(0, total_bytes - held_in_states), whole - expected_in_states))
+    lines.append(_line("total", total_bytes, whole))
+    return "\n".join(lines)
+
+
+def _line(name: str, held: int, expected: int) -> str:
+    return f"       {name:<26}{bytes_text(held):>10}  {bytes_text(expected):>10}"
+
+
+def _predicted(plan: Plan, rank: int) -> Mapping[str, int]:
+    """The predicted bytes of ``rank`` at its fullest moment, by category."""
+    stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
+    return bytes_of(plan, stages)
+
+
+def next_plan(plan: Plan, rank: int, total_bytes: int) -> str:
+    """What to try: a memory limit for planning again, and the alternative that keeps it."""
+    stage = next(stage for stage in plan.stages if rank in stage.devices)
+    available = min(total_bytes, usable_bytes(plan, stage)) or plan.prediction.peak_memory_bytes
+    limit = LESS * min(plan.prediction.peak_memory_bytes, available)
+    fitting = [each for each in plan.alternatives if each.peak_memory_bytes <= limit]
+    text = f"plan again with --memory-limit {limit / 2**20:.0f}MiB"
+    if fitting:
+        best = min(fitting, key=lambda each: each.step_seconds)
+        text += (
+            f"; the fastest alternative in this plan that keeps it is {best.summary} "
+            f"({seconds_text(best.step_seconds)} a step, {bytes_text(best.peak_memory_bytes)})"
+        )
+    else:
+        text += "; no alternative in this plan keeps it"
+    return text
