@@ -43,6 +43,7 @@ from autoparallel.runtime.streamed import streamed
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
+from autoparallel.straggler_check import StragglerCheck
 from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 from autoparallel.tf32 import set_as_planned
@@ -104,7 +105,8 @@ def train(
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
-    with told(asked, plan, target, rank=worker.rank) as callback, watched:
+    stragglers = StragglerCheck(plan, worker, device)
+    with told(asked, plan, target, rank=worker.rank) as callback, watched, stragglers:
         predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
             samples_or_tokens(plan, asked.accumulate), memory, callback,
@@ -113,6 +115,7 @@ def train(
         for step in range(done + 1, done + steps + 1):
             log.add(step, trainer.step(*(log.timed_data(data) for _ in range(asked.accumulate))))
             trainer.checkpoints.check()
+            stragglers.check(step)
             if how is not None and how.is_due(step, done + steps):
                 _save(how, step, trainer, worker, log)
                 callback.on_checkpoint(step, checkpoint_path(how.folder, step))
