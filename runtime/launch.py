@@ -2,8 +2,9 @@
 
 In: a function by name and its arguments. Out: what it returns on rank 0; or, when a worker
 fails, hangs or runs out of memory, the others are ended at once and its error is raised
-here. Workers find each other as torchrun's do (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE,
-LOCAL_RANK), so the same function runs under torchrun on many hosts.
+here. Workers find each other by a file of the job's folder, which only this user can open; no
+port is. RANK, WORLD_SIZE and LOCAL_RANK are as under torchrun, where the same function runs on
+many hosts.
 """
 
 from __future__ import annotations
@@ -75,34 +76,18 @@ def launch(
         job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(job)))
-        with reserved_port() as port:
-            shared = {
-                **environment,
-                "OMP_NUM_THREADS": str(num_threads),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(num_processes),
-                "LOCAL_WORLD_SIZE": str(num_processes),
-                "GROUP_RANK": "0",
-                "PYTHONUNBUFFERED": "1",
-                **_loopback(environment),
-            }
-            _Workers(job_path, shared, num_processes, log_folder).run(timeout_seconds)
+        shared = {
+            **environment,
+            "OMP_NUM_THREADS": str(num_threads),
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "GROUP_RANK": "0",
+            "PYTHONUNBUFFERED": "1",
+            **_loopback(environment),
+        }
+        _Workers(job_path, shared, num_processes, log_folder).run(timeout_seconds)
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.exists() else None
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A free port of this host, kept from others until the workers have ended.
-
-    Bound but not listening, it can still be listened on by rank 0, which also sets
-    SO_REUSEADDR.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,8 @@ from ..planner.errors import AutoparallelError, DeviceMemoryError, HangError, Wo
 from .board import Board, FolderBoard, Note, Ranks, StoreBoard
 from .watchdog import Watchdog, show
 
-RESULT = "result.json"
+RESULT, STORE = "result.json", "store"
+"""In the job's folder: what rank 0 returns, and the file that the process group meets at."""
 OUT_OF_MEMORY = (
     "can't allocate memory", "CUDA out of memory", "Unable to allocate",
     "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -46,12 +47,26 @@ CONSEQUENCES = ("AP820", "AP821")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Which rank this process is; ``watchdog.progress`` keeps it alive in long work."""
+    """Which rank this process is; ``watchdog.progress`` keeps it alive in long work.
+
+    ``store_path``: the file that the ranks of one machine meet at; None where they meet at the
+    store of the environment.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     watchdog: Watchdog
+    store_path: str | None = None
+
+    def meeting(self) -> dict[str, Any]:
+        """Where its process group meets, as arguments of ``init_process_group``."""
+        if self.store_path is None:
+            return {}
+        import torch.distributed as dist
+
+        store = dist.FileStore(self.store_path, self.world_size)
+        return {"store": store, "rank": self.rank, "world_size": self.world_size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +155,12 @@ def current_worker(
     resting: Container[str] = (),
     report: Callable[[HangError], None] = show,
     board: Board | None = None,
+    store_path: str | None = None,
 ) -> Worker:
     """The worker that the environment says this process is.
 
     Notes of failed ranks go to ``board``, by default in the store of the environment;
-    ``resting``: see ``Watchdog``.
+    ``resting``: see ``Watchdog``; ``store_path``: see ``Worker``.
     """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
@@ -152,7 +168,8 @@ def current_worker(
         timeout_seconds, name=f"rank {rank} of {world_size}", ranks=ranks, resting=resting,
         report=report,
     )  # fmt: skip
-    return Worker(rank, world_size, int(environment.get("LOCAL_RANK", rank)), watchdog)
+    local_rank = int(environment.get("LOCAL_RANK", rank))
+    return Worker(rank, world_size, local_rank, watchdog, store_path)
 
 
 def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
@@ -226,6 +243,7 @@ def main(job_path: str) -> None:
         job.timeout_seconds,
         report=lambda error: write_failure(folder, rank, error),
         board=FolderBoard(folder),
+        store_path=str(folder / STORE),
     )
     try:
         value = call(job.entry, worker, job.arguments)

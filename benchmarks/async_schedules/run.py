@@ -126,11 +126,11 @@ def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> list[floa
     """The loss of each of the plan's steps, on a rank."""
     import torch
 
-    from autoparallel.runtime.membership import join
+    from autoparallel.runtime.membership import join_as
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
-    device = join("cpu", worker.local_rank)
+    device = join_as(worker, plan.cluster)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=seed)
     trainer.use_optimizer(lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE))
     assert target.build_data is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.runtime.membership import join
+from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.memory_counter import measure_step
 from autoparallel.runtime.process import Worker
 from autoparallel.worker import load_job, make_trainer
@@ -24,7 +24,7 @@ def measure(worker: Worker, *, plan_path: str) -> list[dict[str, Any]]:
     """
     plan, target = load_job(plan_path)
     target = replace(target, build_optimizer=None)
-    device = join(plan.cluster.device(worker.rank).kind, worker.local_rank)
+    device = join_as(worker, plan.cluster)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
     graph = trainer.program.graph
     if graph.batch_size != plan.model.global_batch:

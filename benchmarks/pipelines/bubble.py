@@ -16,10 +16,12 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import links
 from emulation import Job, run_rank
 
-from autoparallel.runtime.launch import reserved_port
 
 RANKS = 4
 INPUTS = {
@@ -70,6 +71,19 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     return 0
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of this host, kept from others until the workers have ended.
+
+    Bound but not listening, it can still be listened on by rank 0, which also sets
+    SO_REUSEADDR.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def run(job: Job, mbit: int, *, realtime: bool) -> dict[str, Any]:

@@ -123,11 +123,11 @@ def compare(
     import torch
     import torch.distributed as dist
 
-    from autoparallel.runtime.membership import join
+    from autoparallel.runtime.membership import join_as
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
-    device = join("cpu", worker.local_rank)
+    device = join_as(worker, plan.cluster)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
     generator = torch.Generator().manual_seed(0)
     shape = (MICROBATCHES * ROWS, 64)

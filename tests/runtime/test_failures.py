@@ -150,9 +150,9 @@ def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
-    from autoparallel.runtime.membership import join
+    from autoparallel.runtime.membership import join_as
 
-    device = join("cpu", 0)
+    device = join_as(worker, plan.cluster)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)
     told: list[str] = []
     trainer.runner.progress = lambda what, waits_for=(): told.append(what)
