@@ -28,6 +28,7 @@ from autoparallel.runtime.checkpoint_weights import find_checkpoint
 from autoparallel.runtime.weight_files import WeightFiles, open_weights, whole_region
 from autoparallel.runtime.weight_shards import write_shards
 from autoparallel.targets import Target, load_target
+from autoparallel.trust import check_trusted
 
 FORMATS = ("safetensors", "hf", "pt", "peft")
 DTYPES = {
@@ -85,6 +86,7 @@ def export(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     force: bool = False,
+    trust: bool = False,
 ) -> Exported:
     """Writes the weights of ``checkpoint`` (of the newest one in a folder of them) to ``folder``.
 
@@ -92,17 +94,18 @@ def export(
     reads) or ``peft`` (LoRA adapters alone). ``model`` is the target that was trained; by default
     it is that of the plan beside the checkpoint. With it tied weights are written once and
     adapters are merged into the weights; ``lora`` replaces the target's. Floating tensors are
-    cast to ``dtype``.
+    cast to ``dtype``. ``trust``: the plan's target may be code outside of the current folder.
 
     Raises UsageError: AP860 and AP861 where the weights cannot be read, AP869 for a folder that
     is not empty, AP870 for a wrong ``to`` or ``dtype``, AP871 where ``to`` needs a Hugging Face
-    model, AP872 where the checkpoint has other parameters than the model.
+    model, AP872 where the checkpoint has other parameters than the model, AP155 where the plan's
+    target is not trusted.
     """
     _check_choices(to, dtype)
     most_bytes = parse_size(max_shard_size)
     place = Path(folder)
     _check_free(place, force)
-    source = _source(Path(checkpoint), model, lora)
+    source = _source(Path(checkpoint), model, lora, trust=trust)
     if to in ("hf", "peft"):
         _check_huggingface(source, to)
     tensors = _adapter_tensors(source) if to == "peft" else _merged_tensors(source)
@@ -149,16 +152,16 @@ def _check_free(place: Path, force: bool) -> None:
         )
 
 
-def _source(checkpoint: Path, model: str | None, lora: str | None) -> Source:
+def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> Source:
     """The weights, and what the target says of them."""
     files = open_weights(checkpoint)
-    target = _target(checkpoint, model)
+    target = _target(checkpoint, model, trust=trust)
     adapters = lora or (None if target is None else target.settings.get("lora"))
     built = None if target is None else record_target(target).model
     return Source(files, target, built, parse_lora(adapters) if adapters else None)
 
 
-def _target(checkpoint: Path, model: str | None) -> Target | None:
+def _target(checkpoint: Path, model: str | None, *, trust: bool) -> Target | None:
     """The target of ``model``, or of the plan beside the checkpoint."""
     if model is not None:
         is_folder = (Path(model) / "config.json").exists() and not model.startswith("hf:")
@@ -167,6 +170,7 @@ def _target(checkpoint: Path, model: str | None) -> Target | None:
     for folder in (found, found.parent):
         if (folder / PLAN).is_file():
             plan = load_plan(folder / PLAN)
+            check_trusted(plan, folder / PLAN, trust=trust)
             return load_target(plan.model.target, plan.model.settings)
     return None
 

@@ -60,9 +60,12 @@ class JsonLines(Callback):
     Raises UsageError AP906 where the file cannot be written.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, kept: int | None = None) -> None:
+        """``kept``: the run goes on after this step, so what it wrote of later ones is removed."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if kept is not None and Path(path).exists():
+                _remove_steps(Path(path), kept)
             self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - until close()
         except OSError as error:
             raise UsageError(
@@ -80,15 +83,43 @@ class JsonLines(Callback):
         self._file.close()
 
 
+def _remove_steps(path: Path, kept: int) -> None:
+    """Cuts off the lines of steps after ``kept`` that the run has written last.
+
+    A line that the end of the run has cut off goes too. An earlier run's lines end where steps do
+    not decrease any more, read from the end.
+    """
+    with path.open("rb+") as file:
+        lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        above: float = math.inf
+        while lines and kept < (step := _step_of(lines[-1])) < above:
+            above = step
+            lines.pop()
+        file.truncate(sum(map(len, lines)))
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a line of metrics; 0 of a line that is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return 0
+    return int(found.get("step", 0)) if isinstance(found, dict) else 0
+
+
 class TensorBoard(Callback):
     """Writes scalars for TensorBoard. Raises UsageError AP905 where it is not installed."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, kept: int | None = None) -> None:
+        """``kept``: what was written of later steps is hidden."""
         try:
             module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise _missing("tensorboard") from error
-        self._writer: Any = module.SummaryWriter(str(folder))
+        purged = None if kept is None else kept + 1
+        self._writer: Any = module.SummaryWriter(str(folder), purge_step=purged)
 
     def on_step(self, record: StepRecord) -> None:
         for name, value in figures(record).items():

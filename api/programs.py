@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import PlanOptions, capture_target, priced
+from autoparallel.trust import check_trusted
 
 if TYPE_CHECKING:
     from autoparallel.planner.search.stage_program import Minimized, StageProgram
@@ -60,16 +62,18 @@ def plan_program(
     memory_limit_bytes: int | None = None,
     profile: str = "auto",
     database: str | None = None,
+    trust: bool = False,
 ) -> StageProgram:
     """The program of a stage of the plan in a file, whose model is captured again.
 
-    Raises as ``load_plan`` and ``stage_program`` do, and PlanError AP550 where the model is not
-    the plan's any more.
+    Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 where
+    the model is not the plan's any more.
     """
     from autoparallel.planner.search.stage_program import stage_program
     from autoparallel.runtime.membership import check_model
     from autoparallel.worker import batch_seq, load_job
 
+    check_trusted(load_plan(plan_path), plan_path, trust=trust)
     plan, target = load_job(plan_path)
     options = PlanOptions(
         global_batch=plan.model.global_batch,

@@ -58,12 +58,15 @@ class RunOptions:
             scaler = torch.amp.GradScaler(device, init_scale=self.loss_scale)
         return UpdateOptions(self.clip_norm, self.clip_value, self.accumulate, self.on_nan, scaler)
 
-    def sinks(self, plan: Plan) -> Iterator[Callback]:
-        """The places that the figures go to. Raises UsageError AP905 and AP906."""
+    def sinks(self, plan: Plan, kept: int | None = None) -> Iterator[Callback]:
+        """The places that the figures go to; ``kept`` as in ``told``.
+
+        Raises UsageError AP905 and AP906.
+        """
         if self.metrics is not None:
-            yield JsonLines(self.metrics)
+            yield JsonLines(self.metrics, kept=kept)
         if self.tensorboard is not None:
-            yield TensorBoard(self.tensorboard)
+            yield TensorBoard(self.tensorboard, kept=kept)
         if self.wandb is not None:
             settings = {"model": plan.model.target, "global_batch": plan.model.global_batch,
                         "num_devices": plan.cluster.num_devices, **plan.model.settings}  # fmt: skip
@@ -84,15 +87,19 @@ def as_asked(plan: Plan, compiled: bool | None, *, rank: int) -> Plan:
 
 
 @contextmanager
-def told(options: RunOptions, plan: Plan, target: Target, *, rank: int) -> Iterator[Callback]:
+def told(
+    options: RunOptions, plan: Plan, target: Target, *, rank: int, kept: int | None = None
+) -> Iterator[Callback]:
     """Who is told of the steps, on rank 0; elsewhere nobody. Closed at the end, however it comes.
+
+    ``kept``: in a restart, the last step whose figures stay where they were written.
 
     Raises UsageError AP907 where ``callbacks()`` of the model file gives something else.
     """
     made: list[Callback] = []
     try:
         if rank == 0:
-            made += options.sinks(plan)
+            made += options.sinks(plan, kept)
             made += _of_target(target)
         yield all_of(made)
     finally:

@@ -138,13 +138,15 @@ def step_line(record: StepRecord, predicted_seconds: float) -> str:
 def outcome(records: list[StepRecord], plan: Plan, num_batches: int = 1) -> dict[str, Any]:
     """Measured and predicted figures; the time is the median step after the warm-up.
 
+    Nothing is measured where a restart found all steps done.
+
     A step uses ``num_batches`` global batches.
     """
     timed = sorted(record.seconds for record in records[WARMUP_STEPS:] or records)
     return {
-        "step_seconds": timed[len(timed) // 2],
+        "step_seconds": timed[len(timed) // 2] if timed else None,
         "predicted_step_seconds": plan.prediction.step_seconds * num_batches,
-        "memory_bytes": max(record.memory_bytes for record in records),
+        "memory_bytes": max((record.memory_bytes for record in records), default=None),
         "predicted_memory_bytes": plan.prediction.peak_memory_bytes,
         "losses": [record.loss for record in records],
     }

@@ -55,12 +55,14 @@ def start_training(
     sources: Sources = NOTHING,
     timeout_seconds: float = TIMEOUT_SECONDS,
     options: RunOptions | None = None,
+    max_restarts: int = 0,
 ) -> dict[str, Any]:
     """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
     ``saving`` and ``resume``: see ``worker.train``. ``sources`` are where initial weights and
-    data come from. Returns measured and predicted figures (see ``worker.outcome``).
+    data come from. ``max_restarts``: how often the ranks are started again after a failure, which
+    go on from the last checkpoint in the folder of ``saving``. Returns measured and predicted figures (see ``worker.outcome``).
 
     Raises as ``RunOptions.check`` does, UsageError AP850 for an unknown way to draw weights, and
     AP863 where both weights and ``resume`` are given.
@@ -75,7 +77,8 @@ def start_training(
     if saving is not None:
         saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
-        "train", path, timeout_seconds=timeout_seconds, steps=steps, seed=seed,
+        "train", path, timeout_seconds=timeout_seconds, max_restarts=max_restarts,
+        steps=steps, seed=seed,
         saving=None if saving is None else asdict(saving), resume=_resolved(resume),
         sources=asdict(sources.resolved()), options=asdict(asked),
     )  # fmt: skip
@@ -148,7 +151,12 @@ def verdict(found: dict[str, Any], truth: str = "one device") -> str:
 
 
 def _start(
-    name: str, path: Path, *, timeout_seconds: float = TIMEOUT_SECONDS, **arguments: Any
+    name: str,
+    path: Path,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    max_restarts: int = 0,
+    **arguments: Any,
 ) -> dict[str, Any]:
     plan = load_plan(path)
     num_processes = plan.cluster.num_devices
@@ -160,5 +168,6 @@ def _start(
         num_processes=num_processes,
         timeout_seconds=timeout_seconds,
         num_threads=threads_per_device(num_processes),
+        max_restarts=max_restarts,
     )
     return result

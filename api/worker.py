@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoparallel.attempts import begin_attempt
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.memory_error import explained_memory_errors
@@ -47,6 +48,7 @@ from autoparallel.straggler_check import StragglerCheck
 from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 from autoparallel.tf32 import set_as_planned
+from autoparallel.trust import target_name
 
 VERIFIED_STEPS = 2
 MIXED_DEVICES = "Expected all tensors to be on the same device"
@@ -80,8 +82,10 @@ def train(
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
     device = join_as(worker, plan.cluster)
-    start = None
-    if given.get("weights") is not None:
+    how = Saving(**saving) if saving is not None else None
+    attempt = begin_attempt(worker, how.folder if how is not None else None, resume)
+    resume, start = attempt.resume, None
+    if resume is None and given.get("weights") is not None:
         start = partial(pretrained, given["weights"], partial=given["weights_partial"])
     trainer, memory = make_trainer(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
@@ -101,22 +105,23 @@ def train(
         worker.watchdog.progress("reading the checkpoint")
         done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
         data.go_on_from(done * asked.accumulate)
-    how = Saving(**saving) if saving is not None else None
+    last = attempt.started(done, steps, rank=worker.rank)
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
     stragglers = StragglerCheck(plan, worker, device)
-    with told(asked, plan, target, rank=worker.rank) as callback, watched, stragglers:
+    telling = told(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
+    with telling as callback, watched, stragglers:
         predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
             samples_or_tokens(plan, asked.accumulate), memory, callback,
             predicted_seconds=predicted if worker.rank == 0 else None,
         )  # fmt: skip
-        for step in range(done + 1, done + steps + 1):
+        for step in range(done + 1, last + 1):
             log.add(step, trainer.step(*(log.timed_data(data) for _ in range(asked.accumulate))))
             trainer.checkpoints.check()
             stragglers.check(step)
-            if how is not None and how.is_due(step, done + steps):
+            if how is not None and how.is_due(step, last):
                 _save(how, step, trainer, worker, log)
                 callback.on_checkpoint(step, checkpoint_path(how.folder, step))
                 log.restart()
@@ -125,7 +130,7 @@ def train(
         worker.watchdog.progress("waiting for the last checkpoint")
         trainer.checkpoints.wait()
         callback.on_end()
-    if worker.rank == 0:
+    if worker.rank == 0 and log.records:
         print(summary(log.records, plan, asked.accumulate), flush=True)
     return outcome(log.records, plan, asked.accumulate)
 
@@ -269,12 +274,8 @@ def load_job(plan_path: str) -> tuple[Plan, Target]:
 
 
 def load_plan_target(plan: Plan, plan_path: str) -> Target:
-    """The target that ``plan`` was made for; a file is also looked for beside the plan."""
-    name = plan.model.target
-    beside = Path(plan_path).parent / Path(name.partition(":")[0]).name
-    if name.partition(":")[0].endswith(".py") and not Path(name.partition(":")[0]).exists():
-        name = name.replace(name.partition(":")[0], str(beside)) if beside.exists() else name
-    return load_target(name, plan.model.settings)
+    """The target that ``plan`` was made for, whose code runs."""
+    return load_target(target_name(plan, plan_path), plan.model.settings)
 
 
 def make_trainer(

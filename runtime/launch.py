@@ -28,6 +28,7 @@ from typing import IO, Any
 from ..planner.errors import AutoparallelError, HangError, UsageError, WorkerError
 from .board import FolderBoard, Note, blame
 from .process import RESULT, Job, call, current_worker, read_failure
+from .restarts import can_mend, tell_restart
 from .termination import on_termination
 
 POLL_SECONDS = 0.02
@@ -49,13 +50,15 @@ def launch(
     num_threads: int = 1,
     log_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
 ) -> Any:
     """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
 
     The function is called as ``function(worker, **arguments)``; arguments and value pass
     through JSON. Rank 0 writes to this process' stdout and stderr; the others' lines go to
     ``log_folder/rank1.log`` …, or to stderr with their rank before them. A worker that tells
-    its watchdog nothing for ``timeout_seconds`` counts as hanging.
+    its watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a restart
+    can mend all are started again, ``max_restarts`` times at most (``Worker.restarts``).
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
     another rank has failed, it says what it was doing. Raises UsageError AP152 if
@@ -72,19 +75,39 @@ def launch(
         worker = current_worker(environment, timeout_seconds)
         with on_termination(worker.watchdog.terminate):
             return call(entry, worker, arguments)
+    shared = {
+        **environment,
+        "OMP_NUM_THREADS": str(num_threads),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "GROUP_RANK": "0",
+        "PYTHONUNBUFFERED": "1",
+        **_loopback(environment),
+    }
+    for restarts in range(max_restarts + 1):
+        shared["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        try:
+            return _attempt(entry, arguments, shared, timeout_seconds, log_folder)
+        except AutoparallelError as error:
+            if restarts == max_restarts or not can_mend(error):
+                raise
+            tell_restart(error, restarts + 1, max_restarts)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _attempt(
+    entry: str,
+    arguments: Mapping[str, Any],
+    shared: Mapping[str, str],
+    timeout_seconds: float,
+    log_folder: Path | None,
+) -> Any:
+    """Starts all ranks once, in a folder of their own; what rank 0 returns."""
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(job)))
-        shared = {
-            **environment,
-            "OMP_NUM_THREADS": str(num_threads),
-            "WORLD_SIZE": str(num_processes),
-            "LOCAL_WORLD_SIZE": str(num_processes),
-            "GROUP_RANK": "0",
-            "PYTHONUNBUFFERED": "1",
-            **_loopback(environment),
-        }
+        num_processes = int(shared["WORLD_SIZE"])
         _Workers(job_path, shared, num_processes, log_folder).run(timeout_seconds)
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.exists() else None
@@ -135,7 +158,8 @@ class _Workers:
         output: int | IO[bytes] | None = None if rank == 0 else subprocess.PIPE
         if rank and self._log_folder is not None:
             self._log_folder.mkdir(parents=True, exist_ok=True)
-            output = (self._log_folder / f"rank{rank}.log").open("wb")
+            is_first = self._environment["TORCHELASTIC_RESTART_COUNT"] == "0"
+            output = (self._log_folder / f"rank{rank}.log").open("wb" if is_first else "ab")
         process = subprocess.Popen(
             command,
             env=environment,

@@ -50,7 +50,7 @@ class Worker:
     """Which rank this process is; ``watchdog.progress`` keeps it alive in long work.
 
     ``store_path``: the file that the ranks of one machine meet at; None where they meet at the
-    store of the environment.
+    store of the environment. ``restarts``: how often all ranks were started again.
     """
 
     rank: int
@@ -58,6 +58,7 @@ class Worker:
     local_rank: int
     watchdog: Watchdog
     store_path: str | None = None
+    restarts: int = 0
 
     def meeting(self) -> dict[str, Any]:
         """Where its process group meets, as arguments of ``init_process_group``."""
@@ -169,7 +170,8 @@ def current_worker(
         report=report,
     )  # fmt: skip
     local_rank = int(environment.get("LOCAL_RANK", rank))
-    return Worker(rank, world_size, local_rank, watchdog, store_path)
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Worker(rank, world_size, local_rank, watchdog, store_path, restarts)
 
 
 def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from autoparallel.commands.options import TrustOption
+
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
@@ -52,13 +54,14 @@ def export(
     dtype: DtypeOption = None,
     max_shard_size: ShardSizeOption = "5GB",
     force: ForceOption = False,
+    trust: TrustOption = False,
 ) -> None:
     """Write the weights of a checkpoint for other programs."""
     from autoparallel.exporting import export as write
 
     done = write(
         checkpoint, output, to=to, model=model, lora=lora, dtype=dtype,
-        max_shard_size=max_shard_size, force=force,
+        max_shard_size=max_shard_size, force=force, trust=trust,
     )  # fmt: skip
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(

@@ -196,6 +196,12 @@ ProfileOption = Annotated[
         help="source of times: auto (measured where available), measured (all) or analytic",
     ),
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="run the code that the plan names even if it is outside of this folder"
+    ),
+]
 DatabaseOption = Annotated[
     str | None,
     typer.Option(

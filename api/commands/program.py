@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from autoparallel.commands.inspect import PlanArgument
-from autoparallel.commands.options import DatabaseOption, MemoryLimitOption, ProfileOption
+from autoparallel.commands.options import (
+    DatabaseOption,
+    MemoryLimitOption,
+    ProfileOption,
+    TrustOption,
+)
 from autoparallel.options import parse_size
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ def program(
     output: FileOption,
     profile: ProfileOption = "auto",
     database: DatabaseOption = None,
+    trust: TrustOption = False,
 ) -> None:
     """Write the integer program of a plan's stage, for any solver."""
     from autoparallel.programs import check_format, plan_program, write_plan_program
@@ -44,7 +50,7 @@ def program(
     found = plan_program(
         plan, stage, minimized=cast("Minimized", objective),
         memory_limit_bytes=None if memory_limit is None else parse_size(memory_limit),
-        profile=profile, database=database,
+        profile=profile, database=database, trust=trust,
     )  # fmt: skip
     done = write_plan_program(found, output)
     typer.echo(

@@ -17,6 +17,7 @@ from autoparallel.commands.options import (
     OutputOption,
     SetOption,
     StepsOption,
+    TrustOption,
     planning,
     stdout_console,
     with_lora,
@@ -89,6 +90,16 @@ TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
 ]
 
+MaxRestartsOption = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts",
+        min=0,
+        metavar="R",
+        help="start all ranks again, so often, when one dies or hangs; from the last checkpoint",
+    ),
+]
+
 ClipNormOption = Annotated[
     float | None,
     typer.Option("--clip-norm", metavar="NORM", help="scale the gradient down to this norm"),
@@ -159,6 +170,8 @@ def run(
     metrics: MetricsOption = None,
     tensorboard: TensorboardOption = None,
     wandb: WandbOption = None,
+    trust: TrustOption = False,
+    max_restarts: MaxRestartsOption = 0,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
     from autoparallel.asked import checked_init
@@ -182,7 +195,9 @@ def run(
 
         check_weights(weights, resume)
     settings = with_lora(settings, lora)
-    with plan_path(source, cluster, options, settings=settings, output=output) as path:
+    with plan_path(
+        source, cluster, options, settings=settings, output=output, trust=trust
+    ) as path:
         from autoparallel.training import Sources, start_training
         from autoparallel.worker import Saving
 
@@ -192,6 +207,7 @@ def run(
         start_training(
             path, steps=steps, seed=seed, saving=saving, resume=resume, options=asked,
             sources=Sources(weights, weights_partial, data, init), timeout_seconds=timeout,
+            max_restarts=max_restarts,
         )  # fmt: skip
 
 
@@ -204,18 +220,21 @@ def plan_path(
     settings: list[str] | None,
     output: str | None = None,
     quiet: bool = False,
+    trust: bool = False,
 ) -> Iterator[Path]:
     """The plan file that ``source`` is, or one made for the target that it names.
 
     The made plan's report goes to stdout unless ``quiet``.
 
     Without ``output`` a made plan lives in a temporary folder until the block ends.
-    Raises UsageError AP116 for a target under torchrun, where each process would plan.
+    Raises UsageError AP116 for a target under torchrun, where each process would plan, and AP155
+    for a plan file with a target that is not to be trusted.
     """
     from autoparallel.plan_io import load_plan, save_plan
+    from autoparallel.trust import check_trusted
 
     if source.endswith(".json") and not source.startswith("hf:"):
-        load_plan(source)
+        check_trusted(load_plan(source), source, trust=trust)
         yield Path(source)
         return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

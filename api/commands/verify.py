@@ -11,6 +11,7 @@ from autoparallel.commands.options import (
     JsonOption,
     LoraOption,
     SetOption,
+    TrustOption,
     planning,
     with_lora,
 )
@@ -32,10 +33,13 @@ def verify(
     settings: SetOption = None,
     lora: LoraOption = None,
     json: JsonOption = False,
+    trust: TrustOption = False,
 ) -> None:
     """Compare loss, every gradient and the weights after two steps with one device."""
     settings = with_lora(settings, lora)
-    with plan_path(source, cluster, options, settings=settings, quiet=True) as path:
+    with plan_path(
+        source, cluster, options, settings=settings, quiet=True, trust=trust
+    ) as path:
         from autoparallel.training import start_verification
 
         start_verification(path, dtype=dtype, json_output=json, compiled=options.compiled)

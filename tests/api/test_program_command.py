@@ -70,7 +70,7 @@ def test_what_cannot_be_written_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(plan_file.parent)
-    assert run_command(["program", str(plan_file), *arguments]) == exit_code
+    assert run_command(["program", str(plan_file), "--trust", *arguments]) == exit_code
     assert capsys.readouterr().err.startswith(f"error[{code}]")
 
 

@@ -1,0 +1,103 @@
+"""An attempt at a run: where it starts, and what a restart after a failure goes on from.
+
+In: the folder of checkpoints, if any, the checkpoint that the user named, and how often the run
+was restarted. Out: the checkpoint to start from, and the last step. The first attempt leaves
+``restart.json`` in the folder: the last step, and the checkpoints that were there before, which
+are another run's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoparallel.runtime.checkpoint_folder import STATE, complete_checkpoints
+from autoparallel.runtime.process import Worker
+from autoparallel.runtime.shared import share_value
+
+RECORD = "restart.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of all ranks. ``resume`` is the checkpoint, or folder of them, to load.
+
+    ``last`` is the last step of the run, where an earlier attempt has counted it.
+    """
+
+    is_restart: bool
+    folder: str | None
+    resume: str | None
+    last: int | None = None
+    older: Mapping[str, int] | None = None
+
+    def started(self, done: int, steps: int, *, rank: int) -> int:
+        """The last step, of a run that starts after step ``done``; rank 0 says where it goes on."""
+        last = done + steps if self.last is None else self.last
+        if rank != 0:
+            return last
+        if self.folder is not None and self.last is None:
+            _write(Path(self.folder), last, self.older or {})
+        if self.is_restart:
+            place = f"after step {done}, from {self.resume}" if self.resume else "at its first step"
+            why = "" if done or self.folder else ": without --save there is no checkpoint"
+            sys.stderr.write(f"autoparallel: the run goes on {place}{why}\n")
+            if done >= last:
+                sys.stderr.write("autoparallel: all of its steps are done\n")
+            sys.stderr.flush()
+        return last
+
+    def kept(self, done: int) -> int | None:
+        """In a restart the last step whose figures stay; those of later ones come again."""
+        return done if self.is_restart else None
+
+
+def begin_attempt(worker: Worker, folder: str | None, resume: str | None) -> Attempt:
+    """What this attempt starts from. Collective over all ranks; rank 0 looks at the folder.
+
+    A restart takes the newest complete checkpoint that the run has written, and where there is
+    none, what the first attempt started from.
+    """
+    is_restart = worker.restarts > 0
+    if folder is None:
+        return Attempt(is_restart, None, resume)
+    begun = _begin(Path(folder), resume, is_restart) if worker.rank == 0 else None
+    begun = share_value(begun)
+    assert begun is not None
+    return begun
+
+
+def _begin(folder: Path, resume: str | None, is_restart: bool) -> Attempt:
+    found = _identified(folder)
+    record = _read(folder) if is_restart else None
+    if record is None:
+        (folder / RECORD).unlink(missing_ok=True)  # of an earlier run
+        return Attempt(is_restart, str(folder), resume, older=found)
+    last, older = record
+    own = [name for name, identity in found.items() if older.get(name) != identity]
+    return Attempt(True, str(folder), own[-1] if own else resume, last, older)
+
+
+def _identified(folder: Path) -> dict[str, int]:
+    """The complete checkpoints by ascending step, each with the time at which it was written."""
+    return {
+        str(path): (path / STATE).stat().st_mtime_ns for path in complete_checkpoints(folder)
+    }
+
+
+def _read(folder: Path) -> tuple[int, dict[str, int]] | None:
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except FileNotFoundError:
+        return None
+    return record["last_step"], record["older"]
+
+
+def _write(folder: Path, last: int, older: Mapping[str, int]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{RECORD}.partial"
+    partial.write_text(json.dumps({"last_step": last, "older": dict(older)}))
+    partial.rename(folder / RECORD)
