@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from autoparallel.planning import (
 from autoparallel.profile_progress import shown_progress
 from autoparallel.run_options import as_asked
 from autoparallel.runtime.initial_values import Weights, whole_tensors
+from autoparallel.runtime.meeting import meeting_at_agent
 from autoparallel.runtime.membership import check_none_idle, join
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile_links import agree
@@ -66,7 +68,8 @@ def join_training(
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         torch.set_num_threads(threads_per_device(world_size))
-    device = join(kind, int(os.environ.get("LOCAL_RANK", rank)), timeout_seconds)
+    meet = partial(meeting_at_agent, os.environ)
+    device = join(kind, int(os.environ.get("LOCAL_RANK", rank)), timeout_seconds, meet)
     weights = _initial_weights(model, job)
     target, options = job.target, job.options
     if plan is not None:

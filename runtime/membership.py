@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,7 @@ def join_as(worker: Worker, cluster: Cluster) -> torch.device:
     """Joins the process group as a launched worker of ``cluster``, whose watchdog then follows its
     device. Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
-    device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meeting())
+    device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meet)
     worker.watchdog.follow(queue_of(device))
     return device
 
@@ -42,11 +42,11 @@ def join(
     device_type: str,
     local_rank: int,
     timeout_seconds: float | None = None,
-    meeting: Mapping[str, Any] | None = None,
+    meet: Callable[[], Mapping[str, Any]] = dict,
 ) -> torch.device:
     """Joins the process group, unless the caller has; this rank's device.
 
-    It meets where ``meeting`` (see ``Worker.meeting``) or else the environment says.
+    It meets where ``meet`` (see ``Worker``) or else the environment says.
 
     Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least:
     a watchdog, which can say what was waited for, ends the process first. Without it they have
@@ -58,7 +58,7 @@ def join(
         allow_seconds(timeout_seconds)
     if device_type != "cuda":
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timeout, **(meeting or {}))
+            dist.init_process_group("gloo", timeout=timeout, **meet())
         _end_after_gloo()
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -74,7 +74,7 @@ def join(
     torch.cuda.set_device(device)
     if not dist.is_initialized():
         # With a device the communicator is made at once, by all; objects have ``control_group``.
-        dist.init_process_group("nccl", timeout=timeout, device_id=device, **(meeting or {}))
+        dist.init_process_group("nccl", timeout=timeout, device_id=device, **meet())
     # The group of a script may make its communicator at the first operation only. All ranks have
     # to take part in that one, which later ones between two ranks would not see to.
     dist.all_reduce(torch.zeros(1, device=device))

@@ -20,12 +20,14 @@ import traceback
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..planner import errors
 from ..planner.errors import AutoparallelError, DeviceMemoryError, HangError, WorkerError
 from .board import Board, FolderBoard, Note, Ranks, StoreBoard
+from .meeting import meeting_at_agent, meeting_at_file
 from .watchdog import Watchdog, show
 
 RESULT, STORE = "result.json", "store"
@@ -49,25 +51,16 @@ CONSEQUENCES = ("AP820", "AP821")
 class Worker:
     """Which rank this process is; ``watchdog.progress`` keeps it alive in long work.
 
-    ``store_path``: the file that the ranks of one machine meet at; None where they meet at the
-    store of the environment. ``restarts``: how often all ranks were started again.
+    ``meet`` is called where the process group is made, by all ranks at once: the arguments of
+    ``init_process_group``. ``restarts``: how often all ranks were started again.
     """
 
     rank: int
     world_size: int
     local_rank: int
     watchdog: Watchdog
-    store_path: str | None = None
+    meet: Callable[[], Mapping[str, Any]] = dict
     restarts: int = 0
-
-    def meeting(self) -> dict[str, Any]:
-        """Where its process group meets, as arguments of ``init_process_group``."""
-        if self.store_path is None:
-            return {}
-        import torch.distributed as dist
-
-        store = dist.FileStore(self.store_path, self.world_size)
-        return {"store": store, "rank": self.rank, "world_size": self.world_size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +154,8 @@ def current_worker(
     """The worker that the environment says this process is.
 
     Notes of failed ranks go to ``board``, by default in the store of the environment;
-    ``resting``: see ``Watchdog``; ``store_path``: see ``Worker``.
+    ``resting``: see ``Watchdog``. Ranks of one machine meet at the file ``store_path``, others at
+    the store of the environment.
     """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
@@ -171,7 +165,11 @@ def current_worker(
     )  # fmt: skip
     local_rank = int(environment.get("LOCAL_RANK", rank))
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return Worker(rank, world_size, local_rank, watchdog, store_path, restarts)
+    if store_path is not None:
+        meet = partial(meeting_at_file, store_path, rank, world_size)
+    else:
+        meet = partial(meeting_at_agent, environment)
+    return Worker(rank, world_size, local_rank, watchdog, meet, restarts)
 
 
 def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:

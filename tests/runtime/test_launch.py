@@ -57,7 +57,7 @@ def sums(worker: Worker) -> float:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", **worker.meeting())
+    dist.init_process_group("gloo", **worker.meet())
     value = torch.full((), worker.rank + 1.0)
     dist.all_reduce(value)
     return value.item()
@@ -121,7 +121,7 @@ def loses_its_peer(worker: Worker) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", **worker.meeting())
+    dist.init_process_group("gloo", **worker.meet())
     dist.barrier()
     if worker.rank == 1:
         os._exit(9)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.runtime.launch import launch
+from autoparallel.runtime.meeting import agree_on_name
 from autoparallel.runtime.membership import join, join_as
 from autoparallel.runtime.process import Worker, current_worker
 from autoparallel.runtime.shared import gather_values
@@ -38,10 +41,11 @@ def uses_groups(worker: Worker) -> dict[str, Any]:
         if each.status == psutil.CONN_LISTEN
     ]
     store = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
+    while not isinstance(store, dist.FileStore):
         store = store.underlying_store
+    path = store.path
     own = {"sum": value.item(), "half": half, "listening": listening, "store": type(store).__name__,
-           "mode": Path(str(worker.store_path)).parent.stat().st_mode & 0o777}  # fmt: skip
+           "mode": Path(path).parent.stat().st_mode & 0o777}  # fmt: skip
     ranks = gather_values(own)
     return {"ranks": ranks}
 
@@ -70,10 +74,10 @@ def store_of_nccl(worker: Worker) -> str:
     dist.all_reduce = lambda tensor: None
     zeros = torch.zeros
     torch.zeros = lambda *size, device: zeros(*size)
-    join("cuda", 0, 100.0, worker.meeting())
+    join("cuda", 0, 100.0, worker.meet)
     assert asked["timeout"] == timedelta(seconds=160)
     asked["store"].set("name", "of a communicator")
-    same = dist.FileStore(str(worker.store_path), 1)
+    same = dist.FileStore(asked["store"].path, 1)
     return f"{asked['backend']} {asked['rank']}/{asked['world_size']} {same.get('name').decode()}"
 
 
@@ -83,8 +87,18 @@ def test_the_group_of_gpus_meets_at_the_file_too(monkeypatch: pytest.MonkeyPatch
     assert found == "nccl 0/1 of a communicator"
 
 
-def test_a_process_of_torchrun_meets_where_the_environment_says() -> None:
+def test_ranks_agree_on_a_name_whatever_earlier_ones_have_left() -> None:
+    """As after a restart: tokens, answers and addresses of processes that have ended lie there."""
+    store = dist.HashStore()
+    names = []
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as ranks:
+            found = set(ranks.map(partial(agree_on_name, store), range(4), [4] * 4))
+        assert len(found) == 1
+        names += found
+    assert len(set(names)) == 3
+
+
+def test_a_process_without_an_agent_meets_where_the_environment_says() -> None:
     environment: Mapping[str, str] = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    worker = current_worker(environment, 10.0)
-    assert worker.store_path is None
-    assert worker.meeting() == {}
+    assert current_worker(environment, 10.0).meet() == {}
