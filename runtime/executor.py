@@ -29,7 +29,7 @@ from ..planner.graph import Node
 from ..planner.layout import local_region
 from .data import batch_rows, local_part, step_inputs
 from .device_queue import queue_of
-from .gradients import GradientReducer
+from .gradients import GradientReducer, PlannedSums
 from .share_batch import ShareBatch
 from .stage import StageModule
 from .versions import WeightVersions
@@ -116,6 +116,7 @@ class StageExecutor:
         *,
         seed: int = 0,
         versions: WeightVersions | None = None,
+        sums: PlannedSums = PlannedSums(),  # noqa: B008 - frozen
     ) -> None:
         """Steps run ``planned`` until ``use`` chooses another variant.
 
@@ -138,7 +139,7 @@ class StageExecutor:
         self.use(planned)
         self._counts: list[Mapping[str, Tensor | None]] = []
         self._is_updated = False
-        self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh)
+        self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh, sums)
         self._reducer.attach(self.parameters.values())
         self._batch: Mapping[str, Tensor] = {}
         self._queue = queue_of(stage.device)
