@@ -41,7 +41,7 @@ def with_sums(
             why=why, where="--parallel",
             fix="gradients=backward, or dp= of all devices with zero=0 on CPUs",
         )  # fmt: skip
-    if forced.gradients != "priority" or why:
+    if forced.gradients == "backward" or why:
         return best
     (cost,) = evaluator.staged(plan, plan.cluster).costs
     ordered = with_priority(plan, graph, blocks, cost, forced.allreduce)

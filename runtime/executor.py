@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.optim import Optimizer
 
 from ..cost_model.actions import BACKWARD, FORWARD
 from ..passes.ops.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
 from .data import batch_rows, local_part, step_inputs
+from .deferred_update import DeferredUpdate
 from .device_queue import queue_of
 from .gradients import GradientReducer, PlannedSums
 from .share_batch import ShareBatch
@@ -122,7 +124,8 @@ class StageExecutor:
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
-        weights in the middle of a step and compute with ``versions`` of them. Gradients are
+        weights in the middle of a step and compute with ``versions`` of them. While it ``defers``,
+        a step's end waits for no sums of gradients (``deferred_update``). Gradients are
         those of the loss times ``loss_scale``; while ``keeps_gradients`` a step adds its own to
         those that are there, which no ``finish_step`` may have completed.
         """
@@ -132,6 +135,7 @@ class StageExecutor:
         self.steps_begun = 0
         self.loss_scale: Tensor | float = 1.0
         self.keeps_gradients = False
+        self.defers = False
         self.parameters = stage.by_name
         self._read_constants = read_constants
         self._constants_of: dict[int, Constants] = {}
@@ -380,16 +384,32 @@ class StageExecutor:
     def finish_step(self) -> None:
         """After the last backward: complete the gradient sums and hand them to the optimizer.
 
-        Collective over the stage. What several stages hold is yet to be summed over these
-        (``runtime.tied``).
+        Collective over the stage; a stage that ``defers`` its update only begins the sums. What
+        several stages hold is yet to be summed over these (``runtime.tied``).
         """
         if self.stage.reductions is not None:
             self.stage.reductions.finish()
-        self._reducer.finish()
+        if self.defers:
+            self._reducer.launch_all()
+        else:
+            self._reducer.finish()
         if not self._in_flight:
             self.stage.keep_buffers()
-        for parameter in self.parameters.values():
-            parameter.publish()
+        if not self.defers:
+            for parameter in self.parameters.values():
+                parameter.publish()
+
+    def deferred_update(
+        self, optimizer: Optimizer, tell: Callable[[], None]
+    ) -> DeferredUpdate | None:
+        """What updates the stage's parameters as the next forward comes to them; None where the
+        plan sums gradients in backward order."""
+        self.stage.before_block = lambda block: None
+        if not self._reducer.in_order:
+            return None
+        deferred = DeferredUpdate(self._reducer, optimizer, tell=tell)
+        self.stage.before_block = deferred.before_block
+        return deferred
 
     def update(self, step: Callable[[], None]) -> None:
         """Run the optimizer's ``step`` in the middle of a step, after ``finish_step``.

@@ -148,12 +148,12 @@ class GradientReducer:
         self._bucket_of = {
             parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters
         }
-        self._parts = _make_parts(self.buckets, planned.sums)
+        self.parts = _make_parts(self.buckets, planned.sums)
         self.in_order = planned.in_order
         self._next = 0
         self._is_last = False
         self._all_reduces: AllReduces | None = None
-        named = [part for part in self._parts if part.algorithm != LIBRARY]
+        named = [part for part in self.parts if part.algorithm != LIBRARY]
         axes = sorted({axis for bucket in self.buckets for axis in bucket.axes})
         if planned.cluster is not None and (named or self.in_order) and self._is_on_gloo(axes):
             self._all_reduces = AllReduces(device_mesh, axes, planned.cluster)
@@ -221,8 +221,8 @@ class GradientReducer:
             for part in bucket.parts:
                 self._start(part, 0)
             return
-        while self._next < len(self._parts) and self._parts[self._next].bucket.is_ready:
-            self._start(self._parts[self._next], 0)
+        while self._next < len(self.parts) and self.parts[self._next].bucket.is_ready:
+            self._start(self.parts[self._next], 0)
             self._next += 1
 
     def _start(self, part: Part, position: int) -> None:
@@ -251,7 +251,7 @@ class GradientReducer:
         for position in range(max((len(bucket.axes) for bucket in self.buckets), default=0)):
             pending = [
                 part
-                for part in self._parts
+                for part in self.parts
                 if part.work is not None
                 and position < (1 if part.is_in_lane else len(part.bucket.axes))
             ]
