@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
-from autoparallel.planner.requests.request import FORCED_SCHEDULES, Forced
+from autoparallel.planner.requests.request import ALL_REDUCES, FORCED_SCHEDULES, Forced
 
 UNITS = {
     "": 1, "b": 1,
@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 DEGREES = (
     "dp", "tp", "pp", "cp", "ep", "zero", "recompute", "schedule", "microbatches", "chunks",
-    "slices",
+    "slices", "allreduce", "gradients",
 )  # fmt: skip
 """What ``--parallel`` can force."""
 
@@ -102,7 +102,10 @@ def parse_parallel(text: str | None) -> Forced:
 
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
-    choices = {"recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES}.get(name)
+    choices = {
+        "recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES, "allreduce": ALL_REDUCES,
+        "gradients": ("backward", "priority"),
+    }.get(name)  # fmt: skip
     if choices is not None:
         if value not in choices:
             raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)

@@ -92,6 +92,7 @@ def train(
         is_given=resume is not None, start=start,
     )  # fmt: skip
     set_as_planned(plan, worker.rank)
+    trainer.overlaps_steps = True
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from ..cost_model.cluster import Cluster
 from . import rules as default_rules
 from .errors import PlanError
+from .gradient_sums import order_gain, with_sum_seconds
 from .graph import Blocks, Graph
 from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
@@ -103,7 +104,10 @@ class Staged:
             message=message_seconds(plan.cluster),
         )  # fmt: skip
         peak = self.peak_bytes(timeline.peak_activation_bytes)
-        return self.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
+        seconds = timeline.step_seconds
+        if plan.gradient_order == "priority":
+            seconds -= order_gain(plan, self.costs[0])
+        return self.figures(seconds, timeline.bubble_fraction, peak)
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
         """All figures, with a step and a peak of memory."""
@@ -145,6 +149,11 @@ class Evaluator:
                 part, cut, own, rules=self.rules, basis=self.basis
             ),
         )  # fmt: skip
+        if plan.gradient_order == "backward":
+            costs = [
+                with_sum_seconds(cost, stage, cluster)
+                for cost, stage in zip(costs, plan.stages, strict=True)
+            ]
         costs = list(with_replica_sums(costs, plan.schedule, cluster, len(plan.stages)))
         return Staged(plan, costs, edges, slices)
 

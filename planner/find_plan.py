@@ -17,6 +17,7 @@ from . import rules as default_rules
 from .asynchronous import check_asynchronous, check_forced, with_limits_of_schedule
 from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError
 from .evaluate import evaluate
+from .gradient_choice import with_sums
 from .graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
 from .plan import Plan, SolverInfo
@@ -92,7 +93,8 @@ def plan(
     """The fastest plan found that fits.
 
     Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
-    and are not, AP546 and AP158 for a schedule that is forced with what it cannot run),
+    and are not, AP546 and AP158 for a schedule that is forced with what it cannot run, AP196 and
+    AP197 for sums of gradients that the plan cannot run),
     ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError`` (AP701) if nothing
     was found in time, ``InternalError`` (AP999) if the two prices of the plan differ.
     """
@@ -106,9 +108,10 @@ def plan(
         best = found.best_plan()
     finally:
         found.context.end()
+    check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
+    best = with_sums(best, graph, blocks, request.forced, rules=rules, basis=basis)
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
     check_asynchronous(best, graph, blocks)
-    check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
     return best
 
 

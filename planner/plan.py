@@ -11,10 +11,13 @@ from ..cost_model.cluster import Cluster
 from ..cost_model.tf32 import has_tf32
 from .layout import Mesh, NodeLayout
 
-SCHEMA = 5
+SCHEMA = 6
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+GradientOrder = Literal["backward", "priority"]
+"""In which order gradients are summed: as the backward makes them, or as the next forward needs
+their parameters."""
 Float32Ops = Literal["autocast", "none"]
 """The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
 
@@ -48,6 +51,26 @@ class BlockPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientSum:
+    """An all-reduce of gradients, after the last backward: of one part of ``num_parts`` of the
+    stage's bucket ``bucket`` (``gradient_buckets``), over each of ``axes`` in turn.
+
+    The gradients are there when the backward of the stage's block ``block`` is done; -1: when the
+    whole backward is. ``num_bytes`` is what is summed. ``algorithm``: what runs it (see
+    ``cost_model.all_reduce``): "library" is the all-reduce of gloo; NCCL chooses its own, and the
+    name is what it is taken to choose.
+    """
+
+    bucket: int
+    block: int
+    num_bytes: int
+    axes: tuple[str, ...]
+    algorithm: str
+    part: int = 0
+    num_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlan:
     """A run of blocks on a mesh of devices.
 
@@ -57,6 +80,8 @@ class StagePlan:
     what was chosen; names of inputs, constants and shared parameters stand for themselves.
     ``forward_seconds``/``backward_seconds`` are per micro-batch. ``shares`` are the rows of a
     micro-batch that each coordinate of mesh axis 0 takes; () where it is split evenly.
+    ``gradient_sums`` are the all-reduces of a stage that shards no states, in the order in which
+    they are started; () leaves them to the runtime: its buckets, by the library.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -66,6 +91,7 @@ class StagePlan:
     layouts: Mapping[str, NodeLayout]
     prediction: StagePrediction
     shares: tuple[int, ...] = ()
+    gradient_sums: tuple[GradientSum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +240,8 @@ class Plan:
     rank spends on the whole of each. ``unsharded_ops`` says which ops run whole because an
     axis does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
     ``slices`` are the lengths of the slices that sequences are cut into, where they are.
-    ``compiled``: blocks are priced, and run, compiled.
+    ``compiled``: blocks are priced, and run, compiled. ``gradient_order``: with "priority" a
+    step's last sums of gradients, and their updates, run beside the next step's forward.
     """
 
     model: ModelInfo
@@ -233,6 +260,7 @@ class Plan:
     goal: GoalReport | None = None
     slices: tuple[int, ...] = ()
     compiled: bool = False
+    gradient_order: GradientOrder = "backward"
     schema: int = SCHEMA
 
     @property

@@ -70,10 +70,10 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     """A plan of an older schema as one of this.
 
     1 had no profiles, 2 no bound and no goals, 3 no unequal shares of the batch, 4 called
-    ``unsharded_ops`` ``undivided``.
+    ``unsharded_ops`` ``undivided``, 5 left the sums of gradients to the runtime.
     """
     table = {"unsharded_ops" if key == "undivided" else key: table[key] for key in table}
-    table = {"goal": None, "slices": [], "compiled": False, **table}
+    table = {"goal": None, "slices": [], "compiled": False, "gradient_order": "backward", **table}
     if isinstance(table.get("model"), dict):
         table["model"] = {"float32_ops": "none", **table["model"]}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
@@ -88,7 +88,8 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = {"sources_of": {}, "profile": None} if schema == 1 else {}
     stages = table.get("stages")
     if isinstance(stages, list):
-        each = [{"shares": [], **own} if isinstance(own, dict) else own for own in stages]
+        new_of_stage: dict[str, Any] = {"shares": [], "gradient_sums": []}
+        each = [{**new_of_stage, **own} if isinstance(own, dict) else own for own in stages]
         table = {**table, "stages": each}
     return {
         **table, "schema": SCHEMA, "prediction": {**new, **prediction},

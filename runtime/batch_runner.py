@@ -9,23 +9,26 @@ batch comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..planner.errors import AutoparallelError
 from ..planner.replicas import placed_stages
-from .arriving import Progress, end_before_exit
+from .arriving import Pending, Progress, end_before_exit
 from .batches import StepBatches
 from .communicator import ProcessCommunicator
+from .deferred_update import DeferredUpdate
 from .diagnosis import diagnosis
 from .exchange import Exchange
 from .executor import StageVariant
 from .handover import Handover, split_boundaries
 from .lanes import Lanes, check_lanes
-from .optimizer import GradientNorm, gradient_norm, published
+from .optimizer import gradient_norm, published
 from .padded import SequencePadding
 from .pipeline import Hooks, PipelineRunner
 from .rank_model import RankModel
@@ -57,6 +60,7 @@ class BatchRunner:
         self.executors = {index: model.executor(index, seed) for index in model.stages}
         self.model, self.device, self.progress = model, model.device, progress
         self._step_optimizer = step_optimizer
+        self._deferred: DeferredUpdate | None = None
         self._lanes = Lanes(model.device)
         self._pad = SequencePadding(model.program.graph)
         self._lengths = [each.shape.length for each in buckets if each.shape.length is not None]
@@ -118,10 +122,29 @@ class BatchRunner:
         batch = self.fit(inputs)
         for executor in self.executors.values():
             executor.loss_scale, executor.keeps_gradients = scale, accumulates
+            executor.defers = self._deferred is not None
         loss = self._pipelines[self.shape].step(batch, reduces=is_last)
         for executor in self.executors.values():
             executor.keeps_gradients = False
+        if self._deferred is not None and is_last:
+            self._deferred.begin()
         return loss
+
+    def defer_updates(self, optimizer: Optimizer | None) -> None:
+        """Have steps leave their updates to the next forward, where the plan says so, or not
+        (None)."""
+        self.settle()
+        self._deferred = None
+        for executor in self.executors.values() if optimizer is not None else ():
+            others = tuple(r for r in range(dist.get_world_size()) if r != self.model.rank)
+            words = "waiting for the sums of gradients", others
+            tell = (lambda: None) if self.progress is None else partial(self.progress, *words)
+            self._deferred = executor.deferred_update(optimizer, tell)
+
+    def settle(self) -> None:
+        """Make what is left of the last update: parameters are as they are after it."""
+        if self._deferred is not None:
+            self._deferred.settle()
 
     def fit(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A step's batch in the shapes of a variant: shorter sequences are padded.
@@ -177,8 +200,10 @@ class BatchRunner:
         for executor in self.executors.values():
             executor.refresh_constants()
 
-    def norm(self) -> GradientNorm:
+    def norm(self) -> Pending:
         """The norm of the complete gradient. Collective over all ranks."""
+        if self._deferred is not None:
+            return self._deferred.norm
         own = self.model.own_parameters()
         norm = gradient_norm(own, device=self.device, progress=self.progress)
         end_before_exit("norm", norm.arrival)
@@ -194,8 +219,9 @@ class BatchRunner:
 
     @property
     def updates_itself(self) -> bool:
-        """Whether the schedule updates the weights in the middle of a step."""
-        return self.model.planned.schedule.is_asynchronous
+        """Whether the weights are updated without the trainer: in the middle of a step, by the
+        schedule, or in the next step's forward."""
+        return self._deferred is not None or self.model.planned.schedule.is_asynchronous
 
     @property
     def batches_begun(self) -> int:

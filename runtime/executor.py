@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.optim import Optimizer
 
 from ..cost_model.actions import BACKWARD, FORWARD
 from ..passes.ops.random_ops import step_key
 from ..planner.graph import Node
 from ..planner.layout import local_region
 from .data import batch_rows, local_part, step_inputs
+from .deferred_update import DeferredUpdate
 from .device_queue import queue_of
-from .gradients import GradientReducer
+from .gradients import GradientReducer, PlannedSums
 from .share_batch import ShareBatch
 from .stage import StageModule
 from .versions import WeightVersions
@@ -116,12 +118,14 @@ class StageExecutor:
         *,
         seed: int = 0,
         versions: WeightVersions | None = None,
+        sums: PlannedSums = PlannedSums(),  # noqa: B008 - frozen
     ) -> None:
         """Steps run ``planned`` until ``use`` chooses another variant.
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
-        weights in the middle of a step and compute with ``versions`` of them. Gradients are
+        weights in the middle of a step and compute with ``versions`` of them. While it ``defers``,
+        a step's end waits for no sums of gradients (``deferred_update``). Gradients are
         those of the loss times ``loss_scale``; while ``keeps_gradients`` a step adds its own to
         those that are there, which no ``finish_step`` may have completed.
         """
@@ -131,6 +135,7 @@ class StageExecutor:
         self.steps_begun = 0
         self.loss_scale: Tensor | float = 1.0
         self.keeps_gradients = False
+        self.defers = False
         self.parameters = stage.by_name
         self._read_constants = read_constants
         self._constants_of: dict[int, Constants] = {}
@@ -138,7 +143,7 @@ class StageExecutor:
         self.use(planned)
         self._counts: list[Mapping[str, Tensor | None]] = []
         self._is_updated = False
-        self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh)
+        self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh, sums)
         self._reducer.attach(self.parameters.values())
         self._batch: Mapping[str, Tensor] = {}
         self._queue = queue_of(stage.device)
@@ -379,16 +384,32 @@ class StageExecutor:
     def finish_step(self) -> None:
         """After the last backward: complete the gradient sums and hand them to the optimizer.
 
-        Collective over the stage. What several stages hold is yet to be summed over these
-        (``runtime.tied``).
+        Collective over the stage; a stage that ``defers`` its update only begins the sums. What
+        several stages hold is yet to be summed over these (``runtime.tied``).
         """
         if self.stage.reductions is not None:
             self.stage.reductions.finish()
-        self._reducer.finish()
+        if self.defers:
+            self._reducer.launch_all()
+        else:
+            self._reducer.finish()
         if not self._in_flight:
             self.stage.keep_buffers()
-        for parameter in self.parameters.values():
-            parameter.publish()
+        if not self.defers:
+            for parameter in self.parameters.values():
+                parameter.publish()
+
+    def deferred_update(
+        self, optimizer: Optimizer, tell: Callable[[], None]
+    ) -> DeferredUpdate | None:
+        """What updates the stage's parameters as the next forward comes to them; None where the
+        plan sums gradients in backward order."""
+        self.stage.before_block = lambda block: None
+        if not self._reducer.in_order:
+            return None
+        deferred = DeferredUpdate(self._reducer, optimizer, tell=tell)
+        self.stage.before_block = deferred.before_block
+        return deferred
 
     def update(self, step: Callable[[], None]) -> None:
         """Run the optimizer's ``step`` in the middle of a step, after ``finish_step``.

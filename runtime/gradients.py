@@ -1,17 +1,21 @@
 """Summing gradients over the mesh axes on which a parameter is held whole.
 
 In: the local gradients of one rank. Out: the same, summed over each parameter's
-``reduce_axes``, in buckets of a block or of several small ones. Buckets whose parameters are not
+``reduce_axes``, in the buckets of ``planner.gradient_buckets``. Buckets whose parameters are not
 ZeRO-sharded are launched during the last backward as soon as their gradients are there,
-and run beside it; the others after it.
+and run beside it; the others after it. Each is summed by the algorithm that the plan names
+(``all_reduces``). Every rank of a group runs the same graph, so all launch their buckets in the
+same order.
 
-Every rank of a group runs the same graph, so all launch their buckets in the same order.
+Where the plan has an order of its own ("priority"), buckets are summed in parts, in that order: a
+part begins when its bucket has its gradients and all parts before it have begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -20,15 +24,14 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..cost_model.all_reduce import LIBRARY
+from ..cost_model.cluster import Cluster
+from ..planner.errors import PlanError
+from ..planner.gradient_buckets import HeldGradient, make_buckets
+from ..planner.plan import GradientSum
+from .all_reduces import AllReduces
 from .parameters import StageParameter, attach_gradient_hook
 
-BUCKET_BYTES = 32_000_000
-FULL_BYTES = 20_000_000
-"""A bucket of more takes no further block. Of 8, 20 and 30 MB, two CPU ranks took the least for 20
-with 19 M parameters; DistributedDataParallel has 25."""
-BUCKETS, LEAST_BYTES = 8, 1_000_000
-"""Where so many buckets of at least so many bytes can be filled, they are: the last one's sum has
-no compute beside it."""
 PLACED_BYTES = 65_536
 """A gradient of more is copied as it comes, while it is in the processor's cache."""
 
@@ -41,21 +44,56 @@ NEVER = ""
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedSums:
+    """What a plan says of a stage's sums; without ``sums`` the library runs each bucket's.
+
+    ``in_order``: they are started in the order of ``sums``, which may be parts of buckets.
+    """
+
+    sums: tuple[GradientSum, ...] = ()
+    cluster: Cluster | None = None
+    in_order: bool = False
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a bucket that is summed at once: its elements from ``start`` to ``stop``.
+
+    ``work`` is its all-reduce under way: over all axes if ``is_in_lane``, else over one of them.
+    """
+
+    bucket: Bucket
+    start: int
+    stop: int
+    algorithm: str
+    work: Any = None
+    is_in_lane: bool = False
+
+
 @dataclass(eq=False)
 class Bucket:
     """Parameters reduced together over ``axes``, in one piece of memory.
 
-    ``waiting`` are those with no gradient yet. While it ``is_open`` their gradients go into
-    ``slots``, the parts of ``flat``.
+    ``waiting`` are those with no gradient yet; it ``is_ready`` when all have come. While it
+    ``is_open`` their gradients go into ``slots``, the places of ``flat``. ``with_gradient`` are
+    those that have one on this rank: of the others zeros are summed, and forgotten.
     """
 
     axes: tuple[int, ...]
+    block: int
     parameters: list[StageParameter]
+    parts: list[Part] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
+    is_ready: bool = False
+    with_gradient: list[StageParameter] = field(default_factory=list)
     flat: Tensor | None = None
     slots: dict[str, Tensor] = field(default_factory=dict)
     is_open: bool = False
-    work: Any = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return any(part.work is not None for part in self.parts)
 
     def open(self) -> None:
         """Memory for a step's gradients: the last step's, if nobody has any of it.
@@ -96,13 +134,35 @@ class Bucket:
 class GradientReducer:
     """The gradient reductions of one stage on one rank."""
 
-    def __init__(self, parameters: Iterable[StageParameter], device_mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[StageParameter],
+        device_mesh: DeviceMesh,
+        planned: PlannedSums = PlannedSums(),
+    ) -> None:
+        """Collective over the stage if the plan names algorithms or an order. Raises PlanError
+        AP198 where the plan's sums are not those of the parameters."""
         self.device_mesh = device_mesh
-        self.buckets = _make_buckets(parameters)
+        own = {parameter.name: parameter for parameter in parameters}
+        self.buckets = _make_buckets(own, by_block=planned.in_order)
         self._bucket_of = {
             parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters
         }
+        self.parts = _make_parts(self.buckets, planned.sums)
+        self.in_order = planned.in_order
+        self._next = 0
         self._is_last = False
+        self._all_reduces: AllReduces | None = None
+        named = [part for part in self.parts if part.algorithm != LIBRARY]
+        axes = sorted({axis for bucket in self.buckets for axis in bucket.axes})
+        if planned.cluster is not None and (named or self.in_order) and self._is_on_gloo(axes):
+            self._all_reduces = AllReduces(device_mesh, axes, planned.cluster)
+
+    def _is_on_gloo(self, axes: Sequence[int]) -> bool:
+        groups = [self.device_mesh.get_group(axis) for axis in axes]
+        return self.device_mesh.device_type == "cpu" and all(
+            dist.get_backend(group) == "gloo" for group in groups
+        )
 
     def attach(self, parameters: Iterable[StageParameter]) -> None:
         """Watch the gradients come that are to be reduced, or moved into the master dtype."""
@@ -118,19 +178,22 @@ class GradientReducer:
         launched before ``finish``.
         """
         self._is_last = last
+        self._next = 0
         self.abandon()
         for bucket in self.buckets:
             names = {parameter.name for parameter in bucket.parameters}
             if among is not None:
                 is_shared = any(p.block is None for p in bucket.parameters)
                 names = {*names, NEVER} if is_shared else {n for n in names if n in among}
-            bucket.waiting = names
+            bucket.waiting, bucket.is_ready = names, False
 
     def abandon(self) -> None:
         """Leave what a backward that an error ended has begun: its memory may still be written."""
         for bucket in self.buckets:
-            if bucket.is_open or bucket.work is not None:
-                bucket.work, bucket.is_open, bucket.flat, bucket.slots = None, False, None, {}
+            if bucket.is_open or bucket.is_under_way:
+                bucket.is_open, bucket.flat, bucket.slots = False, None, {}
+                for part in bucket.parts:
+                    part.work = None
 
     def _arrived(self, parameter: StageParameter) -> None:
         bucket = self._bucket_of.get(parameter.name)
@@ -146,68 +209,109 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start the bucket's first reduction."""
-        if all(parameter.gradient is None for parameter in bucket.parameters):
+        """Start the bucket's reductions, or those whose turn it is now."""
+        bucket.is_ready = True
+        bucket.with_gradient = [p for p in bucket.parameters if p.gradient is not None]
+        if bucket.with_gradient:
+            if not bucket.is_open:
+                bucket.open()
+            with torch.no_grad():
+                bucket.place(bucket.parameters)
+        if not self.in_order:
+            for part in bucket.parts:
+                self._start(part, 0)
             return
-        if not bucket.is_open:
-            bucket.open()
-        with torch.no_grad():
-            bucket.place(bucket.parameters)
-        bucket.work = self._start(bucket, 0)
+        while self._next < len(self.parts) and self.parts[self._next].bucket.is_ready:
+            self._start(self.parts[self._next], 0)
+            self._next += 1
 
-    def _start(self, bucket: Bucket, position: int) -> Any:
+    def _start(self, part: Part, position: int) -> None:
+        bucket = part.bucket
+        if not bucket.with_gradient:
+            return
+        assert bucket.flat is not None
+        tensor, reduces = bucket.flat[part.start : part.stop], self._all_reduces
+        if reduces is not None and (self.in_order or part.algorithm != LIBRARY):
+            part.is_in_lane = True
+            part.work = reduces.start(part.algorithm, tensor, bucket.axes)
+            return
         group = self.device_mesh.get_group(bucket.axes[position])
-        return dist.all_reduce(bucket.flat, group=group, async_op=True)
+        part.work = dist.all_reduce(tensor, group=group, async_op=True)
+
+    def launch_all(self) -> None:
+        """After the last backward: launch what is left."""
+        for bucket in self.buckets:
+            if not bucket.is_ready:
+                self._launch(bucket)
+        self._is_last = False
 
     def finish(self) -> None:
         """After the last backward: launch what is left and wait for everything."""
-        for bucket in self.buckets:
-            if bucket.work is None:
-                self._launch(bucket)
+        self.launch_all()
         for position in range(max((len(bucket.axes) for bucket in self.buckets), default=0)):
-            pending = [b for b in self.buckets if b.work is not None and position < len(b.axes)]
+            pending = [
+                part
+                for part in self.parts
+                if part.work is not None
+                and position < (1 if part.is_in_lane else len(part.bucket.axes))
+            ]
             if position:
-                for bucket in pending:
-                    bucket.work = self._start(bucket, position)
-            for bucket in pending:
-                bucket.work.wait()
+                for part in pending:
+                    self._start(part, position)
+            for part in pending:
+                part.work.wait()
         for bucket in self.buckets:
-            bucket.work, bucket.is_open = None, False
-            if bucket.flat is not None and bucket.flat.device.type != "cpu":
-                bucket.flat, bucket.slots = None, {}
-        self._is_last = False
+            self._close(bucket)
+
+    def wait(self, bucket: Bucket) -> None:
+        """Waits for the sums of a bucket, which are in order; its gradients are in ``slots``."""
+        for part in bucket.parts:
+            if part.work is not None:
+                part.work.wait()
+        self._close(bucket)
+
+    def _close(self, bucket: Bucket) -> None:
+        for part in bucket.parts:
+            part.work = None
+        bucket.is_open = False
+        if bucket.flat is not None and bucket.flat.device.type != "cpu":
+            bucket.flat, bucket.slots = None, {}
 
 
-def _make_buckets(parameters: Iterable[StageParameter]) -> list[Bucket]:
-    """Parameters with the same axes, the last block's first: so the backward fills them.
-
-    Small blocks share a bucket, as every sum costs a latency. What several blocks share and what
-    is ZeRO-sharded has buckets of its own, which come last.
-    """
-    groups: dict[tuple[Any, ...], list[StageParameter]] = {}
-    for parameter in sorted(parameters, key=_block, reverse=True):
-        if parameter.reduce_axes and parameter.spec.requires_grad:
-            key = (_block(parameter) >= 0, parameter.reduce_axes, parameter.fully_sharded)
-            groups.setdefault(key, []).append(parameter)
-    buckets = []
-    for (_, axes, _), members in sorted(groups.items(), key=lambda item: item[0], reverse=True):
-        bucket = Bucket(axes, [])
-        size = 0
-        share = sum(parameter.local_bytes for parameter in members) // BUCKETS
-        full = min(FULL_BYTES, max(LEAST_BYTES, share))
-        for parameter in members:
-            before = bucket.parameters[-1] if bucket.parameters else parameter
-            limit = BUCKET_BYTES if _block(before) == _block(parameter) else full
-            if bucket.parameters and size > limit:
-                buckets.append(bucket)
-                bucket, size = Bucket(axes, []), 0
-            bucket.parameters.append(parameter)
-            size += parameter.local_bytes
-        buckets.append(bucket)
-    return buckets
+def _make_buckets(parameters: Mapping[str, StageParameter], *, by_block: bool) -> list[Bucket]:
+    held = [
+        HeldGradient(
+            parameter.name,
+            parameter.block,
+            parameter.reduce_axes,
+            parameter.fully_sharded,
+            prod(stop - start for start, stop in parameter.region),
+        )
+        for parameter in parameters.values()
+        if parameter.spec.requires_grad
+    ]
+    return [
+        Bucket(contents.axes, contents.block, [parameters[name] for name in contents.names])
+        for contents in make_buckets(held, by_block=by_block)
+    ]
 
 
-def _block(parameter: StageParameter) -> int:
-    """The block whose backward completes the gradient; -1 where only the stage's end does."""
-    is_late = parameter.fully_sharded or parameter.block is None
-    return -1 if is_late or parameter.block is None else parameter.block
+def _make_parts(buckets: Sequence[Bucket], sums: Sequence[GradientSum]) -> list[Part]:
+    """The parts of the buckets in the plan's order; without a plan each bucket is one."""
+    parts = []
+    whole = [GradientSum(number, 0, 0, (), LIBRARY) for number in range(len(buckets))]
+    if sums and {own.bucket for own in sums} != set(range(len(buckets))):
+        raise PlanError(
+            "AP198",
+            f"the plan sums {len({own.bucket for own in sums})} buckets of gradients, but the "
+            f"model has {len(buckets)}",
+            where="gradient_sums",
+            fix="plan again",
+        )
+    for own in sums or whole:
+        bucket = buckets[own.bucket]
+        numel = sum(prod(b - a for a, b in each.region) for each in bucket.parameters)
+        bounds = [part * numel // own.num_parts for part in (own.part, own.part + 1)]
+        parts.append(Part(bucket, bounds[0], bounds[1], own.algorithm))
+        bucket.parts.append(parts[-1])
+    return parts

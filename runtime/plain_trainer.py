@@ -65,6 +65,9 @@ class PlainTrainer:
         scaled.backward()
         return loss.detach()
 
+    def settle(self) -> None:
+        """Every update is made in its own step."""
+
     def norm(self) -> GradientNorm:
         """The 2-norm of all gradients, in float64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -20,6 +20,7 @@ from .checkpoint_state import persistent_shapes, untrained_names
 from .communicator import ProcessCommunicator
 from .compiling import BlockCompiler
 from .executor import Constants, StageExecutor, StageVariant
+from .gradients import PlannedSums
 from .initial_values import Weights, constants_of, fill_stages, whole_tensors
 from .mesh import build_meshes, stages_of_rank
 from .parameters import StageParameter
@@ -100,9 +101,13 @@ class RankModel:
         if schedule.is_asynchronous:
             versions = WeightVersions(stage.by_name.values(), schedule, index)
         parts = tuple(range(len(self.planned.slices)))
+        planned = placed_stages(self.plan)[index]
         return StageExecutor(
             stage, _stage_variant(self.planned, index, parts), self._constants,
             seed=seed, versions=versions,
+            sums=PlannedSums(
+                planned.gradient_sums, self.plan.cluster, self.plan.gradient_order == "priority"
+            ),
         )  # fmt: skip
 
     def _constants(self, microbatch_size: int, stage: StageProgram) -> Constants:

@@ -217,6 +217,8 @@ class StageModule(nn.Module):
             )
         )
         self._changed: dict[str, Tensor] = {}
+        self.before_block: Callable[[int], None] = lambda block: None
+        """Is called in the forward before each block, which then reads its parameters."""
         self._last_use = _last_uses(program, (*self._leaving, *program.updates.values()))
 
     def _make_blocks(self, compiler: BlockCompiler | None) -> Iterator[StageBlock]:
@@ -330,6 +332,7 @@ class StageModule(nn.Module):
         ``part`` is the number of the program that is run.
         """
         known, programs = dict(values), self.programs[part].blocks
+        self.before_block(0)
         for name, attribute in self._shared.items():
             known[name] = local_tensor(getattr(self, attribute))
             if name in self.program.updates:  # written before this forward's backward, maybe
@@ -337,6 +340,7 @@ class StageModule(nn.Module):
         known.update(self._changed)
         for position, block in enumerate(self.blocks):
             block.part = part  # type: ignore[assignment]
+            self.before_block(position)
             outputs = block(*(known[key] for key in programs[position].inputs))
             known.update(zip(programs[position].outputs, outputs, strict=True))
             for key in self._last_use.get(position, ()):

@@ -23,6 +23,7 @@ from .checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from .checkpoint_parts import Stateful
 from .checkpoint_state import rank_state
 from .checkpoint_writer import CheckpointWriter, PendingSave
+from .deferred_update import why_not_deferred
 from .initial_values import Weights
 from .membership import check_plan
 from .optimizer import BuildOptimizer, build_optimizer
@@ -36,7 +37,8 @@ class Trainer:
     """Trains on this rank: ``model`` is what it holds, ``runner`` what runs batches.
 
     ``parts`` are objects with ``state_dict`` and ``load_state_dict`` that checkpoints hold under
-    their names.
+    their names. ``overlaps_steps``, read by ``use_update``: where the plan says so, a step's update
+    is left to the next one's forward. Who then reads weights between steps calls ``settle`` first.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Trainer:
         self.program, self.schedule = planned.program, planned.schedule
         self.parts: dict[str, Stateful] = {}
         self.checkpoints = CheckpointWriter()
+        self.overlaps_steps = False
         self.model = RankModel(planned, weights, device=device, progress=progress)
         self.runner = BatchRunner(
             self.model, shorter, step_optimizer=self._step_optimizer, seed=seed, progress=progress
@@ -92,6 +95,10 @@ class Trainer:
     def _step_optimizer(self) -> None:
         self.optimizer.step()
 
+    def settle(self) -> None:
+        """Make what is left of the last update, so that weights and states can be read."""
+        self.runner.settle()
+
     def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Compute with other values of the buffers that training does not change."""
         self.model.take_buffers(buffers)
@@ -103,6 +110,7 @@ class Trainer:
         ``build`` may read this trainer's parameters: all are there. Raises as
         ``runtime.optimizer.build_optimizer`` does.
         """
+        self.settle()
         self.optimizer: Optimizer = build_optimizer(
             self.model.all_parameters(), build, name=self.plan.model.optimizer,
             stand_ins=self.model.stand_ins(),
@@ -120,6 +128,8 @@ class Trainer:
         options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)
+        defers = self.overlaps_steps and not why_not_deferred(options, self.optimizer)
+        self.runner.defer_updates(self.optimizer if defers else None)
         self.steps = TrainingStep(
             self.runner,
             Update(options, self.optimizer, device=self.device, build_scheduler=build_scheduler),
@@ -174,5 +184,6 @@ class Trainer:
         parts: Mapping[str, Stateful] | None,
         optional: Container[str] = (),
     ) -> TrainingState:
+        self.settle()
         given, draws = {**self.parts, **(parts or {})}, self.runner.draws()
         return rank_state(self.model, optimizer, given, draws=draws, optional=optional)

@@ -22,7 +22,6 @@ from torch import Tensor
 from ..planner.errors import AutoparallelError
 from .arriving import Pending, figure
 from .device_queue import queue_of
-from .optimizer import GradientNorm
 from .update import Update
 
 Batch = Any
@@ -40,8 +39,8 @@ class Trainable(Protocol):
 
     ``backward`` adds those of a batch, times ``scale``, to what is there if ``accumulates``;
     after the last one (``is_last``) they are complete. ``updates_itself``: it has stepped the
-    optimizer by then. ``diagnosis`` is the error that says where the first value came from
-    that is not finite.
+    optimizer by then, or does so in the next step, at the latest when it is asked to ``settle``.
+    ``diagnosis`` is the error that says where the first value came from that is not finite.
     """
 
     device: torch.device
@@ -52,7 +51,8 @@ class Trainable(Protocol):
     def backward(
         self, batch: Batch, *, scale: Tensor | float, accumulates: bool, is_last: bool
     ) -> Tensor: ...
-    def norm(self) -> GradientNorm: ...
+    def norm(self) -> Pending: ...
+    def settle(self) -> None: ...
     def gradients(self) -> list[Tensor]: ...
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError: ...
 
@@ -148,7 +148,9 @@ class TrainingStep:
         return result
 
     def finish(self) -> None:
-        """Read what is left of the last step, which waits for it. Raises as ``step`` does."""
+        """Read what is left of the last step, which waits for it, and for its update. Raises as
+        ``step`` does."""
+        self.trainable.settle()
         self._read(self._unread)
         self._unread = None
 

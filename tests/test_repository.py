@@ -30,8 +30,9 @@ PLANNER = (
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
     "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
     "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas", "shares",
-    "stage_walk", "evaluate", "price_sources", "intra_op", "inter_op", "search",
-    "proposers", "find_plan", "profiling_targets", "configured",
+    "gradient_buckets", "gradient_sums", "stage_walk", "evaluate", "gradient_choice",
+    "price_sources", "intra_op", "inter_op", "search", "proposers", "find_plan",
+    "profiling_targets", "configured",
 )  # fmt: skip
 """The folders and top modules of planner/: each imports at run time only those before it.
 

@@ -103,7 +103,7 @@ class StageCost:
     def _passes(self) -> tuple[float, float, float, float]:
         forward, backward = self.compute_seconds
         both = self.seconds._replace(forward_compute=forward, backward_compute=backward)
-        return self._with_exposed(both, self._issued_groups)
+        return self._with_exposed(both, self.issued_groups)
 
     def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
         """See ``seconds_of_passes``."""
@@ -116,7 +116,7 @@ class StageCost:
         return self.groups or Groups(np.array([self.seconds]), np.ones(1, dtype=np.int64))
 
     @cached_property
-    def _issued_groups(self) -> Groups:
+    def issued_groups(self) -> Groups:
         """The groups, with the compute of each block at least as long as the host takes to issue
         it."""
         seconds = self._groups.seconds.copy()
@@ -127,7 +127,7 @@ class StageCost:
     @cached_property
     def buckets(self) -> Buckets:
         """Each block's share of the stage's compute and of what the stage sends once per step."""
-        groups = self._issued_groups
+        groups = self.issued_groups
         every = np.repeat(groups.seconds, groups.counts, axis=0)
         return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
 

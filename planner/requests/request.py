@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ...cost_model.all_reduce import BY_MESSAGES, LIBRARY
 from ..errors import UsageError
-from ..plan import Float32Ops, Precision, Recompute
+from ..plan import Float32Ops, GradientOrder, Precision, Recompute
 from .features import Features
 from .goal import Goal
 from .pins import Pin
@@ -41,6 +42,9 @@ FORCED_SCHEDULES = (
 )  # fmt: skip
 """What can be forced."""
 
+ALL_REDUCES = (LIBRARY, *BY_MESSAGES)
+"""The all-reduces of gradients that can be forced."""
+
 
 class Placer(Protocol):
     """Finds pipelines in place of the dynamic program (``inter_op.pipelines``).
@@ -68,7 +72,9 @@ class Forced:
     weights of experts by expert and all else by rows. ``sequence_parallel``: whether
     values between the split parameters of "tp" are split along positions (True), whole
     (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
-    that the planner chooses, as it does for None where the schedule has slices.
+    that the planner chooses, as it does for None where the schedule has slices. ``allreduce``:
+    one of ``ALL_REDUCES`` for every sum of gradients, ``gradients``: their order; with either,
+    no states are sharded.
     """
 
     dp: int | None = None
@@ -83,6 +89,8 @@ class Forced:
     sequence_parallel: bool | None = None
     chunks: int | None = None
     slices: int | Literal["auto"] | None = None
+    allreduce: str | None = None
+    gradients: GradientOrder | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks"):
@@ -99,6 +107,18 @@ class Forced:
             raise UsageError(
                 "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
             )
+        if self.all_reduces and self.zero:
+            raise UsageError(
+                "AP195", f"{' and '.join(self.all_reduces)} with zero={self.zero}",
+                why="ZeRO 1 to 3 sum gradients by reduce-scatters, block by block",
+                where="--parallel", fix="zero=0, or leave allreduce and gradients out",
+            )  # fmt: skip
+
+    @property
+    def all_reduces(self) -> tuple[str, ...]:
+        """What is said of all-reduces of gradients, so that gradients have to be all-reduced."""
+        said = [f"allreduce={self.allreduce}"] if self.allreduce not in (None, LIBRARY) else []
+        return (*said, *(["gradients=priority"] if self.gradients == "priority" else []))
 
     @property
     def least_chunks(self) -> int:
@@ -206,6 +226,8 @@ class Request:
     @property
     def zeros(self) -> tuple[int, ...]:
         """The ZeRO stages that a plan may have."""
+        if self.forced.all_reduces:
+            return (0,)
         return self.features.zeros if self.forced.zero is None else (self.forced.zero,)
 
     @property

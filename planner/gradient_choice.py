@@ -1,0 +1,68 @@
+"""The last decision of a plan: how its gradients are summed, and what that changes of the step.
+
+In: a plan whose stages are decided. Out: the plan with the algorithm of each all-reduce of
+gradients, their order, and predictions that count both (``gradient_sums``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .errors import UsageError
+from .evaluate import Evaluator
+from .gradient_sums import (
+    LEAST_GAIN,
+    only_library,
+    why_not_priority,
+    with_algorithms,
+    with_priority,
+)
+from .graph import Blocks, Graph
+from .plan import Plan
+from .pricing.basis import Basis
+from .pricing.prices import Rules
+from .requests.request import Forced
+
+
+def with_sums(
+    plan: Plan, graph: Graph, blocks: Blocks, forced: Forced, *, rules: Rules, basis: Basis
+) -> Plan:
+    """The plan with its sums of gradients, as they are cheapest or as they are forced.
+
+    Raises UsageError AP196 for an algorithm that cannot run, AP197 for "priority" that cannot be.
+    """
+    evaluator = Evaluator(graph, blocks, rules, replace(basis, asked=None))
+    backward = with_algorithms(plan, graph, blocks, forced.allreduce)
+    best = backward if only_library(backward) else _predicted(backward, evaluator)
+    why = why_not_priority(plan, graph, blocks)
+    if forced.gradients == "priority" and why:
+        raise UsageError(
+            "AP197", "gradients=priority: the plan cannot sum gradients beside the next forward",
+            why=why, where="--parallel",
+            fix="gradients=backward, or dp= of all devices with zero=0 on CPUs",
+        )  # fmt: skip
+    if forced.gradients == "backward" or why:
+        return best
+    (cost,) = evaluator.staged(plan, plan.cluster).costs
+    ordered = with_priority(plan, graph, blocks, cost, forced.allreduce)
+    ordered = _predicted(ordered, evaluator)
+    before, after = best.prediction.step_seconds, ordered.prediction.step_seconds
+    return ordered if forced.gradients or after <= (1 - LEAST_GAIN) * before else best
+
+
+def _predicted(plan: Plan, evaluator: Evaluator) -> Plan:
+    """The plan with the predictions of ``evaluate``."""
+    found, before = evaluator.evaluation(plan, plan.cluster), plan.prediction
+    faster = before.step_seconds / found.step_seconds
+    stages = tuple(
+        replace(stage, prediction=replace(stage.prediction, seconds=own.seconds))
+        for stage, own in zip(plan.stages, found.stages, strict=True)
+    )
+    prediction = replace(
+        before,
+        step_seconds=found.step_seconds,
+        bubble_fraction=found.bubble_fraction,
+        tokens_per_second=before.tokens_per_second * faster,
+        model_flops_utilization=before.model_flops_utilization * faster,
+    )
+    return replace(plan, stages=stages, prediction=prediction)

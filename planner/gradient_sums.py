@@ -1,0 +1,227 @@
+"""How a plan sums its gradients: the algorithm of each all-reduce, and their order.
+
+In: a finished plan. Out: the plan with ``gradient_sums`` in each stage that shards no states, and
+``gradient_order``; and what these change of a predicted step, which ``evaluate`` finds from the
+plan alone. The search prices gradients block by block, by the library, in backward order, and so
+does a plan whose sums are all of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..cost_model.all_reduce import (
+    LIBRARY,
+    algorithms_of,
+    all_reduce_seconds,
+    best_all_reduce,
+    hosts_of,
+)
+from ..cost_model.cluster import Cluster
+from ..cost_model.collectives import Group, group_of
+from ..cost_model.gradient_order import BlockSeconds, SumSeconds, priority_order, step_seconds
+from .errors import UsageError
+from .gradient_buckets import BucketContents, held_gradients, make_buckets, master_bytes
+from .graph import Blocks, Graph
+from .plan import GradientSum, Plan, StagePlan
+from .pricing.seconds import Groups, Resource, Seconds
+from .pricing.stage_cost import StageCost
+
+Place = tuple[Group, tuple[int, ...]]
+"""A group of ranks, and how many of them each host has."""
+
+PART_BYTES = (32_000_000, 8_000_000, 2_000_000, 500_000)
+"""The largest sums that are tried under "priority"."""
+
+LEAST_GAIN = 0.02
+"""Of a step, for which "priority" is chosen: each part of a sum costs the host time, too."""
+
+
+def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:
+    """The plan with its sums in backward order, each by the cheapest algorithm, or by the one that
+    is given. Raises UsageError AP196 where that one cannot run a sum."""
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        sums: tuple[GradientSum, ...] = ()
+        if stage.zero == 0:
+            held = held_gradients(graph, blocks, plan, index)
+            sums = tuple(
+                _sum(plan, stage, number, bucket, algorithm)
+                for number, bucket in enumerate(make_buckets(held))
+            )
+        stages.append(replace(stage, gradient_sums=sums))
+    return replace(plan, stages=tuple(stages), gradient_order="backward")
+
+
+def _sum(
+    plan: Plan,
+    stage: StagePlan,
+    number: int,
+    bucket: BucketContents,
+    algorithm: str | None,
+    part: tuple[int, int] = (0, 1),
+) -> GradientSum:
+    cluster, precision = plan.cluster, plan.model.precision
+    axes = tuple(stage.mesh.axes[axis] for axis in bucket.axes)
+    places = [place for axis in bucket.axes for place in _places(cluster, stage, axis)]
+    num_bytes = -(-bucket.numel // part[1]) * master_bytes(precision)
+    if algorithm is None:
+        best = {best_all_reduce(num_bytes, *place) for place in places}
+        algorithm = best.pop() if len(best) == 1 else LIBRARY
+    else:
+        _check_known(algorithm, places)
+    return GradientSum(number, bucket.block, num_bytes, axes, algorithm, *part)
+
+
+def _check_known(algorithm: str, places: Sequence[Place]) -> None:
+    for group, hosts in places:
+        known = algorithms_of(group, hosts)
+        if algorithm not in known:
+            on = "+".join(map(str, hosts))
+            why = (
+                "NCCL chooses the algorithm of each of its all-reduces itself"
+                if group.library == "nccl"
+                else f"it does not exist for ranks on hosts of {on}"
+            )
+            raise UsageError(
+                "AP196", f"allreduce={algorithm} cannot sum the gradients of {sum(hosts)} ranks",
+                why=why, where="--parallel", fix=f"allreduce= one of {', '.join(known)}",
+            )  # fmt: skip
+
+
+def _places(cluster: Cluster, stage: StagePlan, axis: int) -> list[Place]:
+    """The groups of a stage along a mesh axis, one of each kind."""
+    found: dict[Place, None] = {}
+    for members in stage.mesh.groups(axis):
+        ranks = [stage.devices[index] for index in members]
+        found[group_of(cluster, ranks), hosts_of(cluster, ranks)] = None
+    return list(found)
+
+
+def sum_seconds(cluster: Cluster, stage: StagePlan, own: GradientSum, algorithm: str) -> float:
+    """Seconds of a sum of a stage by an algorithm, over its axes in turn."""
+    total = 0.0
+    for name in own.axes:
+        places = _places(cluster, stage, stage.mesh.axes.index(name))
+        total += max(all_reduce_seconds(algorithm, own.num_bytes, *place) for place in places)
+    return total
+
+
+def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> StageCost:
+    """A stage's cost with its sums, in backward order, by the plan's algorithms instead of the
+    library's. All sums of the stage are shortened by the same factor."""
+    sums = stage.gradient_sums
+    if all(own.algorithm == LIBRARY for own in sums):
+        return cost
+    library = sum(sum_seconds(cluster, stage, own, LIBRARY) for own in sums)
+    named = sum(sum_seconds(cluster, stage, own, own.algorithm) for own in sums)
+    if named == library:
+        return cost
+    factor = np.ones(len(Resource))
+    factor[[Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]] = named / library
+    seconds = Seconds(*(np.array(cost.seconds) * factor).tolist())
+    groups = cost.groups
+    if groups is not None:
+        groups = Groups(groups.seconds * factor, groups.counts)
+    return replace(cost, seconds=seconds, groups=groups)
+
+
+def only_library(plan: Plan) -> bool:
+    """Whether the library runs every sum: prices are those of the search then.
+
+    That is so with NCCL, whatever it is taken to choose.
+    """
+    on_gpus = any(host.device.kind == "cuda" for host in plan.cluster.hosts)
+    sums = (own for stage in plan.stages for own in stage.gradient_sums)
+    return on_gpus or all(own.algorithm == LIBRARY for own in sums)
+
+
+def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
+    """Why the plan cannot sum gradients beside the next forward; "" where it can."""
+    if plan.has_pipeline:
+        return "the plan is a pipeline, whose stages begin a step at different times"
+    (stage,) = plan.stages
+    if stage.zero:
+        return f"ZeRO {stage.zero} sums gradients by reduce-scatters"
+    if any(host.device.kind == "cuda" for host in plan.cluster.hosts):
+        return "only sums over gloo are put in order"
+    if stage.mesh.size == 1:
+        return "no gradient is summed"
+    every = tuple(axis for axis, size in enumerate(stage.mesh.shape) if size > 1)
+    if any(own.axes != every for own in held_gradients(graph, blocks, plan, 0)):
+        return "the plan splits parameters"
+    return ""
+
+
+def with_priority(
+    plan: Plan, graph: Graph, blocks: Blocks, cost: StageCost, algorithm: str | None
+) -> Plan:
+    """The plan with its sums in the order in which the next forward needs them, in parts of the
+    best size. ``cost`` is that of its only stage; ``why_not_priority`` must be empty."""
+    (stage,) = plan.stages
+    contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
+    size = master_bytes(plan.model.precision)
+    found = []
+    for limit in PART_BYTES:
+        sums = [
+            _sum(plan, stage, number, bucket, algorithm, (part, num_parts))
+            for number, bucket in enumerate(contents)
+            for num_parts in [-(-bucket.numel * size // limit)]
+            for part in range(num_parts)
+        ]
+        order = priority_order(_blocks(plan, cost), _priced(plan, cost, sums))
+        ordered = tuple(sums[number] for number in order)
+        own = replace(stage, gradient_sums=ordered)
+        found.append(replace(plan, stages=(own,), gradient_order="priority"))
+    return min(found, key=lambda each: overlapped_seconds(each, cost))
+
+
+def overlapped_seconds(plan: Plan, cost: StageCost) -> float:
+    """Seconds of a step whose last sums run beside the next forward. ``cost`` is that of the
+    only stage, with sums by the library."""
+    sums = _priced(plan, cost, plan.stages[0].gradient_sums)
+    return step_seconds(_blocks(plan, cost), sums, overlaps_steps=True)
+
+
+def order_gain(plan: Plan, cost: StageCost) -> float:
+    """Seconds of a step that "priority" saves. ``cost`` as for ``overlapped_seconds``.
+
+    Both orders are simulated over blocks; a step in backward order sums each block's gradients.
+    """
+    groups = cost.issued_groups
+    own = np.repeat(groups.seconds[:, Resource.GRADIENT_SYNC], groups.counts)
+    sums = [SumSeconds(block, float(own[block])) for block in reversed(range(len(own)))]
+    before = step_seconds(_blocks(plan, cost), sums, overlaps_steps=False)
+    return before - overlapped_seconds(plan, cost)
+
+
+def _priced(plan: Plan, cost: StageCost, sums: Sequence[GradientSum]) -> list[SumSeconds]:
+    """Seconds of each sum. If the stage's were measured, all are as much longer as the whole
+    buckets are, by the library."""
+    (stage,) = plan.stages
+    whole = {own.bucket: own for own in sums}
+    library = sum(
+        sum_seconds(plan.cluster, stage, replace(own, num_bytes=own.num_bytes * own.num_parts),
+                    LIBRARY)
+        for own in whole.values()
+    )  # fmt: skip
+    factor = cost.seconds.gradient_sync / library
+    return [
+        SumSeconds(own.block, factor * sum_seconds(plan.cluster, stage, own, own.algorithm))
+        for own in sums
+    ]
+
+
+def _blocks(plan: Plan, cost: StageCost) -> BlockSeconds:
+    groups, shares = cost.issued_groups, cost.buckets
+    update = np.repeat(groups.seconds[:, Resource.OPTIMIZER], groups.counts)
+    return BlockSeconds(
+        tuple(cost.forward_seconds * share for share in shares.forward),
+        tuple(cost.backward_seconds * share for share in shares.backward),
+        tuple(update.tolist()),
+        plan.num_microbatches,
+        cost.slowed_share,
+    )

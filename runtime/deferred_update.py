@@ -1,0 +1,152 @@
+"""The update of a step, made while the next step's forward runs.
+
+In: a step's sums of gradients, started in the plan's order ("priority"), and the optimizer. Out:
+before each block of the next forward the block's own sums are waited for, and its parameters are
+updated; the others follow when their blocks do. Each parameter gets the same gradient, the same
+options and the same step as if all were updated at the end of the step, so the weights are equal
+bit for bit.
+
+That is so only where a parameter's update needs nothing of others: not where gradients are clipped
+by their norm or a step may be skipped (``why_not_deferred``). Who reads parameters, states of the
+optimizer or the gradient's norm otherwise calls ``settle`` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from .gradients import Bucket, GradientReducer
+from .optimizer import sum_of_all_squares
+from .update import UpdateOptions
+
+PER_PARAMETER = (
+    SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD,
+)  # fmt: skip
+"""Optimizers whose step on a parameter reads its own gradient and state, and no others."""
+
+
+def why_not_deferred(options: UpdateOptions, optimizer: Optimizer) -> str:
+    """Why updates must be made at the end of a step; "" where they need not."""
+    if options != UpdateOptions(accumulate=options.accumulate):
+        return "clipping, scaling of the loss and on_nan need all gradients before the update"
+    if type(optimizer) not in PER_PARAMETER:
+        return f"{type(optimizer).__name__} may need all gradients at once"
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any(len(own) > 1 for own in hooks):
+        return "the optimizer has hooks, which are called once per step"
+    return ""
+
+
+class DeferredUpdate:
+    """The updates of one stage on one rank, which holds every parameter whole."""
+
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        optimizer: Optimizer,
+        *,
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``tell`` is called before waits, for a watchdog."""
+        assert reducer.in_order
+        self._reducer, self._optimizer, self._tell = reducer, optimizer, tell
+        self._left: list[Bucket] = []
+        self._options: list[dict[str, Any]] = []
+        self.norm = DeferredNorm(self)
+
+    def begin(self) -> None:
+        """After the last backward of a step, whose sums are under way."""
+        self.settle()
+        order = {id(part.bucket): part.bucket for part in self._reducer.parts}
+        self._left = list(order.values())
+        self._options = [_options(group) for group in self._optimizer.param_groups]
+        self.norm = DeferredNorm(self)
+
+    def before_block(self, block: int) -> None:
+        """Has everything updated that the forward reads up to a block."""
+        for bucket in [each for each in self._left if each.block <= block]:
+            self._update(bucket)
+
+    def settle(self) -> None:
+        """Has everything updated."""
+        for bucket in list(self._left):
+            self._update(bucket)
+
+    def _update(self, bucket: Bucket) -> None:
+        self._left.remove(bucket)
+        self._tell()
+        self._reducer.wait(bucket)
+        own = bucket.with_gradient
+        if own:
+            with torch.no_grad():
+                slots = [bucket.slots[parameter.name].detach() for parameter in own]
+            self.norm.add(sum_of_all_squares(slots, slots[0].device))
+            for parameter, slot in zip(own, slots, strict=True):
+                parameter.gradient = slot
+                parameter.publish()
+            with self._as_of_the_step():
+                self._optimizer.step()
+            for parameter in own:
+                parameter.zero_grad()
+                parameter.refresh()
+
+    @contextmanager
+    def _as_of_the_step(self) -> Iterator[None]:
+        """While inside, the optimizer has the options of when the step ended: a scheduler may have
+        set those of the next one."""
+        groups = self._optimizer.param_groups
+        now = [_options(group) for group in groups]
+        for group, options in zip(groups, self._options, strict=True):
+            group.update(options)
+        try:
+            yield
+        finally:
+            for group, options in zip(groups, now, strict=True):
+                group.update(options)
+
+
+class DeferredNorm:
+    """The norm of the whole gradient, which every rank has once all sums are there."""
+
+    def __init__(self, update: DeferredUpdate) -> None:
+        self._update = update
+        self._squares: Tensor | None = None
+
+    def add(self, squares: Tensor) -> None:
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    def value(self) -> Tensor:
+        if self._update.norm is self:
+            self._update.settle()
+        squares = torch.zeros((), dtype=torch.float64) if self._squares is None else self._squares
+        return squares.sqrt()
+
+    host_value = value
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's options of a group; those that are tensors may be changed in place."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
