@@ -15,6 +15,7 @@ from autoparallel.runtime.stragglers import (
     CHECK_STEPS,
     FIRST_STEP,
     WINDOW_SECONDS,
+    WINDOW_STEPS,
     StragglerWatch,
     WorkSampler,
     gather_times,
@@ -32,7 +33,7 @@ class StragglerCheck(ExitStack):
 
     def __init__(self, plan: Plan, worker: Worker, device: torch.device) -> None:
         super().__init__()
-        self._worker, self._num_steps = worker, 0
+        self._worker, self._num_steps, self._first = worker, 0, FIRST_STEP
         stages = [stages_of_rank(plan, rank) for rank in range(worker.world_size)]
         self._watch = StragglerWatch([planned_work(plan, each) for each in stages], stages)
         is_sampled = worker.world_size > 1 and device.type == "cpu"
@@ -45,13 +46,15 @@ class StragglerCheck(ExitStack):
         self._num_steps += 1
         if self._num_steps == FIRST_STEP:
             self._sampler.reset()
-        if self._num_steps <= FIRST_STEP or self._num_steps % CHECK_STEPS:
+        num_steps = self._num_steps - self._first
+        if num_steps < WINDOW_STEPS or num_steps % CHECK_STEPS:
             return
         self._worker.watchdog.progress("comparing how long ranks work")
         times = gather_times(self._sampler.read())
         if min(seconds for _, seconds in times) < WINDOW_SECONDS:
             return
         self._sampler.reset()
+        self._first = self._num_steps
         found = self._watch.compare(times)
         if found is not None and self._worker.rank == 0:
             sys.stderr.write(f"autoparallel: step {step}: {found}\n")
@@ -59,7 +62,7 @@ class StragglerCheck(ExitStack):
 
 
 def planned_work(plan: Plan, stages: tuple[int, ...]) -> float:
-    """The predicted share of a step in which a rank of ``stages`` computes."""
-    seconds = rank_seconds(plan, stages)
+    """The predicted share of a step in which a rank of ``stages`` (replicas included) computes."""
+    seconds = rank_seconds(plan, [stage % len(plan.stages) for stage in stages])
     work = sum(seconds.get(name, 0.0) for name in WORK)
     return min(1.0, work / plan.prediction.step_seconds)

@@ -31,8 +31,9 @@ from .shared import group_for
 
 SAMPLE_SECONDS = 0.02
 """The time between two samples. One takes about 10 µs, during which the main thread stands."""
-WINDOW_SECONDS = 2.0
-"""Ranks are compared over at least so much time: over 100 samples a share is off by 0.05."""
+WINDOW_SECONDS, WINDOW_STEPS = 4.0, 10
+"""Ranks are compared over at least so much time and so many steps. On two busy cores the shares of
+four equal ranks differ by up to 0.12 over 2 seconds; a single step may be anything."""
 CHECK_STEPS, FIRST_STEP = 5, 3
 """Every how many steps ranks look whether the time is over, and the step before the first one
 that counts: the first steps make buffers, connections and the optimizer's state."""

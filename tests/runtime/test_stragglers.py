@@ -24,12 +24,15 @@ GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 TINY = ("n_layer=4", "d_model=64", "n_head=2", "seq=64")
 PLANS = {
     "data": "dp=4,zero=0", "zero3": "dp=4,zero=3", "tensor": "tp=4",
-    "pipeline": "pp=4,microbatches=4,schedule=1f1b", "both": "dp=2,pp=2,microbatches=4",
+    "pipeline": "pp=4,microbatches=4,schedule=1f1b",
+    "both": "dp=2,pp=2,microbatches=4,schedule=1f1b",
+    "chimera": "pp=4,microbatches=4,schedule=chimera",
 }  # fmt: skip
 SLOW = 1
 SLOW_CASES = [(plan, kind) for plan in PLANS for kind in ("data", "ops", "stops")]
-WINDOWS, SLOW_WINDOWS = 2, 8
-"""For so many windows a run goes on by default, and in the slow tests."""
+WINDOW_SECONDS = 1.0
+HEALTHY_WINDOWS, MOST_WINDOWS = 8, 30
+"""For so many windows a healthy run goes on, and one with a slow rank unless it is named."""
 
 
 def plan_file(folder: Path, plan: str) -> Path:
@@ -43,19 +46,21 @@ def plan_file(folder: Path, plan: str) -> Path:
 def trains_with_a_slow_rank(
     worker: Worker, plan_path: str, folder: str, kind: str, windows: int
 ) -> list[int]:
-    """Trains until so many windows are over; the rank that was found in each, -1 for none."""
+    """Trains until a rank is named, or so many windows are over; the ranks named."""
+    from autoparallel import straggler_check
     from autoparallel import worker as entries
-    from autoparallel.runtime import stragglers
 
+    straggler_check.WINDOW_SECONDS = WINDOW_SECONDS
     found: list[int] = []
+    seen: list[Any] = []
     compare, is_over = StragglerWatch.compare, threading.Event()
 
     def recorded(self: StragglerWatch, times: list[tuple[float, float]]) -> Any:
-        shares = [working / seconds for working, seconds in times]
-        each = stragglers.find_straggler(shares, self._planned, self._stages)
-        found.append(-1 if each is None else each.rank)
+        seen.append(times)
         named = compare(self, times)
-        if len(found) == windows:
+        if named is not None:
+            found.append(named.rank)
+        if named is not None or len(seen) == windows:
             is_over.set()
         return named
 
@@ -81,14 +86,18 @@ def trains_with_a_slow_rank(
 
 
 def _slow_down(kind: str) -> None:
-    """From now on this process takes 60 ms for each batch, or 4 times as long for each block."""
+    """From now on this process waits for each batch as long as all the rest takes, or takes 4 times
+    as long for each block."""
     from autoparallel.data import TrainingData
     from autoparallel.runtime.stage import StageBlock
 
     take, forward = TrainingData.__next__, StageBlock.forward
+    last = time.perf_counter()
 
     def late(self: TrainingData) -> Any:
-        time.sleep(0.06)
+        nonlocal last
+        time.sleep(min(1.0, time.perf_counter() - last))
+        last = time.perf_counter()
         return take(self)
 
     def slow(self: StageBlock, *inputs: Any) -> Any:
@@ -130,8 +139,7 @@ def run(folder: Path, monkeypatch: Any, plan: str, kind: str, windows: int) -> l
 
 
 def check_named(folder: Path, monkeypatch: Any, capfd: Any, plan: str, kind: str) -> None:
-    found = run(folder, monkeypatch, plan, kind, WINDOWS)
-    assert found == [SLOW] * WINDOWS
+    assert run(folder, monkeypatch, plan, kind, MOST_WINDOWS) == [SLOW]
     assert f"rank {SLOW} is slow: it waits for others " in capfd.readouterr().err
 
 
@@ -149,7 +157,7 @@ def test_a_slow_rank_is_named_whatever_the_plan(tmp_path, monkeypatch, capfd, pl
 @pytest.mark.parametrize("plan", PLANS)
 def test_no_rank_of_a_healthy_run_is_named(tmp_path, monkeypatch, capfd, plan):
     """Four ranks on however many cores there are, which others may use as well."""
-    run(tmp_path, monkeypatch, plan, "healthy", SLOW_WINDOWS)
+    assert run(tmp_path, monkeypatch, plan, "healthy", HEALTHY_WINDOWS) == []
     assert "is slow" not in capfd.readouterr().err
 
 
