@@ -8,6 +8,7 @@ for a loss in order to print it while there is work to do.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,19 @@ class MemoryMeter:
         return self._peak_bytes
 
 
+class Figures:
+    """What is kept of all steps, in 16 bytes each: a run may have millions."""
+
+    def __init__(self) -> None:
+        self.losses, self.seconds = array("d"), array("d")
+        self.memory_bytes = 0
+
+    def add(self, record: StepRecord) -> None:
+        self.losses.append(record.loss)
+        self.seconds.append(record.seconds)
+        self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
+
+
 class StepLog:
     """The records of a run's steps, printed where they have ``predicted_seconds`` each.
 
@@ -64,7 +78,7 @@ class StepLog:
         predicted_seconds: float | None = None,
     ) -> None:
         self._callback, self._done = callback, done
-        self.records: list[StepRecord] = []
+        self.figures = Figures()
         self._memory, self._predicted = memory, predicted_seconds
         self._running: tuple[int, StepResult, float] | None = None
         self._began = time.perf_counter()
@@ -110,7 +124,7 @@ class StepLog:
             loss_scale=found.loss_scale,
             unit=unit, throughput=count / seconds,
         )  # fmt: skip
-        self.records.append(record)
+        self.figures.add(record)
         if self._predicted is not None:
             print(step_line(record, self._predicted), flush=True)
         self._callback.on_step(record)
@@ -135,34 +149,35 @@ def step_line(record: StepRecord, predicted_seconds: float) -> str:
     )
 
 
-def outcome(records: list[StepRecord], plan: Plan, num_batches: int = 1) -> dict[str, Any]:
+def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any]:
     """Measured and predicted figures; the time is the median step after the warm-up.
 
     Nothing is measured where a restart found all steps done.
 
     A step uses ``num_batches`` global batches.
     """
-    timed = sorted(record.seconds for record in records[WARMUP_STEPS:] or records)
+    timed = sorted(figures.seconds[WARMUP_STEPS:] or figures.seconds)
     return {
         "step_seconds": timed[len(timed) // 2] if timed else None,
         "predicted_step_seconds": plan.prediction.step_seconds * num_batches,
-        "memory_bytes": max((record.memory_bytes for record in records), default=None),
+        "memory_bytes": figures.memory_bytes,
         "predicted_memory_bytes": plan.prediction.peak_memory_bytes,
-        "losses": [record.loss for record in records],
+        "losses": list(figures.losses),
     }
 
 
-def summary(records: list[StepRecord], plan: Plan, num_batches: int = 1) -> str:
+def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
     """Measured against predicted, and where the loss went."""
-    found = outcome(records, plan, num_batches)
+    found = outcome(figures, plan, num_batches)
     seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
     memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
+    losses = figures.losses
     lines = [
         f"step time  measured {seconds_text(seconds)}  predicted {seconds_text(predicted)}"
         f"  ({_difference(predicted, seconds)})",
         f"memory     measured {bytes_text(memory)}  predicted {bytes_text(expected)}"
         f"  ({_difference(expected, memory)})",
-        f"loss       {records[0].loss:.4f} to {records[-1].loss:.4f} in {len(records)} steps",
+        f"loss       {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps",
     ]
     return "\n".join(lines)
 

@@ -9,48 +9,60 @@ import torch
 
 from autoparallel.planner.plan import Plan
 from autoparallel.report.facts import rank_seconds
+from autoparallel.runtime.mesh import stages_of_rank
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.stragglers import (
-    WaitSampler,
-    find_straggler,
-    gather_shares,
-    is_due,
+    CHECK_STEPS,
+    FIRST_STEP,
+    WINDOW_SECONDS,
+    WINDOW_STEPS,
+    StragglerWatch,
+    WorkSampler,
+    gather_times,
 )
 
-BUSY = ("compute", "optimizer")
+WORK = ("compute", "optimizer")
 """The parts of a rank's predicted step in which it does not wait for others."""
 
 
 class StragglerCheck(ExitStack):
-    """Compares the ranks' waiting at some steps; a context manager around the steps.
+    """Compares how long ranks work; a context manager around the steps.
 
     Does nothing for one process, and on GPUs, whose hosts run ahead of them.
     """
 
     def __init__(self, plan: Plan, worker: Worker, device: torch.device) -> None:
         super().__init__()
-        self._plan, self._worker = plan, worker
+        self._worker, self._num_steps, self._first = worker, 0, FIRST_STEP
+        stages = [stages_of_rank(plan, rank) for rank in range(worker.world_size)]
+        self._watch = StragglerWatch([planned_work(plan, each) for each in stages], stages)
         is_sampled = worker.world_size > 1 and device.type == "cpu"
-        self._sampler = self.enter_context(WaitSampler()) if is_sampled else None
+        self._sampler = self.enter_context(WorkSampler()) if is_sampled else None
 
     def check(self, step: int) -> None:
-        """After ``step``: at some steps, rank 0 names the slow rank. Collective over all ranks."""
-        if self._sampler is None or not is_due(step):
+        """After ``step``: now and then rank 0 names the slow rank. Collective over all ranks."""
+        if self._sampler is None:
             return
-        self._worker.watchdog.progress("comparing how long ranks wait")
-        waits = gather_shares(self._sampler.take_share())
-        found = find_straggler(waits, planned_waits(self._plan, self._worker.world_size))
+        self._num_steps += 1
+        if self._num_steps == FIRST_STEP:
+            self._sampler.reset()
+        num_steps = self._num_steps - self._first
+        if num_steps < WINDOW_STEPS or num_steps % CHECK_STEPS:
+            return
+        self._worker.watchdog.progress("comparing how long ranks work")
+        times = gather_times(self._sampler.read())
+        if min(seconds for _, seconds in times) < WINDOW_SECONDS:
+            return
+        self._sampler.reset()
+        self._first = self._num_steps
+        found = self._watch.compare(times)
         if found is not None and self._worker.rank == 0:
             sys.stderr.write(f"autoparallel: step {step}: {found}\n")
             sys.stderr.flush()
 
 
-def planned_waits(plan: Plan, num_ranks: int) -> list[float]:
-    """The predicted share of a step that each rank does not compute."""
-    shares = []
-    for rank in range(num_ranks):
-        stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
-        seconds = rank_seconds(plan, stages)
-        busy = sum(seconds.get(name, 0.0) for name in BUSY)
-        shares.append(max(0.0, 1.0 - busy / plan.prediction.step_seconds))
-    return shares
+def planned_work(plan: Plan, stages: tuple[int, ...]) -> float:
+    """The predicted share of a step in which a rank of ``stages`` (replicas included) computes."""
+    seconds = rank_seconds(plan, [stage % len(plan.stages) for stage in stages])
+    work = sum(seconds.get(name, 0.0) for name in WORK)
+    return min(1.0, work / plan.prediction.step_seconds)

@@ -17,9 +17,9 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.report.page import configuration_text
 from autoparallel.run_options import RunOptions
+from autoparallel.run_steps import Saving
 from autoparallel.runtime.launch import launch
 from autoparallel.runtime.weight_files import open_weights
-from autoparallel.worker import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
@@ -169,5 +169,6 @@ def _start(
         timeout_seconds=timeout_seconds,
         num_threads=threads_per_device(num_processes),
         max_restarts=max_restarts,
+        finishes=arguments.get("saving") is not None,
     )
     return result

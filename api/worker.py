@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from autoparallel.planner.asynchronous import described
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, as_asked, told
-from autoparallel.runtime.checkpoint_folder import checkpoint_path
+from autoparallel.run_steps import RunSaves, Saving, take_steps
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.memory_counter import held_by
@@ -44,7 +44,6 @@ from autoparallel.runtime.streamed import streamed
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
-from autoparallel.straggler_check import StragglerCheck
 from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 from autoparallel.tf32 import set_as_planned
@@ -110,64 +109,28 @@ def train(
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
-    stragglers = StragglerCheck(plan, worker, device)
     telling = told(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
-    with telling as callback, watched, stragglers:
+    with telling as callback, watched:
         predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
             samples_or_tokens(plan, asked.accumulate), memory, callback,
             predicted_seconds=predicted if worker.rank == 0 else None,
         )  # fmt: skip
-        for step in range(done + 1, last + 1):
-            log.add(step, trainer.step(*(log.timed_data(data) for _ in range(asked.accumulate))))
-            trainer.checkpoints.check()
-            stragglers.check(step)
-            if how is not None and how.is_due(step, last):
-                _save(how, step, trainer, worker, log)
-                callback.on_checkpoint(step, checkpoint_path(how.folder, step))
-                log.restart()
-        log.finish()
-        trainer.steps.finish()
-        worker.watchdog.progress("waiting for the last checkpoint")
-        trainer.checkpoints.wait()
+        saves = None if how is None else RunSaves(how, trainer, worker, log, callback)
+        take_steps(
+            trainer, data, worker, log, saves,
+            steps=range(done + 1, last + 1), num_batches=asked.accumulate,
+        )  # fmt: skip
         callback.on_end()
-    if worker.rank == 0 and log.records:
-        print(summary(log.records, plan, asked.accumulate), flush=True)
-    return outcome(log.records, plan, asked.accumulate)
-
-
-def _save(how: Saving, step: int, trainer: Trainer, worker: Worker, log: StepLog) -> None:
-    """Writes the checkpoint of ``step`` once the figures of all steps are there."""
-    log.finish()
-    trainer.steps.finish()
-    worker.watchdog.progress(f"writing the checkpoint of step {step}")
-    trainer.save(
-        how.folder, step=step, optimizer=trainer.optimizer, keep=how.keep,
-        asynchronous=how.asynchronous,
-    )  # fmt: skip
+    if worker.rank == 0 and log.figures.seconds:
+        print(summary(log.figures, plan, asked.accumulate), flush=True)
+    return outcome(log.figures, plan, asked.accumulate)
 
 
 def keep_plan(plan: Plan, folder: str) -> None:
     """Writes the plan beside its checkpoints, where ``export`` looks for what was trained."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_plan(plan, Path(folder) / PLAN)
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """Where and when a run writes checkpoints: every ``every`` steps, and at its end.
-
-    ``keep`` is how many stay.
-    """
-
-    folder: str
-    every: int | None = None
-    keep: int | None = None
-    asynchronous: bool = False
-
-    def is_due(self, step: int, last: int) -> bool:
-        """Whether to save after ``step``, where the run ends with ``last``."""
-        return step == last or (self.every is not None and step % self.every == 0)
 
 
 def verify(

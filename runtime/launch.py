@@ -18,9 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -51,6 +52,7 @@ def launch(
     log_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
+    finishes: bool = False,
 ) -> Any:
     """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
 
@@ -58,7 +60,9 @@ def launch(
     through JSON. Rank 0 writes to this process' stdout and stderr; the others' lines go to
     ``log_folder/rank1.log`` …, or to stderr with their rank before them. A worker that tells
     its watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a restart
-    can mend all are started again, ``max_restarts`` times at most (``Worker.restarts``).
+    can mend all are started again, ``max_restarts`` times at most (``Worker.restarts``). With
+    ``finishes`` a first SIGTERM is passed on to the workers, which end when they have finished
+    what they are at.
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
     another rank has failed, it says what it was doing. Raises UsageError AP152 if
@@ -84,10 +88,17 @@ def launch(
         "PYTHONUNBUFFERED": "1",
         **_loopback(environment),
     }
+    start = partial(_attempt, entry, arguments, timeout_seconds, log_folder, finishes=finishes)
+    return _restarting(start, shared, max_restarts)
+
+
+def _restarting(
+    start: Callable[[Mapping[str, str]], Any], shared: Mapping[str, str], max_restarts: int
+) -> Any:
+    """Calls ``start`` until no error comes that a restart can mend, or too many have come."""
     for restarts in range(max_restarts + 1):
-        shared["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
         try:
-            return _attempt(entry, arguments, shared, timeout_seconds, log_folder)
+            return start({**shared, "TORCHELASTIC_RESTART_COUNT": str(restarts)})
         except AutoparallelError as error:
             if restarts == max_restarts or not can_mend(error):
                 raise
@@ -98,17 +109,19 @@ def launch(
 def _attempt(
     entry: str,
     arguments: Mapping[str, Any],
-    shared: Mapping[str, str],
     timeout_seconds: float,
     log_folder: Path | None,
+    shared: Mapping[str, str],
+    *,
+    finishes: bool,
 ) -> Any:
     """Starts all ranks once, in a folder of their own; what rank 0 returns."""
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(job)))
-        num_processes = int(shared["WORLD_SIZE"])
-        _Workers(job_path, shared, num_processes, log_folder).run(timeout_seconds)
+        workers = _Workers(job_path, shared, int(shared["WORLD_SIZE"]), log_folder)
+        workers.run(timeout_seconds, finishes=finishes)
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.exists() else None
 
@@ -138,19 +151,31 @@ class _Workers:
         self._log_folder = log_folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
+        self._is_asked = False
 
-    def run(self, timeout_seconds: float) -> None:
+    def run(self, timeout_seconds: float, *, finishes: bool) -> None:
         """Starts all and waits for all; raises the error of the first that failed."""
-        with _signals_raise():
+        with _signals_raise(self._ask if finishes else None):
             try:
                 for rank in range(self._num_processes):
                     self._processes.append(self._start(rank))
                 failed = self._wait(timeout_seconds)
             finally:
                 self._end()
+        if self._is_asked and set(failed.values()) == {-signal.SIGTERM}:
+            raise SystemExit(128 + signal.SIGTERM)
         if failed:
             self._show_waits(failed)
             raise self._error(failed)
+
+    def _ask(self) -> bool:
+        """At a SIGTERM: passes the first one on; whether that was the first."""
+        is_first, self._is_asked = not self._is_asked, True
+        if is_first:
+            for process in self._processes:
+                if process.poll() is None:
+                    os.kill(process.pid, signal.SIGTERM)
+        return is_first
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "autoparallel.runtime.process", str(self._job_path)]
@@ -308,11 +333,15 @@ def _write_lines(lines: Iterable[str], rank: int) -> None:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """While workers run, the signals that end this process raise SystemExit, so they end too."""
+def _signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
+    """While workers run, the signals that end this process raise SystemExit, so they end too.
+
+    Not a SIGTERM for which ``ask`` says that workers end by themselves.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        if number != signal.SIGTERM or ask is None or not ask():
+            raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,14 +1,13 @@
 """Which rank the others wait for, while training goes on.
 
-In: what share of the time each rank's main thread waits for collectives and messages, sampled,
-and the share that the plan predicts. Out: the slow rank, if one waits much less than planned
-while the others wait much more.
+In: for how much of the time each rank works and does not wait for others, sampled, and for how
+much the plan predicts. Out: the slow rank, if one works much longer than its peers.
 
 A rank that is slow waits for nobody and everybody waits for it, whatever the plan: at each
 all-reduce under data parallelism, at each gather under ZeRO 3, at each message of a pipeline. So
-the waiting, unlike the time of a forward or backward, which contains waits for others, tells the
-rank apart. Samples are of the host, which on a GPU runs ahead of the device: there they say
-nothing, and nothing is sampled.
+the time not spent waiting tells the rank apart, unlike the time of a forward or backward, which
+contains waits for others. Samples are of the host, which on a GPU runs ahead of the device: there
+they say nothing, and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -16,63 +15,71 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 import torch.distributed as dist
+from torch import _ops
+from torch.distributed import _functional_collectives, distributed_c10d
+
+from .communicator import all_gather
+from .shared import group_for
 
 SAMPLE_SECONDS = 0.02
-"""The time between two samples. One takes 10 to 20 µs, during which the main thread stands."""
-LEAST_SHARE = 0.15
-"""By so much of the time must the others wait longer than planned, and the slow rank less long
-than they, before it is named."""
-LEAST_SAMPLES = 25
-"""Fewer samples say nothing: their share is off by 0.1 and more."""
-EARLY_STEPS, EVERY_STEPS = (5, 10, 20), 50
-"""The steps after which ranks are compared: these, and each multiple of the latter."""
+"""The time between two samples. One takes about 10 µs, during which the main thread stands."""
+WINDOW_SECONDS, WINDOW_STEPS = 4.0, 10
+"""Ranks are compared over at least so much time and so many steps. On two busy cores the shares of
+four equal ranks differ by up to 0.12 over 2 seconds; a single step may be anything."""
+CHECK_STEPS, FIRST_STEP = 5, 3
+"""Every how many steps ranks look whether the time is over, and the step before the first one
+that counts: the first steps make buffers, connections and the optimizer's state."""
+PEER_RATIO, PLANNED_RATIO = 1.4, 2.0
+"""How many times as long as the median a slow rank works: of ranks of the same stage, and of ranks
+of other stages, relative to what is planned, as predictions of stages are off by tens of percent.
+"""
+LEAST_DIFFERENCE = 0.15
+"""By this share of the time a slow rank works longer than the median."""
+WINDOWS = 2
+"""In so many windows in succession the same rank must be slow: one may be chance."""
 
-_DISTRIBUTED = str(Path(dist.__file__).parent)
-_TORCH_OPS = str(Path(torch.__file__).parent / "_ops.py")
-
-
-def is_due(step: int) -> bool:
-    """Whether ranks are compared after ``step``, the same on every rank.
-
-    >>> [step for step in range(1, 120) if is_due(step)]
-    [5, 10, 20, 50, 100]
-    """
-    return step in EARLY_STEPS or step % EVERY_STEPS == 0
+_BLOCKING_FILES = (distributed_c10d.__file__, _functional_collectives.__file__)
+_waiting_places: dict[tuple[CodeType, int], bool] = {}
 
 
 def is_waiting(frame: FrameType) -> bool:
     """Whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
 
-    It does inside of ``torch.distributed``, whose calls are collectives, and on a line that calls
-    ``wait`` of a collective's work.
+    It does inside of the collectives of ``torch.distributed``, and on a line that calls ``wait``
+    of a collective's work.
     """
     inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename == _TORCH_OPS:
+    while inner is not None and inner.f_code.co_filename == _ops.__file__:
         inner = inner.f_back
     if inner is None:
         return False
-    name = inner.f_code.co_filename
-    return name.startswith(_DISTRIBUTED) or ".wait()" in linecache.getline(name, inner.f_lineno)
+    place = inner.f_code, inner.f_lasti
+    if place not in _waiting_places:
+        name, line = inner.f_code.co_filename, inner.f_lineno or 0
+        text = linecache.getline(name, line) if line else ""
+        _waiting_places[place] = name in _BLOCKING_FILES or ".wait()" in text
+    return _waiting_places[place]
 
 
-class WaitSampler:
-    """Samples whether the main thread waits for other ranks; a context manager, on while inside."""
+class WorkSampler:
+    """Samples whether the main thread works or waits; a context manager, on while inside."""
 
     def __init__(self) -> None:
-        self._waiting = self._samples = 0
+        self._lock = threading.Lock()
+        self._working = self._seconds = 0.0
         self._watched = threading.main_thread().ident
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="wait sampler", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="work sampler", daemon=True)
 
-    def __enter__(self) -> WaitSampler:
+    def __enter__(self) -> WorkSampler:
         self._thread.start()
         return self
 
@@ -81,64 +88,119 @@ class WaitSampler:
         self._thread.join()
 
     def _sample(self) -> None:
+        """A sample stands for the time since the one before, in which the process may have been
+        stopped."""
+        last = time.monotonic()
         while not self._stopped.wait(SAMPLE_SECONDS):
             frame = sys._current_frames().get(self._watched or 0)
-            if frame is not None:
-                self._samples += 1
-                self._waiting += is_waiting(frame)
+            now = time.monotonic()
+            is_working = frame is not None and not is_waiting(frame)
+            del frame
+            with self._lock:
+                self._seconds += now - last
+                self._working += (now - last) * is_working
+            last = now
 
-    def take_share(self) -> float:
-        """The share of the samples since the last call that waited; NaN where they are few."""
-        waiting, samples = self._waiting, self._samples
-        self._waiting = self._samples = 0
-        return waiting / samples if samples >= LEAST_SAMPLES else float("nan")
+    def read(self) -> tuple[float, float]:
+        """The seconds of work since ``reset``, and all seconds."""
+        with self._lock:
+            return self._working, self._seconds
+
+    def reset(self) -> None:
+        with self._lock:
+            self._working = self._seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that the others wait for. Shares are of the time: its own waiting and computing make
-    1, ``others_wait`` is the median of the other ranks' and ``unplanned`` what of that is more
-    than planned."""
+    """A rank that the others wait for.
+
+    It waits for others for ``waits`` of the time, the median of those that it is compared with for
+    ``others_wait``: the other ranks of its stage (``is_of_stage``) or all others. It works
+    ``ratio`` times as long as they, relative to what is planned.
+    """
 
     rank: int
     waits: float
     others_wait: float
-    unplanned: float
+    ratio: float
+    is_of_stage: bool
 
     def __str__(self) -> str:
+        others = "the other ranks of its stage" if self.is_of_stage else "the other ranks"
         return (
-            f"rank {self.rank} is slow: it waits for others {self.waits:.0%} of the time, the "
-            f"others {self.others_wait:.0%}, of which {self.unplanned:.0%} is more than planned"
+            f"rank {self.rank} is slow: it waits for others {self.waits:.0%} of the time, "
+            f"{others} wait {self.others_wait:.0%}"
         )
 
 
-def find_straggler(waits: Sequence[float], planned: Sequence[float]) -> Straggler | None:
+def find_straggler(
+    works: Sequence[float], planned: Sequence[float], stages: Sequence[Hashable]
+) -> Straggler | None:
     """The rank that the others wait for, if there is one.
 
-    ``waits`` and ``planned`` are the share of the time that each rank waits for others, measured
-    and predicted. A rank is slow if the median of the others' unplanned waiting is at least
-    ``LEAST_SHARE`` and no rank but this one waits that much less than the median.
+    ``works`` and ``planned`` are the share of the time in which each rank does not wait for
+    others, measured and predicted; ``stages`` are what each rank works for. Ranks that the plan
+    leaves idle are not compared.
 
-    >>> find_straggler([0.45, 0.05, 0.5, 0.4], [0.1, 0.1, 0.1, 0.1]).rank
+    >>> find_straggler([0.5, 0.95, 0.45, 0.5], [0.9] * 4, [0] * 4).rank
     1
-    >>> find_straggler([0.3, 0.1], [0.3, 0.1]) is None
+    >>> find_straggler([0.3, 0.9], [0.3, 0.9], [0, 1]) is None
     True
     """
-    unplanned = [share - expected for share, expected in zip(waits, planned, strict=True)]
-    if len(waits) < 2 or any(share != share for share in unplanned):
-        return None
-    slow = min(range(len(waits)), key=lambda rank: unplanned[rank])
-    others = [rank for rank in range(len(waits)) if rank != slow]
-    late = median(unplanned[rank] for rank in others)
-    near = [rank for rank in others if unplanned[rank] < late - LEAST_SHARE]
-    if near or late < LEAST_SHARE or late - unplanned[slow] < LEAST_SHARE:
-        return None
-    return Straggler(slow, waits[slow], median(waits[rank] for rank in others), late)
+    ranks = [rank for rank, share in enumerate(planned) if share > 0]
+    found = [each for rank in ranks if (each := _compared(rank, ranks, works, planned, stages))]
+    return max(found, key=lambda each: each.ratio, default=None)
 
 
-def gather_shares(share: float) -> list[float]:
-    """Every rank's ``share``, in the order of the ranks. Collective over all ranks."""
-    shares = torch.empty(dist.get_world_size(), dtype=torch.float64)
-    dist.all_gather_into_tensor(shares, torch.tensor([share], dtype=torch.float64))
-    found: list[float] = shares.tolist()
-    return found
+def _compared(
+    rank: int,
+    ranks: Sequence[int],
+    works: Sequence[float],
+    planned: Sequence[float],
+    stages: Sequence[Hashable],
+) -> Straggler | None:
+    """``rank`` compared with the others of its stage, or else of other stages, where it is slow."""
+    others = [other for other in ranks if other != rank]
+    peers = [other for other in others if stages[other] == stages[rank]]
+    usual = median([works[other] / planned[other] for other in peers or others] or [float("inf")])
+    ratio = works[rank] / planned[rank] / max(usual, 1e-3)
+    others_work = median([works[other] for other in peers or others] or [1.0])
+    if ratio < (PEER_RATIO if peers else PLANNED_RATIO):
+        return None
+    if works[rank] - others_work < LEAST_DIFFERENCE:
+        return None
+    return Straggler(rank, 1 - works[rank], 1 - others_work, ratio, bool(peers))
+
+
+class StragglerWatch:
+    """Compares ranks window by window; the same on every rank."""
+
+    def __init__(self, planned: Sequence[float], stages: Sequence[Hashable]) -> None:
+        """See ``find_straggler``."""
+        self._planned, self._stages = planned, stages
+        self._slow_rank: int | None = None
+        self._num_windows = 0
+
+    def compare(self, times: Sequence[tuple[float, float]]) -> Straggler | None:
+        """The slow rank of a window, where it is to be named: in the second window in which it
+        was found, and then the fourth, the eighth …
+
+        ``times`` are the seconds of work and all seconds of each rank.
+        """
+        works = [working / seconds for working, seconds in times]
+        found = find_straggler(works, self._planned, self._stages)
+        if found is None or found.rank != self._slow_rank:
+            self._slow_rank = None if found is None else found.rank
+            self._num_windows = 0
+        self._num_windows += 1
+        is_power = self._num_windows & (self._num_windows - 1) == 0
+        return found if self._num_windows >= WINDOWS and is_power else None
+
+
+def gather_times(times: tuple[float, float]) -> list[tuple[float, float]]:
+    """Every rank's ``times``, in the order of the ranks. Collective over all ranks."""
+    own = torch.tensor(times, dtype=torch.float64)
+    found = own.new_empty(2 * dist.get_world_size())
+    all_gather(found, own, group=group_for(own))
+    return [(working, seconds) for working, seconds in found.view(-1, 2).tolist()]

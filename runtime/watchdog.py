@@ -130,6 +130,7 @@ class Watchdog:
         self._watched = threading.main_thread().ident
         self._stopped = threading.Event()
         self._giving_up = threading.Lock()
+        self.before_ending: Callable[[], bool] | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
@@ -149,7 +150,13 @@ class Watchdog:
         return self._position.now()
 
     def terminate(self) -> None:
-        """Ends the process as its launcher wants it, and says what it was doing and why."""
+        """Ends the process as its launcher wants it, and says what it was doing and why.
+
+        Not if ``before_ending`` says that it goes on, unless another rank has failed.
+        """
+        has_failure = self.ranks is not None and self.ranks.has_failure()
+        if not has_failure and self.before_ending is not None and self.before_ending():
+            return
         self._give_up("AP821", "is ended by its launcher (SIGTERM)")
 
     def __enter__(self) -> Watchdog:

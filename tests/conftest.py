@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-IMPATIENT = ("failures", "launch", "profile")
+IMPATIENT = ("failures", "launch", "profile", "stragglers")
 """What names of files in ``runtime`` have whose tests wait for processes with little patience."""
 
 

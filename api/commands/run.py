@@ -195,11 +195,9 @@ def run(
 
         check_weights(weights, resume)
     settings = with_lora(settings, lora)
-    with plan_path(
-        source, cluster, options, settings=settings, output=output, trust=trust
-    ) as path:
+    with plan_path(source, cluster, options, settings=settings, output=output, trust=trust) as path:
+        from autoparallel.run_steps import Saving
         from autoparallel.training import Sources, start_training
-        from autoparallel.worker import Saving
 
         saving = None
         if save is not None:

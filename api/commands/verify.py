@@ -37,9 +37,7 @@ def verify(
 ) -> None:
     """Compare loss, every gradient and the weights after two steps with one device."""
     settings = with_lora(settings, lora)
-    with plan_path(
-        source, cluster, options, settings=settings, quiet=True, trust=trust
-    ) as path:
+    with plan_path(source, cluster, options, settings=settings, quiet=True, trust=trust) as path:
         from autoparallel.training import start_verification
 
         start_verification(path, dtype=dtype, json_output=json, compiled=options.compiled)

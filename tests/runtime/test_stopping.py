@@ -1,0 +1,192 @@
+"""A SIGTERM ends a run that saves checkpoints after a step that all ranks agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_torchrun
+from forked_interpreters import ForkedInterpreter
+from processes import run_processes
+
+from autoparallel.options import parse_parallel, parse_settings
+from autoparallel.plan_io import save_plan
+from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.runtime.launch import launch
+from autoparallel.runtime.process import Worker
+from autoparallel.runtime.stopping import Stop
+from autoparallel.runtime.watchdog import Watchdog
+from autoparallel.targets import load_target
+
+ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+ALONE["OMP_NUM_THREADS"] = "1"
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+TINY = ("n_layer=2", "d_model=32", "n_head=2", "seq=16")
+ASKED = 3
+"""The step in which a rank gets the signal."""
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    forced = parse_parallel("pp=2,microbatches=2,schedule=1f1b")
+    options = PlanOptions(global_batch=4, seq=16, profile="analytic", forced=forced)
+    save_plan(make_plan(load_target(str(GPT), parse_settings(TINY)), "cpu:2", options), path)
+    return path
+
+
+def is_asked(worker: Worker, **arguments: Any) -> dict[str, Any]:
+    """Trains; rank 1 alone gets SIGTERM in the middle of its step ``ASKED``."""
+    from autoparallel.worker import train
+
+    tell, seen = worker.watchdog.progress, []
+
+    def progress(what: str, waits_for: tuple[int, ...] = ()) -> None:
+        tell(what, waits_for)
+        if worker.rank == 1 and what.startswith("1B0: computing"):
+            seen.append(what)
+            if len(seen) == ASKED:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    worker.watchdog.progress = progress  # type: ignore[method-assign]
+    return train(worker, **arguments)
+
+
+def losses(plan_path: Path, entry: str, **arguments: Any) -> list[float]:
+    found: dict[str, Any] = launch(
+        entry, {"plan_path": str(plan_path), "seed": 0, **arguments}, num_processes=2,
+        environment=ALONE,
+    )  # fmt: skip
+    values: list[float] = found["losses"]
+    return values
+
+
+def test_a_rank_s_signal_ends_the_step_of_all_and_a_resumed_run_goes_on_exactly(
+    plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    saving = {"folder": str(tmp_path / "run")}
+    stopped = losses(plan_path, "test_stopping:is_asked", steps=1000, saving=saving)
+    assert f"ended by SIGTERM after step {len(stopped)}, which is saved" in capfd.readouterr().err
+    assert len(stopped) == ASKED
+    assert (tmp_path / "run" / f"step-{ASKED:08d}").is_dir()
+    resumed = losses(plan_path, "autoparallel.worker:train", steps=2, resume=str(tmp_path / "run"))
+    whole = losses(plan_path, "autoparallel.worker:train", steps=ASKED + 2)
+    assert stopped + resumed == whole
+
+
+class Command:
+    """``autoparallel run`` in a process of its own, until its first step is done."""
+
+    def __init__(self, plan_path: Path, folder: Path, *options: str) -> None:
+        self.out, self.err = folder / "out", folder / "err"
+        arguments = ["python", "-m", "autoparallel", "run", str(plan_path), "--steps", "1000000"]
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = ForkedInterpreter(
+                [*arguments, *options], env=ALONE, stdout=out, stderr=err
+            )
+        deadline = time.monotonic() + 120
+        while "step    1" not in self.out.read_text():
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit code and stderr."""
+        return self.process.wait(60), self.err.read_text()
+
+
+def test_a_signal_to_the_command_ends_it_well(plan_path: Path, tmp_path: Path) -> None:
+    command = Command(plan_path, tmp_path, "--save", str(tmp_path / "run"))
+    os.kill(command.process.pid, signal.SIGTERM)
+    code, err = command.ended()
+    assert code == 0, err
+    found = re.search(r"ended by SIGTERM after step (\d+), which is saved", err)
+    assert found is not None
+    assert (tmp_path / "run" / f"step-{int(found[1]):08d}").is_dir()
+
+
+@pytest.mark.slow
+def test_without_checkpoints_a_signal_ends_the_command_at_once(
+    plan_path: Path, tmp_path: Path
+) -> None:
+    command = Command(plan_path, tmp_path)
+    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.ended()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_command_at_once(plan_path: Path, tmp_path: Path) -> None:
+    """One rank is stopped, so that no step ends any more."""
+    command = Command(plan_path, tmp_path, "--save", str(tmp_path / "run"))
+    pid = command.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGSTOP)
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(1.0)
+    assert command.process.poll() is None
+    os.kill(pid, signal.SIGTERM)
+    assert command.ended()[0] == 128 + signal.SIGTERM
+
+
+def signalled(watchdog_ends: list[int], seconds: float) -> tuple[list[int], bool]:
+    """The exit codes with which a watchdog ends the process that gets two signals."""
+    watchdog = Watchdog(60.0, name="rank 0 of 1", report=lambda error: None,
+                        end=watchdog_ends.append)  # fmt: skip
+    with Stop(watchdog, is_behind=False) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        return watchdog_ends, stop.is_agreed()
+
+
+@pytest.fixture
+def default_handling():
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_that_come_together_are_one(default_handling, monkeypatch) -> None:
+    assert signalled([], 0.1) == ([], True)
+    monkeypatch.setattr("autoparallel.runtime.stopping.SAME_SECONDS", 0.1)
+    assert signalled([], 0.3)[0] == [21]
+
+
+def votes(is_behind: bool) -> list[bool]:
+    """What five steps end with, where rank 1 is asked in the third."""
+    import torch.distributed as dist
+
+    stop = Stop(Watchdog(60.0, name="a rank"), is_behind=is_behind)
+    found = []
+    for step in range(1, 6):
+        if step == 3 and dist.get_rank() == 1:
+            stop.ask()
+        found.append(stop.is_agreed())
+    return found
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_all_ranks_end_after_the_same_step(is_behind: bool) -> None:
+    late = [False, False, not is_behind, True, True]
+    assert run_processes(2, votes, is_behind) == [late, late]
+
+
+def test_under_torchrun_a_signal_to_every_rank_ends_them_well(
+    plan_path: Path, tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("rank_of_torchrun.py")
+    saving = {"folder": str(tmp_path / "run")}
+    arguments = {"plan_path": str(plan_path), "seed": 0, "steps": 1000, "saving": saving}
+    done = run_torchrun(script, "test_stopping:is_asked", json.dumps(arguments), "60")
+    assert done.returncode == 0, done.stderr
+    assert f"ended by SIGTERM after step {ASKED}, which is saved" in done.stderr
+    assert (tmp_path / "run" / f"step-{ASKED:08d}").is_dir()
