@@ -83,9 +83,7 @@ def _begin(folder: Path, resume: str | None, is_restart: bool) -> Attempt:
 
 def _identified(folder: Path) -> dict[str, int]:
     """The complete checkpoints by ascending step, each with the time at which it was written."""
-    return {
-        str(path): (path / STATE).stat().st_mtime_ns for path in complete_checkpoints(folder)
-    }
+    return {str(path): (path / STATE).stat().st_mtime_ns for path in complete_checkpoints(folder)}
 
 
 def _read(folder: Path) -> tuple[int, dict[str, int]] | None:

@@ -18,7 +18,7 @@ from autoparallel.programs import plan_program
 from autoparallel.targets import load_target
 from autoparallel.trust import check_trusted
 
-MODEL = '''
+MODEL = """
 import pathlib
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ def build_model():
 
 def example_batch(global_batch, seq=None):
     return {"x": torch.randn(global_batch, 8)}
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,7 @@ def test_a_file_beside_a_plan_that_lies_elsewhere_is_elsewhere(plan: Plan, elsew
 
 
 @pytest.mark.parametrize("target", ["os:system", "textwrap:dedent", "autoparallel.planning:find"])
-def test_a_module_elsewhere_runs_only_if_trusted(
-    plan: Plan, elsewhere: Path, target: str
-) -> None:
+def test_a_module_elsewhere_runs_only_if_trusted(plan: Plan, elsewhere: Path, target: str) -> None:
     with pytest.raises(UsageError, match="AP155"):
         check_trusted(named(plan, target), "plan.json", trust=False)
 
