@@ -4,8 +4,8 @@ In: a file, or the environment that torchrun gives. Out: arguments of ``init_pro
 
 An agent keeps its store over restarts, and with it the addresses and communicators of processes
 that have ended, which a rank may read before the new ones are there: it then connects to nobody.
-So the ranks first agree on a prefix that no earlier process has used: each asks under a token of its own,
-and rank 0 answers every token that it sees until all ranks have heard its answer.
+So the ranks first agree on a prefix that no earlier process has used. Each asks under a token of
+its own, and rank 0 answers every token that it sees until all ranks have heard its answer.
 """
 
 from __future__ import annotations
