@@ -76,7 +76,7 @@ class Source:
         )  # fmt: skip
 
 
-def export(
+def export(  # noqa: PLR0913 - one parameter per option
     checkpoint: str | Path,
     folder: str | Path,
     *,

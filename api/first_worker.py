@@ -18,7 +18,6 @@ from typing import Any
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.cluster_file import from_dict, to_dict
-from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.measured_first import Leader, measure_together
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
 from autoparallel.planning import PlanOptions, capture_target
@@ -54,7 +53,7 @@ def start_measuring(
         with _ticking(observe, options.measure_seconds):
             launch(
                 "autoparallel.first_worker:measure", arguments,
-                num_processes=number, num_threads=threads_per_device(number),
+                num_processes=number,
             )  # fmt: skip
     except (InfeasibleError, TimeLimitError):
         return  # planning says so

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.cost_model.cluster_file import to_dict
-from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.options import parse_settings
 from autoparallel.planning import find_cluster
 from autoparallel.profiles import measuring_environment
@@ -48,7 +47,6 @@ def start_profiling(
             "database": str(database.resolve()),
         },
         num_processes=num_processes,
-        num_threads=threads_per_device(num_processes),
     )
     return result
 

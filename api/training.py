@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autoparallel.asked import checked_init
 from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.many_hosts import ranks_per_host
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
@@ -18,7 +20,9 @@ from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.report.page import configuration_text
 from autoparallel.run_options import RunOptions
 from autoparallel.run_steps import Saving
-from autoparallel.runtime.launch import launch
+from autoparallel.runtime.launch import is_launched, launch
+from autoparallel.runtime.process import Job
+from autoparallel.runtime.rendezvous import Hosts
 from autoparallel.runtime.weight_files import open_weights
 
 VERIFY_DTYPES = ("fp64", "fp32")
@@ -45,6 +49,20 @@ class Sources:
 NOTHING = Sources()
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a run's ranks are started: on this machine, or by torchrun, or on this one of ``hosts``.
+
+    A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError. After a
+    failure that a restart can mend all are started again, ``max_restarts`` times at most, and go on
+    from the last checkpoint.
+    """
+
+    timeout_seconds: float = TIMEOUT_SECONDS
+    max_restarts: int = 0
+    hosts: Hosts | None = None
+
+
 def start_training(
     path: Path,
     *,
@@ -53,16 +71,13 @@ def start_training(
     saving: Saving | None = None,
     resume: str | None = None,
     sources: Sources = NOTHING,
-    timeout_seconds: float = TIMEOUT_SECONDS,
     options: RunOptions | None = None,
-    max_restarts: int = 0,
+    start: Start = Start(),
 ) -> dict[str, Any]:
-    """Trains by the plan at ``path`` on this machine, or as a process of torchrun.
+    """Trains by the plan at ``path``, on ranks that are started as ``start`` says.
 
-    A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError.
     ``saving`` and ``resume``: see ``worker.train``. ``sources`` are where initial weights and
-    data come from. ``max_restarts``: how often the ranks are started again after a failure, which
-    go on from the last checkpoint in the folder of ``saving``. Returns measured and predicted figures (see ``worker.outcome``).
+    data come from. Returns measured and predicted figures (see ``worker.outcome``).
 
     Raises as ``RunOptions.check`` does, UsageError AP850 for an unknown way to draw weights, and
     AP863 where both weights and ``resume`` are given.
@@ -77,8 +92,7 @@ def start_training(
     if saving is not None:
         saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
-        "train", path, timeout_seconds=timeout_seconds, max_restarts=max_restarts,
-        steps=steps, seed=seed,
+        "train", path, start, steps=steps, seed=seed,
         saving=None if saving is None else asdict(saving), resume=_resolved(resume),
         sources=asdict(sources.resolved()), options=asdict(asked),
     )  # fmt: skip
@@ -101,7 +115,13 @@ def check_weights(weights: str, resume: str | None) -> None:
 
 
 def start_verification(
-    path: Path, *, dtype: str, json_output: bool, seed: int = 0, compiled: bool | None = None
+    path: Path,
+    *,
+    dtype: str,
+    json_output: bool,
+    seed: int = 0,
+    compiled: bool | None = None,
+    start: Start = Start(),
 ) -> None:
     """Verifies the plan at ``path`` and prints the result.
 
@@ -112,7 +132,7 @@ def start_verification(
     """
     if dtype not in VERIFY_DTYPES:
         raise UsageError("AP119", f"--dtype {dtype!r} is not one of {', '.join(VERIFY_DTYPES)}")
-    found = _start("verify", path, dtype=dtype, seed=seed, compiled=compiled)
+    found = _start("verify", path, start, dtype=dtype, seed=seed, compiled=compiled)
     if os.environ.get("RANK", "0") == "0":
         plan = load_plan(path)
         words = f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}"
@@ -150,25 +170,43 @@ def verdict(found: dict[str, Any], truth: str = "one device") -> str:
     )
 
 
-def _start(
-    name: str,
-    path: Path,
-    *,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    max_restarts: int = 0,
-    **arguments: Any,
-) -> dict[str, Any]:
+def _start(name: str, path: Path, start: Start, **arguments: Any) -> dict[str, Any]:
     plan = load_plan(path)
     num_processes = plan.cluster.num_devices
     if sys.path[0] != os.getcwd():
         sys.path.insert(0, os.getcwd())
+    if start.hosts is not None:
+        return _start_on_host(name, path, start, start.hosts, arguments)
     result: dict[str, Any] = launch(
         f"autoparallel.worker:{name}",
         {"plan_path": str(path.resolve()), **arguments},
         num_processes=num_processes,
-        timeout_seconds=timeout_seconds,
-        num_threads=threads_per_device(num_processes),
-        max_restarts=max_restarts,
+        timeout_seconds=start.timeout_seconds,
+        max_restarts=start.max_restarts,
         finishes=arguments.get("saving") is not None,
     )
     return result
+
+
+def _start_on_host(
+    name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Starts the ranks of this host, one of several."""
+    from autoparallel.runtime.agent import launch_on_hosts
+
+    if is_launched(os.environ):
+        raise UsageError(
+            "AP156", "--nnodes under torchrun", why="torchrun has started the ranks already",
+            fix="leave out --nnodes, or start autoparallel itself on every host",
+        )  # fmt: skip
+    plan = load_plan(path)
+    num_local = ranks_per_host(plan, hosts)
+    job = Job(
+        f"autoparallel.worker:{name}", {"plan_path": str(path.resolve()), **arguments}, "",
+        start.timeout_seconds, tuple(map(os.path.abspath, sys.path)),
+    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads_per_device(num_local))}
+    found: dict[str, Any] = launch_on_hosts(
+        job, hosts, num_local=num_local, environment=environment, max_restarts=start.max_restarts
+    )
+    return found

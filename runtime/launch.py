@@ -26,8 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from ..cost_model.detect import threads_per_device
 from ..planner.errors import AutoparallelError, HangError, UsageError, WorkerError
-from .board import FolderBoard, Note, blame
+from .board import Board, FolderBoard, Note, blame
 from .process import RESULT, Job, call, current_worker, read_failure
 from .restarts import can_mend, tell_restart
 from .termination import on_termination
@@ -48,7 +49,6 @@ def launch(
     *,
     num_processes: int,
     timeout_seconds: float = 600.0,
-    num_threads: int = 1,
     log_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
@@ -57,12 +57,12 @@ def launch(
     """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
 
     The function is called as ``function(worker, **arguments)``; arguments and value pass
-    through JSON. Rank 0 writes to this process' stdout and stderr; the others' lines go to
-    ``log_folder/rank1.log`` …, or to stderr with their rank before them. A worker that tells
-    its watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a restart
-    can mend all are started again, ``max_restarts`` times at most (``Worker.restarts``). With
-    ``finishes`` a first SIGTERM is passed on to the workers, which end when they have finished
-    what they are at.
+    through JSON. Each rank computes with its share of the cores. Rank 0 writes to this process'
+    stdout and stderr; the others' lines go to ``log_folder/rank1.log`` …, or to stderr with their
+    rank before them. A worker that tells its watchdog nothing for ``timeout_seconds`` counts as
+    hanging. After a failure that a restart can mend all are started again, ``max_restarts`` times
+    at most. With ``finishes`` a first SIGTERM is passed on to the workers, which end when they
+    have finished what they are at.
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
     another rank has failed, it says what it was doing. Raises UsageError AP152 if
@@ -81,7 +81,7 @@ def launch(
             return call(entry, worker, arguments)
     shared = {
         **environment,
-        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_NUM_THREADS": str(threads_per_device(num_processes)),
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "GROUP_RANK": "0",
@@ -120,7 +120,7 @@ def _attempt(
         job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(job)))
-        workers = _Workers(job_path, shared, int(shared["WORLD_SIZE"]), log_folder)
+        workers = Workers(job_path, shared, int(shared["WORLD_SIZE"]), log_folder)
         workers.run(timeout_seconds, finishes=finishes)
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.exists() else None
@@ -134,8 +134,11 @@ def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
 
 
-class _Workers:
-    """The worker processes of one launch."""
+class Workers:
+    """The worker processes of one launch on this machine, with the ranks from ``first_rank`` on.
+
+    Notes of those that failed are on ``board``, by default in the folder of the job.
+    """
 
     def __init__(
         self,
@@ -143,30 +146,44 @@ class _Workers:
         environment: Mapping[str, str],
         num_processes: int,
         log_folder: Path | None,
+        *,
+        first_rank: int = 0,
+        board: Board | None = None,
     ) -> None:
         self._folder = job_path.parent
         self._job_path = job_path
         self._environment = environment
-        self._num_processes = num_processes
+        self._ranks = range(first_rank, first_rank + num_processes)
+        self._world_size = int(environment["WORLD_SIZE"])
         self._log_folder = log_folder
+        self._board = board or FolderBoard(self._folder)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         self._is_asked = False
 
     def run(self, timeout_seconds: float, *, finishes: bool) -> None:
         """Starts all and waits for all; raises the error of the first that failed."""
-        with _signals_raise(self._ask if finishes else None):
+        with signals_raise(self._ask if finishes else None):
             try:
-                for rank in range(self._num_processes):
-                    self._processes.append(self._start(rank))
+                self.start()
                 failed = self._wait(timeout_seconds)
             finally:
-                self._end()
+                self.end()
         if self._is_asked and set(failed.values()) == {-signal.SIGTERM}:
             raise SystemExit(128 + signal.SIGTERM)
         if failed:
-            self._show_waits(failed)
-            raise self._error(failed)
+            raise self.error(failed)
+
+    def start(self) -> dict[int, int]:
+        """Starts all; their process ids by local rank."""
+        for rank in self._ranks:
+            self._processes.append(self._start(rank))
+        return {number: process.pid for number, process in enumerate(self._processes)}
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit codes by rank; None of those that run."""
+        found = (process.poll() for process in self._processes)
+        return dict(zip(self._ranks, found, strict=True))
 
     def _ask(self) -> bool:
         """At a SIGTERM: passes the first one on; whether that was the first."""
@@ -179,7 +196,8 @@ class _Workers:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "autoparallel.runtime.process", str(self._job_path)]
-        environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        local_rank = rank - self._ranks.start
+        environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         output: int | IO[bytes] | None = None if rank == 0 else subprocess.PIPE
         if rank and self._log_folder is not None:
             self._log_folder.mkdir(parents=True, exist_ok=True)
@@ -205,41 +223,39 @@ class _Workers:
         """Until all have ended well, or one has failed: the failed ranks and their codes."""
         first_end: float | None = None
         while True:
-            codes = [process.poll() for process in self._processes]
-            failed = {rank: code for rank, code in enumerate(codes) if code}
+            codes = self.codes()
+            failed = {rank: code for rank, code in codes.items() if code}
             if failed:
-                return self._others(failed)
-            if all(code == 0 for code in codes):
+                return self.others(failed)
+            if all(code == 0 for code in codes.values()):
                 return {}
-            if first_end is None and 0 in codes:
+            if first_end is None and 0 in codes.values():
                 first_end = time.monotonic()
             if first_end is not None and time.monotonic() - first_end > timeout_seconds:
-                late = [rank for rank, code in enumerate(codes) if code is None]
+                late = [rank for rank, code in codes.items() if code is None]
                 raise HangError(
                     "AP802", f"rank {late[0]} has not ended although other ranks have",
                     fix="check what it does after its last step",
                 )  # fmt: skip
             time.sleep(POLL_SECONDS)
 
-    def _others(self, failed: dict[int, int]) -> dict[int, int]:
+    def others(self, failed: dict[int, int]) -> dict[int, int]:
         """Gives the others a moment to fail by themselves: they may know more.
 
         For those that ended without a word the others are told here.
         """
-        board = FolderBoard(self._folder)
         first = set(failed)
         deadline = time.monotonic() + GRACE_SECONDS
-        known = board.read()
+        known = self._board.read()
         for rank, code in failed.items():
             if rank not in known and read_failure(self._folder, rank) is None:
-                board.tell(Note(rank, "", cause=_ending(code)))
+                self._board.tell(Note(rank, "", cause=_ending(code)))
         while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
             time.sleep(POLL_SECONDS)
-        codes = [process.poll() for process in self._processes]
-        later = {rank: code for rank, code in enumerate(codes) if code and rank not in first}
+        later = {rank: code for rank, code in self.codes().items() if code and rank not in first}
         return {**failed, **later}
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Ends what still runs, with its children, politely and then for good."""
         for sign, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
             for process in self._processes:
@@ -267,8 +283,12 @@ class _Workers:
             if report is not None and (report.is_consequence or report.kind == "HangError"):
                 _write_lines(str(report.error()).splitlines(), rank)
 
-    def _error(self, failed: Mapping[int, int]) -> AutoparallelError:
-        """The error to raise for the ranks that failed by themselves, the first one first."""
+    def error(self, failed: Mapping[int, int]) -> AutoparallelError:
+        """The error to raise for the ranks that failed by themselves, the first one first.
+
+        What the others waited for goes to stderr.
+        """
+        self._show_waits(failed)
         reports = {rank: read_failure(self._folder, rank) for rank in failed}
         silent = [rank for rank in failed if reports[rank] is None]
         told = sorted(
@@ -282,22 +302,19 @@ class _Workers:
             return error
         error = told[0].error()
         if isinstance(error, HangError) or told[0].is_consequence:
-            error.why = f"{waits}; {blame(self._notes(), self._num_processes)}"
+            error.why = f"{waits}; {blame(self._board.read(), self._world_size)}"
         return error
-
-    def _notes(self) -> dict[int, Note]:
-        return FolderBoard(self._folder).read()
 
     def _waits(self) -> str:
         """What each rank that has no error of its own was doing."""
         return "; ".join(
             f"rank {rank}: {note.doing}"
-            for rank, note in sorted(self._notes().items())
+            for rank, note in sorted(self._board.read().items())
             if not note.cause
         )
 
     def _silent_error(self, rank: int, code: int) -> WorkerError:
-        name = f"rank {rank} of {self._num_processes}"
+        name = f"rank {rank} of {self._world_size}"
         log = self._log_folder / f"rank{rank}.log" if rank and self._log_folder else ""
         if code < 0:
             why = _ending(code)
@@ -333,7 +350,7 @@ def _write_lines(lines: Iterable[str], rank: int) -> None:
 
 
 @contextmanager
-def _signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
+def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
     """While workers run, the signals that end this process raise SystemExit, so they end too.
 
     Not a SIGTERM for which ``ask`` says that workers end by themselves.

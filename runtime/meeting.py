@@ -4,9 +4,8 @@ In: a file, or the environment that torchrun gives. Out: arguments of ``init_pro
 
 An agent keeps its store over restarts, and with it the addresses and communicators of processes
 that have ended, which a rank may read before the new ones are there: it then connects to nobody.
-(torch 2.13, ``rendezvous._create_c10d_store``, says that the store is new, which it is not.) So the
-ranks first agree on a prefix that no earlier process has used: each asks under a token of its own,
-and rank 0 answers every token that it sees until all ranks have heard its answer.
+So the ranks first agree on a prefix that no earlier process has used. Each asks under a token of
+its own, and rank 0 answers every token that it sees until all ranks have heard its answer.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ ROOM = "autoparallel/meeting"
 
 def meeting_at_file(path: str, rank: int, world_size: int) -> dict[str, Any]:
     """A file that all ranks see and no earlier process group has used."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
-    return {"store": dist.FileStore(path, world_size), "rank": rank, "world_size": world_size}
+    return {"store": FileStore(path, world_size), "rank": rank, "world_size": world_size}
 
 
 def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -35,17 +34,17 @@ def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
 
     Collective over all ranks.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    store = dist.TCPStore(
+    store = TCPStore(
         environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False,
         timeout=timedelta(seconds=MEETING_SECONDS),
     )  # fmt: skip
     name = agree_on_name(store, rank, world_size)
-    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}
+    return {"store": PrefixStore(name, store), "rank": rank, "world_size": world_size}
 
 
 def agree_on_name(store: Any, rank: int, world_size: int) -> str:

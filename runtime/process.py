@@ -3,8 +3,8 @@
 ``python -m autoparallel.runtime.process JOB.json`` is how the launcher starts a worker; the
 rank comes from the environment, as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK). The
 function is named ``"module:function"`` and is called with a ``Worker`` and the job's
-arguments by name. What it returns on rank 0, or the error of any rank, goes into a file of
-the job's folder for the launcher to read.
+arguments by name. What it returns on the first rank of a machine, or the error of any rank, goes
+into a file of the job's folder for the launcher to read.
 """
 
 from __future__ import annotations
@@ -65,13 +65,17 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker of a launch runs. ``folder`` is where they leave their reports."""
+    """What every worker of a launch runs. ``folder`` is where they leave their reports.
+
+    ``is_alone``: all ranks are on this machine, and meet in the folder too.
+    """
 
     entry: str
     arguments: Mapping[str, Any]
     folder: str
     timeout_seconds: float
     sys_path: tuple[str, ...] = ()
+    is_alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +246,12 @@ def main(job_path: str) -> None:
         os.environ,
         job.timeout_seconds,
         report=lambda error: write_failure(folder, rank, error),
-        board=FolderBoard(folder),
-        store_path=str(folder / STORE),
+        board=FolderBoard(folder) if job.is_alone else None,
+        store_path=str(folder / STORE) if job.is_alone else None,
     )
     try:
         value = call(job.entry, worker, job.arguments)
-        if rank == 0:
+        if worker.local_rank == 0:
             _write(folder / RESULT, value)
     except AutoparallelError as error:
         write_failure(folder, rank, error)

@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from autoparallel.commands.hosts import (
+    ElasticOption,
+    EndpointOption,
+    JoinTimeoutOption,
+    NumHostsOption,
+    asked_hosts,
+)
 from autoparallel.commands.options import (
     ClusterOption,
     LoraOption,
@@ -172,6 +179,10 @@ def run(
     wandb: WandbOption = None,
     trust: TrustOption = False,
     max_restarts: MaxRestartsOption = 0,
+    nnodes: NumHostsOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: JoinTimeoutOption = 600.0,
+    elastic: ElasticOption = False,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
     from autoparallel.asked import checked_init
@@ -195,17 +206,18 @@ def run(
 
         check_weights(weights, resume)
     settings = with_lora(settings, lora)
+    hosts = asked_hosts(nnodes, rdzv_endpoint, join_timeout, elastic, source)
     with plan_path(source, cluster, options, settings=settings, output=output, trust=trust) as path:
         from autoparallel.run_steps import Saving
-        from autoparallel.training import Sources, start_training
+        from autoparallel.training import Sources, Start, start_training
 
         saving = None
         if save is not None:
             saving = Saving(save, every=save_every, keep=keep, asynchronous=save_async)
         start_training(
             path, steps=steps, seed=seed, saving=saving, resume=resume, options=asked,
-            sources=Sources(weights, weights_partial, data, init), timeout_seconds=timeout,
-            max_restarts=max_restarts,
+            sources=Sources(weights, weights_partial, data, init),
+            start=Start(timeout, max_restarts, hosts),
         )  # fmt: skip
 
 

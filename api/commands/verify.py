@@ -6,6 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoparallel.commands.hosts import (
+    EndpointOption,
+    JoinTimeoutOption,
+    NumHostsOption,
+    asked_hosts,
+)
 from autoparallel.commands.options import (
     ClusterOption,
     JsonOption,
@@ -34,10 +40,16 @@ def verify(
     lora: LoraOption = None,
     json: JsonOption = False,
     trust: TrustOption = False,
+    nnodes: NumHostsOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: JoinTimeoutOption = 600.0,
 ) -> None:
     """Compare loss, every gradient and the weights after two steps with one device."""
     settings = with_lora(settings, lora)
+    hosts = asked_hosts(nnodes, rdzv_endpoint, join_timeout, False, source)
     with plan_path(source, cluster, options, settings=settings, quiet=True, trust=trust) as path:
-        from autoparallel.training import start_verification
+        from autoparallel.training import Start, start_verification
 
-        start_verification(path, dtype=dtype, json_output=json, compiled=options.compiled)
+        start_verification(
+            path, dtype=dtype, json_output=json, compiled=options.compiled, start=Start(hosts=hosts)
+        )

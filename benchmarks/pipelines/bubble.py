@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import links
 from emulation import Job, run_rank
 
-
 RANKS = 4
 INPUTS = {
     "message_seconds": "a message",

@@ -1,0 +1,74 @@
+"""A run on several hosts, each of which starts its own ranks: what is asked, and if a plan fits.
+
+In: ``--nnodes``, ``--rdzv-endpoint``, ``--elastic`` and a plan. Out: the hosts to wait for, and the
+number of ranks on each.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.runtime.rendezvous import Hosts, parse_endpoint
+
+
+def parse_hosts(
+    nnodes: str | None, endpoint: str | None, *, join_seconds: float = 600.0, elastic: bool = False
+) -> Hosts | None:
+    """What the options ask for; None without ``nnodes``. Raises UsageError AP156.
+
+    >>> parse_hosts("2", "10.0.0.1:29400").most
+    2
+    >>> parse_hosts("3:4", "10.0.0.1:29400", elastic=True).least
+    3
+    """
+    if nnodes is None:
+        if endpoint is not None or elastic:
+            name = "--rdzv-endpoint" if endpoint is not None else "--elastic"
+            raise UsageError("AP156", f"{name} needs --nnodes", fix="add --nnodes 2")
+        return None
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
+    least = int(found[1]) if found else 0
+    most = int(found[2] or found[1]) if found else 0
+    if not 1 <= least <= most:
+        raise UsageError("AP156", f"--nnodes {nnodes!r} is neither N nor MIN:MAX, with 1 or more")
+    if endpoint is None:
+        raise UsageError(
+            "AP156", "--nnodes needs --rdzv-endpoint",
+            fix="add --rdzv-endpoint HOST:PORT, with the address of one of the hosts",
+        )  # fmt: skip
+    if elastic != (least < most):
+        raise UsageError(
+            "AP156", f"--nnodes {nnodes} {'with' if elastic else 'without'} --elastic",
+            why="with fewer hosts the run goes on by another plan",
+            fix="--nnodes MIN:MAX --elastic, or --nnodes N",
+        )  # fmt: skip
+    parse_endpoint(endpoint)
+    return Hosts(least, most, endpoint, join_seconds)
+
+
+def ranks_per_host(plan: Plan, hosts: Hosts) -> int:
+    """How many ranks each of the hosts starts. Raises UsageError AP156 where the plan is not for
+    as many hosts, or they are not alike."""
+    planned = plan.cluster.hosts
+    if len(planned) != hosts.most:
+        raise UsageError(
+            "AP156",
+            f"the plan is for {_counted(len(planned), 'host')} with "
+            f"{_counted(plan.cluster.num_devices, 'device')}, and --nnodes says {hosts.most}",
+            where=plan.cluster.name,
+            fix="plan for a cluster of as many hosts, for example --cluster 2x8xA100",
+        )
+    kinds = {(host.num_devices, host.device.name) for host in planned}
+    if len(kinds) > 1:
+        raise UsageError(
+            "AP156", "the hosts of the plan differ",
+            why=", ".join(sorted(f"{count}x{name}" for count, name in kinds)),
+            fix="start such a plan by torchrun with --node-rank, in the order of the plan's hosts",
+        )  # fmt: skip
+    return planned[0].num_devices
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
