@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..planner.errors import AutoparallelError, UsageError
-from .checkpoint_folder import STATE, newest_checkpoint
+from ..planner.errors import UsageError
+from .checkpoint_damage import choose_checkpoint
+from .checkpoint_folder import STATE
 from .checkpoint_metadata import (
     SafeFileSystemReader,
     missing_files,
@@ -43,7 +44,7 @@ from .checkpoint_parts import (
 )
 from .checkpoint_values import decode
 from .checkpoint_writer import CheckpointWriter, PendingSave, Snapshot
-from .shared import gather_values, share_value
+from .shared import gather_values
 
 FORMAT = 1
 
@@ -174,11 +175,12 @@ def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
 def load_checkpoint(path: str | Path, state: TrainingState) -> Loaded:
     """Fill ``state`` from the checkpoint ``path``, or the newest in the folder ``path``.
 
-    Collective over all ranks: rank 0 says which is the newest. All is checked before anything
-    is changed. Raises UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another
-    host, AP885 another model, AP887 to AP889 parts or optimizer that do not fit.
+    Of a folder one that is damaged is left out. Collective over all ranks: rank 0 says which there
+    are. All but the content of the tensors is checked before anything is changed. Raises
+    UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another host, AP885 another
+    model, AP887 to AP889 parts or optimizer that do not fit.
     """
-    path = _newest(path)
+    path = choose_checkpoint(path)
     document = _read_document(path)
     reader = SafeFileSystemReader(path, tuple(document["hosts"]))
     stored = stored_tensors(reader.read_metadata())
@@ -205,21 +207,6 @@ def load_checkpoint(path: str | Path, state: TrainingState) -> Loaded:
         load_part(state.parts[name], document["parts"][name], rank, list(tensors.values()),
                   state.names())  # fmt: skip
     return Loaded(int(document["step"]), document["facts"])
-
-
-def _newest(path: str | Path) -> Path:
-    """Rank 0's newest checkpoint, or its error, on every rank."""
-    if dist.is_initialized() and dist.get_rank() > 0:
-        found: Any = None
-    else:
-        try:
-            found = newest_checkpoint(path)
-        except AutoparallelError as error:
-            found = error
-    found = share_value(found)
-    if isinstance(found, AutoparallelError):
-        raise found
-    return Path(found)
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import EnumType
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,23 @@ class SafeFileSystemReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Reads what ``plan`` needs. Raises UsageError (AP881) where a file is missing."""
-        needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        needed = {self._file_of(item) for item in plan.items}
         missing = sorted(name for name in needed if not (self.folder / name).exists())
         if missing:
             raise missing_files(self.folder, missing, self.hosts)
-        return super().read_data(plan, planner)
+        for name in sorted(needed):
+            items = [i for i in plan.items if self._file_of(i) == name]
+            try:
+                super().read_data(replace(plan, items=items), planner)
+            except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+                raise damaged(self.folder / name, f"{type(error).__name__}: {error}") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _file_of(self, item: ReadItem) -> str:
+        name: str = self.storage_data[item.storage_index].relative_path
+        return name
 
 
 class _TensorsOnly(DefaultLoadPlanner):
@@ -148,6 +161,14 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
         for key, value in metadata.state_dict_metadata.items()
         if isinstance(value, TensorStorageMetadata)
     }
+
+
+def damaged(file: Path, why: str) -> UsageError:
+    """The error about a file of a checkpoint that is not as it was written."""
+    return UsageError(
+        "AP880", f"the file {file.name} of the checkpoint is damaged", why=why, where=str(file),
+        fix="use another checkpoint: --resume DIR/step-N; --resume DIR takes the newest whole one",
+    )  # fmt: skip
 
 
 def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> UsageError:

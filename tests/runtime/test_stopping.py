@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -84,13 +86,14 @@ def test_a_rank_s_signal_ends_the_step_of_all_and_a_resumed_run_goes_on_exactly(
 class Command:
     """``autoparallel run`` in a process of its own, until its first step is done."""
 
-    def __init__(self, plan_path: Path, folder: Path, *options: str) -> None:
+    def __init__(
+        self, plan_path: Path, folder: Path, *options: str, start: Any = ForkedInterpreter
+    ) -> None:
         self.out, self.err = folder / "out", folder / "err"
-        arguments = ["python", "-m", "autoparallel", "run", str(plan_path), "--steps", "1000000"]
+        arguments = [sys.executable, "-m", "autoparallel", "run", str(plan_path)]
+        arguments += ["--steps", "1000000", *options]
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = ForkedInterpreter(
-                [*arguments, *options], env=ALONE, stdout=out, stderr=err
-            )
+            self.process = start(arguments, env=ALONE, stdout=out, stderr=err)
         deadline = time.monotonic() + 120
         while "step    1" not in self.out.read_text():
             assert self.process.poll() is None, self.err.read_text()
@@ -123,8 +126,9 @@ def test_without_checkpoints_a_signal_ends_the_command_at_once(
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_command_at_once(plan_path: Path, tmp_path: Path) -> None:
-    """One rank is stopped, so that no step ends any more."""
-    command = Command(plan_path, tmp_path, "--save", str(tmp_path / "run"))
+    """The ranks are stopped, so that no step ends any more."""
+    saves = str(tmp_path / "run")
+    command = Command(plan_path, tmp_path, "--save", saves, start=subprocess.Popen)
     pid = command.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for child in children:
