@@ -36,7 +36,8 @@ EARLY_STEPS, EVERY_STEPS = (5, 10, 20), 50
 """The steps after which ranks are compared: these, and each multiple of the latter."""
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-_TORCH_OPS = str(Path(torch.__file__).parent / "_ops.py")
+_PASSED_THROUGH = (str(Path(torch.__file__).parent / "_ops.py"), threading.__file__)
+"""Files whose frames say nothing: who called them does."""
 
 
 def is_due(step: int) -> bool:
@@ -55,12 +56,14 @@ def is_waiting(frame: FrameType) -> bool:
     ``wait`` of a collective's work.
     """
     inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename == _TORCH_OPS:
+    while inner is not None and inner.f_code.co_filename in _PASSED_THROUGH:
         inner = inner.f_back
     if inner is None:
         return False
     name = inner.f_code.co_filename
-    return name.startswith(_DISTRIBUTED) or ".wait()" in linecache.getline(name, inner.f_lineno)
+    # Between two lines a frame of a running thread has no number.
+    line = linecache.getline(name, inner.f_lineno or 0)
+    return name.startswith(_DISTRIBUTED) or ".wait()" in line
 
 
 class WaitSampler:
