@@ -203,6 +203,8 @@ def _planned(
         if agree(leader is not None, device):
             measure_together(leader, device=device, build=target.build_optimizer)
     if cluster is not None:
+        if options.forced.gradients is None:  # a script's updates end with its steps
+            options = replace(options, forced=replace(options.forced, gradients="backward"))
         text = dumps(plan_program(program, target, cluster, options))
     return loads(share_text(text))
 

@@ -175,6 +175,9 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
         yield "without a fixed micro-batch size", cluster, free
     if forced.recompute in ("none", "selective"):
         yield without("recompute", f"recompute={forced.recompute}")
+    if forced.all_reduces:
+        free = replace(request, forced=replace(forced, allreduce=None, gradients=None))
+        yield f"without {' and '.join(forced.all_reduces)}", cluster, free
     if forced.zero is not None and forced.zero < 3:
         yield without("zero", f"zero={forced.zero}")
     if forced.schedule is not None:

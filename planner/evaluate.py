@@ -104,10 +104,19 @@ class Staged:
             message=message_seconds(plan.cluster),
         )  # fmt: skip
         peak = self.peak_bytes(timeline.peak_activation_bytes)
-        seconds = timeline.step_seconds
-        if plan.gradient_order == "priority":
-            seconds -= order_gain(plan, self.costs[0])
-        return self.figures(seconds, timeline.bubble_fraction, peak)
+        figures = self.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
+        return figures if plan.gradient_order == "backward" else self._overlapped(figures)
+
+    def _overlapped(self, figures: Evaluation) -> Evaluation:
+        """The figures of a plan of one stage, whose last sums run beside the next forward."""
+        gain = order_gain(self.plan, self.costs[0])
+        (stage,) = figures.stages
+        exposed = max(0.0, stage.seconds["exposed_sync"] - gain)
+        return replace(
+            figures,
+            step_seconds=figures.step_seconds - gain,
+            stages=(replace(stage, seconds={**stage.seconds, "exposed_sync": exposed}),),
+        )
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
         """All figures, with a step and a peak of memory."""

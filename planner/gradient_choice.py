@@ -65,4 +65,7 @@ def _predicted(plan: Plan, evaluator: Evaluator) -> Plan:
         tokens_per_second=before.tokens_per_second * faster,
         model_flops_utilization=before.model_flops_utilization * faster,
     )
-    return replace(plan, stages=stages, prediction=prediction)
+    bound = min(plan.solver.bound_seconds, found.step_seconds)
+    gap = min(plan.solver.gap, 1 - bound / found.step_seconds)
+    solver = replace(plan.solver, bound_seconds=bound, gap=gap)
+    return replace(plan, stages=stages, prediction=prediction, solver=solver)

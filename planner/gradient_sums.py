@@ -150,6 +150,8 @@ def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
         return "only sums over gloo are put in order"
     if stage.mesh.size == 1:
         return "no gradient is summed"
+    if plan.model.precision == "fp16":
+        return "fp16 scales the loss, so that an update may be skipped"
     every = tuple(axis for axis, size in enumerate(stage.mesh.shape) if size > 1)
     if any(own.axes != every for own in held_gradients(graph, blocks, plan, 0)):
         return "the plan splits parameters"

@@ -178,7 +178,8 @@ class SolverInfo:
     """How the plan was found, and how good it is under the cost model.
 
     No plan of the space that was searched takes less than ``bound_seconds`` (0 where none is
-    known), so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. ``seconds``
+    known), so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. Gradients are
+    summed in backward order, by the library, in all that was searched. ``seconds``
     splits planning time by phase. ``stopped`` says what ended the search early, if anything did.
 
     ``layouts_gap``: the integer programs prove of every stage, on its mesh, how much less a

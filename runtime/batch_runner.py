@@ -135,11 +135,13 @@ class BatchRunner:
         (None)."""
         self.settle()
         self._deferred = None
-        for executor in self.executors.values() if optimizer is not None else ():
-            others = tuple(r for r in range(dist.get_world_size()) if r != self.model.rank)
-            words = "waiting for the sums of gradients", others
-            tell = (lambda: None) if self.progress is None else partial(self.progress, *words)
-            self._deferred = executor.deferred_update(optimizer, tell)
+        if optimizer is None or len(self.executors) != 1:
+            return
+        (executor,) = self.executors.values()
+        others = tuple(r for r in range(dist.get_world_size()) if r != self.model.rank)
+        words = "waiting for the sums of gradients", others
+        tell = (lambda: None) if self.progress is None else partial(self.progress, *words)
+        self._deferred = executor.deferred_update(optimizer, tell)
 
     def settle(self) -> None:
         """Make what is left of the last update: parameters are as they are after it."""

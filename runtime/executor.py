@@ -405,7 +405,7 @@ class StageExecutor:
         """What updates the stage's parameters as the next forward comes to them; None where the
         plan sums gradients in backward order."""
         self.stage.before_block = lambda block: None
-        if not self._reducer.in_order:
+        if not self._reducer.can_defer:
             return None
         deferred = DeferredUpdate(self._reducer, optimizer, tell=tell)
         self.stage.before_block = deferred.before_block

@@ -158,6 +158,11 @@ class GradientReducer:
         if planned.cluster is not None and (named or self.in_order) and self._is_on_gloo(axes):
             self._all_reduces = AllReduces(device_mesh, axes, planned.cluster)
 
+    @property
+    def can_defer(self) -> bool:
+        """Whether each bucket's sums can be waited for alone."""
+        return self.in_order and self._all_reduces is not None
+
     def _is_on_gloo(self, axes: Sequence[int]) -> bool:
         groups = [self.device_mesh.get_group(axis) for axis in axes]
         return self.device_mesh.device_type == "cpu" and all(

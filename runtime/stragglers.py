@@ -47,6 +47,8 @@ WINDOWS = 2
 """In so many windows in succession the same rank must be slow: one may be chance."""
 
 _BLOCKING_FILES = (distributed_c10d.__file__, _functional_collectives.__file__)
+_PASSED_THROUGH = (_ops.__file__, threading.__file__)
+"""Files whose frames say nothing: who called them does."""
 _waiting_places: dict[tuple[CodeType, int], bool] = {}
 
 
@@ -57,7 +59,7 @@ def is_waiting(frame: FrameType) -> bool:
     of a collective's work.
     """
     inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename == _ops.__file__:
+    while inner is not None and inner.f_code.co_filename in _PASSED_THROUGH:
         inner = inner.f_back
     if inner is None:
         return False

@@ -181,6 +181,11 @@ def configured(
     from autoparallel.planner.requests.options import check_degrees
 
     forced = options.forced
+    if forced.allreduce is not None or forced.gradients is not None:
+        raise UsageError(
+            "AP112", "--parallel: simulate sums gradients by the library, in backward order",
+            where="--parallel", fix="leave allreduce and gradients out, or plan with them",
+        )  # fmt: skip
     info = trained_schedule(own.get("schedule", "1f1b"))
     chunks = degree(own, "chunks") if "chunks" in own else info.chunks[0]
     slices = degree(own, "slices")

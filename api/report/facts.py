@@ -97,6 +97,12 @@ def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
     of_states = "parameters and gradients" if stage.zero == 3 else "gradients"
     per_step = {0: "sum gradients", 1: "sum gradients, gather parameters", 2: "gather parameters"}
     beside = {0: "last backward", 1: "last backward, first forward", 2: "first forward"}
+    if plan.gradient_order == "priority":
+        beside[0] = "last backward, next forward"
+    names = {own.algorithm for own in stage.gradient_sums}
+    on_gpus = any(host.device.kind == "cuda" for host in plan.cluster.hosts)
+    if not on_gpus and names - {"library"}:
+        per_step[0] = f"sum gradients by {' or '.join(sorted(names))}"
     updates, zero = num_updates(plan), stage.zero
     found = [
         Communication("of ops and between layouts", "nothing", on_path, on_path),

@@ -156,10 +156,13 @@ def make_plan(
 ) -> tuple[float, str, str] | None:
     """Predicted seconds, summary and text of the best plan of a configuration; None for none."""
     name, settings, global_batch, seq = job
-    asked = "" if configuration == CHOICE else configuration + ",recompute=none"
+    # A sum on a thread of its own would not wait for the emulated device.
+    asked = "gradients=backward,allreduce=library"
+    if configuration != CHOICE:
+        asked += f",{configuration},recompute=none"
     target = load_target(name, settings)
     options = PlanOptions(
-        global_batch=global_batch, seq=seq, forced=parse_parallel(asked or None),
+        global_batch=global_batch, seq=seq, forced=parse_parallel(asked),
         profile="analytic",
     )  # fmt: skip
     cluster = emulated.cluster()

@@ -30,7 +30,8 @@ Library = Literal["gloo", "nccl"]
 GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
 MAIN = "main_grad"
 BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
-"""As ``runtime.gradients`` bundles gradients: the most of one block, and what takes no other."""
+"""As ``planner.gradient_buckets`` bundles gradients of float32: the most of one block, and what
+takes no other."""
 
 
 @dataclass(frozen=True, slots=True)

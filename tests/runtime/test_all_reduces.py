@@ -79,6 +79,20 @@ def test_sums_run_in_the_order_in_which_they_are_started_over_the_axes_of_the_me
         ]  # fmt: skip
 
 
+def _over_hosts() -> list[float]:
+    mesh = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("dp",))
+    reduces = AllReduces(mesh, (0,), parse_cluster("2x2xH100"))
+    tensors = [torch.full((5,), 2.0 ** dist.get_rank()) for _ in range(3)]
+    names = ("hierarchical", "hierarchical_doubling", "tree")
+    for name, tensor in zip(names, tensors, strict=True):
+        reduces.start(name, tensor, (0,)).wait()
+    return [float(tensor[4]) for tensor in tensors]
+
+
+def test_algorithms_over_hosts_take_the_hosts_of_the_cluster() -> None:
+    assert run_processes(4, _over_hosts) == [[15.0] * 3] * 4
+
+
 def test_what_a_sum_raises_is_raised_where_it_is_waited_for() -> None:
     def fail() -> None:
         raise ValueError("a peer is gone")
