@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus faults gpu regret
+.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret
 
 check: lint types test
 
@@ -48,6 +48,11 @@ corpus:
 # 25 deliberate faults, each of which a test must notice (about 6 minutes).
 faults:
 	$(PYTHON) benchmarks/faults/run.py
+
+# Runs killed at 20 random points under every executor, and hosts that come and go (the latter in
+# network namespaces: root).
+failures:
+	$(PYTHON) -m pytest -n 0 -m slow tests/runtime/test_restarts.py tests/runtime/test_hosts.py
 
 # On a machine with GPUs: the tests that need one, verified plans, profiles and training steps,
 # into build/gpu.json. PARTS=step,verify runs some of them.

@@ -147,6 +147,17 @@ def make_plan(
     observe("cluster", 0, 1)
     cluster = with_choice(find_cluster(cluster_text), options.tf32)
     observe("cluster", 1, 1)
+    return plan_on(target, cluster, options, observe, cache)
+
+
+def plan_on(
+    target: Target,
+    cluster: Cluster,
+    options: PlanOptions,
+    observe: Observe = ignore,
+    cache: Cache = NO_CACHE,
+) -> Plan:
+    """``make_plan`` for a cluster as a value."""
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started

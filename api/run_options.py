@@ -7,10 +7,10 @@ the weights, and who is told of it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class RunOptions:
     """Options of ``autoparallel run`` by the names of its command line.
 
-    ``compiled``: whether blocks run compiled; None leaves it to the plan.
+    ``compiled``: whether blocks run compiled; None leaves it to the plan. ``elastic``: options of
+    planning by name, where fewer hosts than the plan's may go on; None where they may not.
     """
 
     clip_norm: float | None = None
@@ -43,6 +44,7 @@ class RunOptions:
     tensorboard: str | None = None
     wandb: str | None = None
     compiled: bool | None = None
+    elastic: Mapping[str, Any] | None = None
 
     def check(self) -> None:
         """Raises UsageError AP900 for a bad value and AP905 where a package is missing."""

@@ -46,6 +46,18 @@ def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
     return (*ordered[:MOST_PARTS], cluster)
 
 
+def first_hosts(cluster: Cluster, number: int) -> Cluster:
+    """The part of a cluster that its first hosts are.
+
+    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> first_hosts(parse_cluster("4x8xH100"), 3).name
+    '3x8xH100'
+    """
+    if number == len(cluster.hosts):
+        return cluster
+    return _part(cluster, cluster.hosts[:number])
+
+
 def counted(number: int) -> tuple[int, ...]:
     """The numbers of ``number`` like things to try.
 

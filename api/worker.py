@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autoparallel.attempts import begin_attempt
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
+from autoparallel.elastic_plan import plan_for_ranks
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
@@ -76,13 +77,16 @@ def train(
     """
     asked = RunOptions(**(options or {}))
     plan, target = load_job(plan_path)
-    plan = as_asked(plan, asked.compiled, rank=worker.rank)
     given = {} if sources is None else sources
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
     device = join_as(worker, plan.cluster)
     how = Saving(**saving) if saving is not None else None
-    attempt = begin_attempt(worker, how.folder if how is not None else None, resume)
+    folder = None if how is None else how.folder
+    if asked.elastic is not None:
+        plan = plan_for_ranks(plan, target, worker, asked.elastic, folder)
+    plan = as_asked(plan, asked.compiled, rank=worker.rank)
+    attempt = begin_attempt(worker, folder, resume)
     resume, start = attempt.resume, None
     if resume is None and given.get("weights") is not None:
         start = partial(pretrained, given["weights"], partial=given["weights_partial"])

@@ -282,6 +282,6 @@ def _failed(codes: Mapping[int, int]) -> RunResult:
 def _lost_hosts(lost: tuple[int, ...]) -> WorkerError:
     names = ", ".join(map(str, lost))
     return WorkerError(
-        "AP820", f"host {names} of the run is lost",
+        "AP826", f"host {names} of the run is lost",
         why=f"its agent has not been heard for {LOST_SECONDS:g} s",
     )  # fmt: skip

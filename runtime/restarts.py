@@ -11,11 +11,9 @@ import sys
 
 from ..planner.errors import AutoparallelError
 
-MENDABLE = ("AP801", "AP802", "AP820", "AP821")
-"""The codes of a rank that failed or died, one that hangs, and those that lost another one."""
-
-MENDABLE_EXITS = (20, 21)
-"""What processes with such an error exit with."""
+MENDABLE = ("AP801", "AP802", "AP820", "AP821", "AP826")
+"""The codes of a rank that failed or died, one that hangs, those that lost another one, and hosts
+that lost one."""
 
 
 def can_mend(error: AutoparallelError) -> bool:

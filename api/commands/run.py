@@ -191,7 +191,7 @@ def run(
     asked = RunOptions(
         clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, loss_scale=loss_scale,
         on_nan=cast("OnNan", on_nan), metrics=metrics, tensorboard=tensorboard, wandb=wandb,
-        compiled=options.compiled,
+        compiled=options.compiled, elastic=_limits(options) if elastic else None,
     )  # fmt: skip
     asked.check()
     checked_init(init)
@@ -219,6 +219,16 @@ def run(
             sources=Sources(weights, weights_partial, data, init),
             start=Start(timeout, max_restarts, hosts),
         )  # fmt: skip
+
+
+def _limits(options: PlanOptions) -> dict[str, object]:
+    """The options that hold for a plan which is made while the run goes on."""
+    return {
+        "time_limit_seconds": options.time_limit_seconds,
+        "memory_limit_bytes": options.memory_limit_bytes,
+        "profile": options.profile,
+        "database": options.database,
+    }
 
 
 @contextmanager

@@ -90,6 +90,13 @@ class Agents:
     def all_said(self) -> str:
         return "".join(self.said(number) for number in range(len(self.processes)))
 
+    def wait_for_words(self, words: str, timeout_seconds: float = 200.0) -> None:
+        """Until a host has written them to stderr."""
+        deadline = time.monotonic() + timeout_seconds
+        while words not in self.all_said():
+            assert time.monotonic() < deadline, self.all_said()
+            time.sleep(0.1)
+
     def wait_for_step(self, step: int, timeout_seconds: float = 200.0) -> None:
         """Until the metrics have this step."""
         path = self.folder / "metrics.jsonl"
@@ -242,6 +249,54 @@ def test_hosts_with_addresses_of_their_own_train_and_verify(tmp_path: Path) -> N
             hosts.start(host, "verify", "dropout_model.json", "--nnodes", "2")
         assert hosts.codes() == [0, 0], hosts.all_said()
         assert "verified: " in hosts.said(0, "out")
+
+
+SLOW = """
+import time
+from dropout_model import *
+from dropout_model import build_data as whole
+
+def build_data(rank, world, *, global_batch, seed, start):
+    for each in whole(rank, world, global_batch=global_batch, seed=seed, start=start):
+        time.sleep(0.2)
+        yield each
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(4, 1), (2, 2)])
+def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_comes_back(
+    num_hosts: int, per_host: int, tmp_path: Path
+) -> None:
+    """Four ranks, then those of one host fewer, then four; the losses are those of one plan."""
+    skip_without_spaces()
+    planned(tmp_path, f"{num_hosts}x{per_host}xcpu", Forced(dp=num_hosts * per_host, zero=1))
+    (tmp_path / "killed_model.py").write_text(SLOW)
+    steps = ("--steps", "60", "--seed", "3")
+    common = ("run", "killed_model.json", *steps, "--save", "run", "--save-every", "3", "--keep",
+              "2", "--metrics", "metrics.jsonl", "--nnodes", f"{num_hosts - 1}:{num_hosts}",
+              "--elastic", "--max-restarts", "1")  # fmt: skip
+    with host_spaces(num_hosts) as spaces, agents(tmp_path, spaces) as hosts:
+        for host in range(num_hosts):
+            hosts.start(host, *common)
+        hosts.wait_for_step(8)
+        hosts.processes[-1].kill()
+        hosts.wait_for_words("autoparallel: planning for the")
+        hosts.wait_for_words("autoparallel: the run goes on after step ")
+        hosts.wait_for_step(20)
+        del hosts.processes[-1]
+        hosts.start(num_hosts - 1, *common)
+        assert set(hosts.codes(400.0)) == {0}, hosts.all_said()
+        err = hosts.all_said()
+    fewer = (num_hosts - 1) * per_host
+    assert f"autoparallel: planning for the {num_hosts - 1} hosts that are there" in err
+    assert load_plan(tmp_path / "run" / f"plan-{fewer}.json").cluster.num_devices == fewer
+    assert load_plan(tmp_path / "run" / "plan.json").cluster.num_devices == num_hosts * per_host
+    run_command_in(tmp_path, "run", "dropout_model.json", *steps, "--metrics", "whole.jsonl")
+    found, whole = losses(tmp_path / "metrics.jsonl"), losses(tmp_path / "whole.jsonl")
+    assert len(found) == len(whole) == 60
+    assert max(abs(one - other) for one, other in zip(found, whole, strict=True)) < 1e-5
 
 
 LISTENING = """
