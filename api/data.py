@@ -36,7 +36,7 @@ class TrainingData:
         target: Target,
         *,
         seed: int,
-        progress: Callable[[str], None] = lambda what: None,
+        progress: Callable[..., None] = lambda what, waits_for=(): None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         """``progress`` is for a watchdog; ``tell`` is given a line for the user."""
@@ -59,10 +59,14 @@ class TrainingData:
 
         Raises UsageError AP118 where ``build_data`` can give no batch.
         """
+        if self._place is not None:
+            self._progress(f"loading batch {self._consumed + 1}")
         if self._batches is None:
             self._batches = self._from(self._consumed)
         inputs = next(self._batches)
         if self._count is not None:
+            source = self._trainer.runner.batches.sources[0]
+            self._progress(f"waiting for the batch of rank {source}", (source,))
             rows = self._trainer.runner.batches.rows_of(inputs) if self._place is not None else None
             told = self._count(rows)
             if rows is None:

@@ -25,6 +25,7 @@ from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
 from .parameters import StageParameter, get_by_path, make_parameter
 from .shards import placements
+from .whereabouts import BackwardPosition
 from .zero import apply_zero
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ class StageBlock(nn.Module):
         deferring: tuple[WeightGradients, int] | None = None,
         shared: Container[str] = (),
         compiler: BlockCompiler | None = None,
+        position: BackwardPosition | None = None,
     ) -> None:
         super().__init__()
-        self.name = program.name
+        self.name = self.block_name = program.name
         self.inputs = program.inputs
         self.outputs = program.outputs
         self.recompute: Recompute = program.recompute
@@ -62,6 +64,7 @@ class StageBlock(nn.Module):
         self.is_random = _is_random(program.module)
         self._deferring, self._shared_inputs = deferring, shared
         self._compiler = compiler
+        self._position = position or BackwardPosition()
         self.deferred = self._defer(program)
         self._recomputing = self._find_recomputing()
         self._compile(program.module)
@@ -99,8 +102,16 @@ class StageBlock(nn.Module):
             return tuple(graph(*inputs))
         outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
         # fully_shard hooks a block's outputs and warns of views, which may be written to.
-        return tuple(_own(o) if o._base is not None and o.requires_grad else o
-                     for o in outputs)  # fmt: skip
+        outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o
+                        for o in outputs)  # fmt: skip
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(self._begin_backward)
+                break
+        return outputs
+
+    def _begin_backward(self, _gradient: Tensor) -> None:
+        self._position.block = self.block_name
 
     def add_program(self, program: BlockProgram) -> None:
         """Have another graph, with this block's parameters; ``part`` chooses it by its number."""
@@ -194,6 +205,7 @@ class StageModule(nn.Module):
         self.zero = zero
         self.device = device if device is not None else torch.device(device_mesh.device_type)
         self.weight_gradients = WeightGradients() if splits_backward else None
+        self.backward_position = BackwardPosition()
         self.blocks = nn.ModuleList(self._make_blocks(compiler))
         self.by_name: dict[str, StageParameter] = {}
         self._is_plain = zero == 0 and not _is_split(program)
@@ -227,7 +239,9 @@ class StageModule(nn.Module):
         shared = {n for n, p in program.parameters.items() if p.shared and self.zero == 0}
         for position, block in enumerate(program.blocks):
             deferring = None if store is None else (store, position)
-            yield StageBlock(block, program.draws, deferring, shared, compiler)
+            yield StageBlock(
+                block, program.draws, deferring, shared, compiler, self.backward_position
+            )
 
     @property
     def is_fully_sharded(self) -> bool:

@@ -17,11 +17,10 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from ..planner.errors import HangError
@@ -70,6 +69,11 @@ class Position:
     def follow(self, queue: DeviceQueue) -> None:
         """From now on the process is where this device is; by default it is where its host is."""
         self._queue = queue if queue.runs_behind else None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the process is not where its host is."""
+        return self._queue is not None
 
     def tell(self, doing: Doing) -> None:
         """``doing`` is what the host is about to do, or to give to the device."""
@@ -205,10 +209,10 @@ class Watchdog:
         """Reports what the process was doing and who failed to come, and ends it; only once."""
         if not self._giving_up.acquire(blocking=False):
             return
-        doing, place = self.last, self._place()
-        why = doing.what
+        doing, place, where = self.last, *self._place()
+        why = ", ".join(part for part in (doing.what, where) if part)
         if self.ranks is not None:
-            why += f"; {self.ranks.blame(Note(self.ranks.rank, doing.what, doing.waits_for))}"
+            why += f"; {self.ranks.blame(Note(self.ranks.rank, why, doing.waits_for))}"
         error = HangError(
             code, f"{self._name} {what}", why=why, where=place,
             fix="check which rank is late, and why"
@@ -219,10 +223,20 @@ class Watchdog:
         self._report(error)
         self._end(HangError.exit_code)
 
-    def _place(self) -> str:
-        """Where the main thread is: ``file:line in function``."""
+    def _place(self) -> tuple[str, str]:
+        """Where the main thread is: ``file:line in function``, and in which block and collective.
+
+        The latter is that of a host, and says nothing where a device is behind it.
+        """
         frame = sys._current_frames().get(self._watched or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        if not stack:
-            return ""
-        return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
+        module = sys.modules.get(f"{__package__}.whereabouts")  # with torch; not imported here
+        if module is None or self._position.is_behind:
+            return place_of(frame), ""
+        return place_of(frame), module.whereabouts(frame)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """``file:line in function``; "" where there is no frame."""
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
