@@ -8,8 +8,9 @@ does a plan whose sums are all of that kind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
 
 import numpy as np
 
@@ -36,50 +37,59 @@ Place = tuple[Group, tuple[int, ...]]
 PART_BYTES = (32_000_000, 8_000_000, 2_000_000, 500_000)
 """The largest sums that are tried under "priority"."""
 
+MOST_PARTS = 256
+"""Of a step's sums under "priority", besides one per block: larger models have larger parts."""
+
 LEAST_GAIN = 0.02
 """Of a step, for which "priority" is chosen: each part of a sum costs the host time, too."""
 
 
-def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:
-    """The plan with its sums in backward order, each by the cheapest algorithm, or by the one that
-    is given. Raises UsageError AP196 where that one cannot run a sum."""
-    stages = []
-    for index, stage in enumerate(plan.stages):
-        sums: tuple[GradientSum, ...] = ()
-        if stage.zero == 0:
-            held = held_gradients(graph, blocks, plan, index)
-            sums = tuple(
-                _sum(plan, stage, number, bucket, algorithm)
-                for number, bucket in enumerate(make_buckets(held))
+@dataclass
+class SumPrices:
+    """Prices of a stage's sums. ``places`` are its groups along each axis, one of each kind."""
+
+    places: Mapping[str, Sequence[Place]]
+    _known: dict[tuple[str, int, tuple[str, ...]], float] = field(default_factory=dict)
+    _best: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(cluster: Cluster, stage: StagePlan) -> SumPrices:
+        found: dict[str, dict[Place, None]] = {}
+        for axis, name in enumerate(stage.mesh.axes):
+            found[name] = {}
+            for members in stage.mesh.groups(axis) if stage.mesh.shape[axis] > 1 else ():
+                ranks = [stage.devices[index] for index in members]
+                found[name][group_of(cluster, ranks), hosts_of(cluster, ranks)] = None
+        return SumPrices({name: tuple(own) for name, own in found.items()})
+
+    def seconds(self, algorithm: str, own: GradientSum) -> float:
+        """Seconds of a sum by an algorithm, over its axes in turn."""
+        key = algorithm, own.num_bytes, own.axes
+        if key not in self._known:
+            self._known[key] = sum(
+                max(
+                    all_reduce_seconds(algorithm, own.num_bytes, *place)
+                    for place in self.places[name]
+                )
+                for name in own.axes
             )
-        stages.append(replace(stage, gradient_sums=sums))
-    return replace(plan, stages=tuple(stages), gradient_order="backward")
+        return self._known[key]
 
+    def best(self, num_bytes: int, axes: tuple[str, ...]) -> str:
+        """The cheapest algorithm, if it is the same for all groups; else the library's."""
+        key = num_bytes, axes
+        if key not in self._best:
+            places = (place for name in axes for place in self.places[name])
+            names = {best_all_reduce(num_bytes, *place) for place in places}
+            self._best[key] = names.pop() if len(names) == 1 else LIBRARY
+        return self._best[key]
 
-def _sum(
-    plan: Plan,
-    stage: StagePlan,
-    number: int,
-    bucket: BucketContents,
-    algorithm: str | None,
-    part: tuple[int, int] = (0, 1),
-) -> GradientSum:
-    cluster, precision = plan.cluster, plan.model.precision
-    axes = tuple(stage.mesh.axes[axis] for axis in bucket.axes)
-    places = [place for axis in bucket.axes for place in _places(cluster, stage, axis)]
-    num_bytes = -(-bucket.numel // part[1]) * master_bytes(precision)
-    if algorithm is None:
-        best = {best_all_reduce(num_bytes, *place) for place in places}
-        algorithm = best.pop() if len(best) == 1 else LIBRARY
-    else:
-        _check_known(algorithm, places)
-    return GradientSum(number, bucket.block, num_bytes, axes, algorithm, *part)
-
-
-def _check_known(algorithm: str, places: Sequence[Place]) -> None:
-    for group, hosts in places:
-        known = algorithms_of(group, hosts)
-        if algorithm not in known:
+    def check(self, algorithm: str, axes: tuple[str, ...]) -> None:
+        """Raises UsageError AP196 where an algorithm cannot run a sum over these axes."""
+        for group, hosts in (place for name in axes for place in self.places[name]):
+            known = algorithms_of(group, hosts)
+            if algorithm in known:
+                continue
             on = "+".join(map(str, hosts))
             why = (
                 "NCCL chooses the algorithm of each of its all-reduces itself"
@@ -92,22 +102,39 @@ def _check_known(algorithm: str, places: Sequence[Place]) -> None:
             )  # fmt: skip
 
 
-def _places(cluster: Cluster, stage: StagePlan, axis: int) -> list[Place]:
-    """The groups of a stage along a mesh axis, one of each kind."""
-    found: dict[Place, None] = {}
-    for members in stage.mesh.groups(axis):
-        ranks = [stage.devices[index] for index in members]
-        found[group_of(cluster, ranks), hosts_of(cluster, ranks)] = None
-    return list(found)
+def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:
+    """The plan with its sums in backward order, each by the cheapest algorithm, or by the one that
+    is given. Raises UsageError AP196 where that one cannot run a sum."""
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        sums: tuple[GradientSum, ...] = ()
+        if stage.zero == 0:
+            prices = SumPrices.of(plan.cluster, stage)
+            buckets = make_buckets(held_gradients(graph, blocks, plan, index))
+            sums = tuple(
+                _sum(plan, stage, prices, number, bucket, algorithm)
+                for number, bucket in enumerate(buckets)
+            )
+        stages.append(replace(stage, gradient_sums=sums))
+    return replace(plan, stages=tuple(stages), gradient_order="backward")
 
 
-def sum_seconds(cluster: Cluster, stage: StagePlan, own: GradientSum, algorithm: str) -> float:
-    """Seconds of a sum of a stage by an algorithm, over its axes in turn."""
-    total = 0.0
-    for name in own.axes:
-        places = _places(cluster, stage, stage.mesh.axes.index(name))
-        total += max(all_reduce_seconds(algorithm, own.num_bytes, *place) for place in places)
-    return total
+def _sum(
+    plan: Plan,
+    stage: StagePlan,
+    prices: SumPrices,
+    number: int,
+    bucket: BucketContents,
+    algorithm: str | None,
+    part: tuple[int, int] = (0, 1),
+) -> GradientSum:
+    axes = tuple(stage.mesh.axes[axis] for axis in bucket.axes)
+    num_bytes = -(-bucket.numel // part[1]) * master_bytes(plan.model.precision)
+    if algorithm is None:
+        algorithm = prices.best(num_bytes, axes)
+    else:
+        prices.check(algorithm, axes)
+    return GradientSum(number, bucket.block, num_bytes, axes, algorithm, *part)
 
 
 def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> StageCost:
@@ -116,8 +143,9 @@ def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> Sta
     sums = stage.gradient_sums
     if all(own.algorithm == LIBRARY for own in sums):
         return cost
-    library = sum(sum_seconds(cluster, stage, own, LIBRARY) for own in sums)
-    named = sum(sum_seconds(cluster, stage, own, own.algorithm) for own in sums)
+    prices = SumPrices.of(cluster, stage)
+    library = sum(prices.seconds(LIBRARY, own) for own in sums)
+    named = sum(prices.seconds(own.algorithm, own) for own in sums)
     if named == library:
         return cost
     factor = np.ones(len(Resource))
@@ -164,14 +192,15 @@ def with_priority(
     """The plan with its sums in the order in which the next forward needs them, in parts of the
     best size. ``cost`` is that of its only stage; ``why_not_priority`` must be empty."""
     (stage,) = plan.stages
+    prices, size = SumPrices.of(plan.cluster, stage), master_bytes(plan.model.precision)
     contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
-    size = master_bytes(plan.model.precision)
+    least = sum(bucket.numel for bucket in contents) * size / MOST_PARTS
     found = []
     for limit in PART_BYTES:
         sums = [
-            _sum(plan, stage, number, bucket, algorithm, (part, num_parts))
+            _sum(plan, stage, prices, number, bucket, algorithm, (part, num_parts))
             for number, bucket in enumerate(contents)
-            for num_parts in [-(-bucket.numel * size // limit)]
+            for num_parts in [ceil(bucket.numel * size / max(limit, least))]
             for part in range(num_parts)
         ]
         order = priority_order(_blocks(plan, cost), _priced(plan, cost, sums))
@@ -203,18 +232,11 @@ def order_gain(plan: Plan, cost: StageCost) -> float:
 def _priced(plan: Plan, cost: StageCost, sums: Sequence[GradientSum]) -> list[SumSeconds]:
     """Seconds of each sum. If the stage's were measured, all are as much longer as the whole
     buckets are, by the library."""
-    (stage,) = plan.stages
-    whole = {own.bucket: own for own in sums}
-    library = sum(
-        sum_seconds(plan.cluster, stage, replace(own, num_bytes=own.num_bytes * own.num_parts),
-                    LIBRARY)
-        for own in whole.values()
-    )  # fmt: skip
+    prices = SumPrices.of(plan.cluster, plan.stages[0])
+    whole = {own.bucket: replace(own, num_bytes=own.num_bytes * own.num_parts) for own in sums}
+    library = sum(prices.seconds(LIBRARY, own) for own in whole.values())
     factor = cost.seconds.gradient_sync / library
-    return [
-        SumSeconds(own.block, factor * sum_seconds(plan.cluster, stage, own, own.algorithm))
-        for own in sums
-    ]
+    return [SumSeconds(own.block, factor * prices.seconds(own.algorithm, own)) for own in sums]
 
 
 def _blocks(plan: Plan, cost: StageCost) -> BlockSeconds:
