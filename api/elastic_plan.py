@@ -18,6 +18,7 @@ from autoparallel.planner.errors import AutoparallelError, WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_on
+from autoparallel.progress import Observe
 from autoparallel.runtime.membership import num_processes
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.shared import Pulse
@@ -38,10 +39,12 @@ def plan_for_ranks(
         return plan
     pulse = Pulse(worker.watchdog.progress)
 
-    def on_rank_0() -> tuple[str, AutoparallelError | None]:
+    def observe(phase: str, done: float, total: float) -> None:
         pulse.tell(f"planning for {worker.world_size} ranks")
+
+    def on_rank_0() -> tuple[str, AutoparallelError | None]:
         try:
-            return dumps(_planned(plan, target, worker.world_size, limits, folder)), None
+            return dumps(_planned(plan, target, worker.world_size, limits, folder, observe)), None
         except AutoparallelError as error:
             return "", _no_plan(plan, worker.world_size, error)
 
@@ -52,7 +55,12 @@ def plan_for_ranks(
 
 
 def _planned(
-    plan: Plan, target: Target, num_ranks: int, limits: Mapping[str, Any], folder: str | None
+    plan: Plan,
+    target: Target,
+    num_ranks: int,
+    limits: Mapping[str, Any],
+    folder: str | None,
+    observe: Observe,
 ) -> Plan:
     cluster = first_hosts(plan.cluster, num_ranks // plan.cluster.hosts[0].num_devices)
     path = None if folder is None else Path(folder) / f"plan-{num_ranks}.json"
@@ -67,7 +75,7 @@ def _planned(
         compiled=plan.compiled, **limits,
     )  # fmt: skip
     sys.stderr.write(f"autoparallel: planning for the {len(cluster.hosts)} hosts that are there\n")
-    found = plan_on(target, cluster, options)
+    found = plan_on(target, cluster, options, observe)
     if num_processes(found) != num_ranks:
         raise WorkerError("AP824", f"the plan uses only {num_processes(found)} of them")
     found = replace(found, model=model)

@@ -43,6 +43,7 @@ CONNECTION_LOST = (
 )  # fmt: skip
 
 
+# A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
 CONSEQUENCES = ("AP820", "AP821")
 """The codes of a rank that ends because another one has failed."""
 
@@ -133,7 +134,8 @@ def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
     Either way the other ranks are told.
     """
     ranks, doing = worker.watchdog.ranks, worker.watchdog.last
-    is_consequence = error.code == "AP801" and any(sign in error.what for sign in CONNECTION_LOST)
+    told = f"{error.what} {error.why if error.code == 'AP886' else ''}"
+    is_consequence = error.code in ("AP801", "AP886") and any(x in told for x in CONNECTION_LOST)
     if ranks is None:
         return error
     if not is_consequence:

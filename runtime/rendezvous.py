@@ -17,7 +17,7 @@ from typing import Any
 from ..planner.errors import MachineError, UsageError
 
 RUN = "autoparallel"
-READ_SECONDS = 30.0
+READ_SECONDS = 60.0
 """How long the store may take to answer."""
 LAST_CALL_SECONDS = 5.0
 """How long hosts wait for more of them when the least number is there."""

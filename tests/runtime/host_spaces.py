@@ -11,10 +11,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 SUBNET = "10.79.0"
+FILES = Path("/etc/netns")
+"""Where ``ip netns exec`` finds the files of a namespace that stand for those of /etc."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ def host_spaces(number: int) -> Iterator[list[HostSpace]]:
         _ip("-n", name, "link", "set", "br0", "up")
         for n, host in enumerate(hosts):
             _ip("netns", "add", host.space)
+            _names(host, hosts)
             _ip("link", "add", "e0", "netns", host.space, "type", "veth",
                 "peer", "name", f"h{n}", "netns", name)  # fmt: skip
             _ip("-n", name, "link", "set", f"h{n}", "master", "br0", "up")
@@ -54,6 +58,16 @@ def host_spaces(number: int) -> Iterator[list[HostSpace]]:
     finally:
         for space in (*(host.space for host in hosts), name):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            shutil.rmtree(FILES / space, ignore_errors=True)
+
+
+def _names(host: HostSpace, hosts: list[HostSpace]) -> None:
+    """The hosts know each other's names; for others there is nobody to ask, which takes no time."""
+    folder = FILES / host.space
+    folder.mkdir(parents=True)
+    (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+    lines = [f"{each.address} {each.space}" for each in hosts]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
 
 def why_not() -> str:

@@ -139,6 +139,39 @@ def check_kills(
         del left[:used]
 
 
+def dies_in_its_second_save(worker: Worker, **arguments: Any) -> Any:
+    """Trains; rank 1 of the first attempt is killed when it has written its files."""
+    from autoparallel.runtime import checkpoint_writer
+    from autoparallel.worker import train
+
+    write, saves = checkpoint_writer._write_tensors, []
+
+    def written(tensors: Any, folder: Path, group: Any) -> None:
+        saves.append(folder)
+        if worker.restarts == 0 and worker.rank == 1 and len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(tensors, folder, group)
+
+    checkpoint_writer._write_tensors = written
+    return train(worker, **arguments)
+
+
+def test_a_rank_lost_while_a_checkpoint_is_written_is_no_full_disk(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch(
+        f"{Path(__file__).stem}:dies_in_its_second_save",
+        {"plan_path": str(plan_for(tmp_path, EXECUTORS["dp"])), "steps": 3, "seed": 3,
+         "saving": asdict(Saving(str(tmp_path / "run"), every=1))},
+        num_processes=2, environment=ALONE, max_restarts=1,
+    )  # fmt: skip
+    err = capfd.readouterr().err
+    assert "error[AP801]: rank 1 of 2 died" in err
+    assert "AP886" not in err
+    assert "autoparallel: the run goes on after step 1, from " in err
+    assert [path.name[-1] for path in complete_checkpoints(tmp_path / "run")] == ["1", "2", "3"]
+
+
 def test_a_restart_passes_over_checkpoints_of_an_earlier_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
