@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret
+.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret soak
 
 check: lint types test
 
@@ -63,3 +63,7 @@ gpu:
 # benchmarks/regret/README.md.
 regret:
 	$(PYTHON) benchmarks/regret/run.py --page benchmarks/regret/README.md --json benchmarks/regret/results.json
+
+# Does a long run grow in memory, open files or threads? MINUTES, by default 60.
+soak:
+	$(PYTHON) benchmarks/soak/run.py --minutes $(or $(MINUTES),60)

@@ -7,8 +7,9 @@ numbers, and in this order the first that is found is named:
 1. a parameter that is not finite before the forward;
 2. an input of the batch that is not;
 3. the first block, in the order of the graph, with an output that is not (masks, through which
-   no gradient flows, may hold infinities);
-4. the parameter whose gradient is not, the last one in the graph: the backward comes to it first.
+   no gradient flows, may hold infinities), and of its ops the first that made such a value;
+4. the parameter whose gradient is not, the last one in the graph: the backward comes to it first;
+   and the op in whose backward the first gradient of an op's result was not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ..planner.errors import AutoparallelError, RunError
+from .op_check import OpCheck
 from .shared import gather_values
+from .stage import StageBlock, StageModule
 
 if TYPE_CHECKING:
     from .batch_runner import BatchRunner
@@ -147,22 +150,49 @@ def _places(runner: BatchRunner, batch: Mapping[str, Tensor]) -> list[Place]:
             if not is_finite(parameter.local):
                 places.append(_of_parameter(WEIGHT, runner, index, parameter))
         blocks |= {f"{index} {block.name}": block for block in stage.blocks}
+    checks = {index: _op_check(stage) for index, stage in runner.model.stages.items()}
 
     def look(key: str, outputs: Any) -> None:
         if bad_outputs(outputs):
             index, _, name = key.partition(" ")
             microbatch = runner.model.stages[int(index)].program.draws.microbatch
             where = f"stage {index}, rank {runner.model.rank}, micro-batch {microbatch}"
-            what = f"the output of block {name}"
+            made = checks[int(index)].forward
+            what = f"the output of block {name}" + (f", made by {made.op}," if made else "")
             places.append(Place(OUTPUT, position[name], microbatch, what, where))
+        checks[int(key.partition(" ")[0])].begin()
 
-    with watching(blocks, look):
+    with watching(blocks, look), ExitStack() as stack:
+        for index, stage in runner.model.stages.items():
+            stack.enter_context(op_by_op(stage, checks[index]))
         runner.backward(batch)
     for index, stage in runner.model.stages.items():
         for parameter in stage.by_name.values():
             if not is_finite(parameter.gradient):
-                places.append(_of_parameter(GRADIENT, runner, index, parameter))
+                place = _of_parameter(GRADIENT, runner, index, parameter)
+                if (made := checks[index].backward) is not None:
+                    where = f"{place.where}, micro-batch {made.microbatch}"
+                    what = f"{place.what}, after the backward of {made.op},"
+                    place = place._replace(what=what, where=where)
+                places.append(place)
     return places
+
+
+def _op_check(stage: StageModule) -> OpCheck:
+    return OpCheck(lambda: stage.program.draws.microbatch)
+
+
+@contextmanager
+def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
+    """While inside, the blocks of ``stage`` run op by op and ``check`` sees each."""
+    kept = [(block, list(block.graphs)) for block in stage.blocks if isinstance(block, StageBlock)]
+    for block, graphs in kept:
+        block.graphs[:] = map(check.checked, graphs)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for block, graphs in kept:
+            block.graphs[:] = graphs
 
 
 def _of_parameter(kind: int, runner: BatchRunner, index: int, parameter: StageParameter) -> Place:

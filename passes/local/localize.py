@@ -33,6 +33,9 @@ from ..ops.torch_ops import returns_several
 from .local_ops import local_call
 from .replayed import Replayed
 
+MADE_BY = "made by"
+"""The key, in the ``meta`` of a local op, of the graph's node that it stands for."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockInterface:
@@ -166,6 +169,7 @@ def _localize_node(
     result = body.create_node(
         "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
     )
+    result.meta[MADE_BY] = node
     results = [result]
     scale = 0 if _sums_no_rows(layout, rank) else call.scale
     if scale != 1.0:

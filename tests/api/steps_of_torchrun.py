@@ -208,6 +208,7 @@ def check_stopped(net: nn.Module, parallelized: Callable[[nn.Module], nn.Module]
     assert "layers.2" in error.what
     is_parallel = isinstance(model, autoparallel.ParallelModule)
     assert ("rank" in error.where and "micro-batch" in error.where) == is_parallel
+    assert ("made by aten." in error.what and "steps_of_torchrun.py:" in error.what) == is_parallel
     check_weights(model, net)
 
 
