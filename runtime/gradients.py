@@ -28,7 +28,7 @@ from ..cost_model.all_reduce import LIBRARY
 from ..cost_model.cluster import Cluster
 from ..planner.errors import PlanError
 from ..planner.gradient_buckets import HeldGradient, make_buckets
-from ..planner.plan import GradientSum
+from ..planner.plan import GradientSum, Plan, StagePlan
 from .all_reduces import AllReduces
 from .parameters import StageParameter, attach_gradient_hook
 
@@ -54,6 +54,13 @@ class PlannedSums:
     sums: tuple[GradientSum, ...] = ()
     cluster: Cluster | None = None
     in_order: bool = False
+
+    @staticmethod
+    def of(plan: Plan, stage: StagePlan) -> PlannedSums:
+        """Those of a stage. A plan for GPUs names what NCCL is taken to choose: NCCL runs all."""
+        if any(host.device.kind != "cpu" for host in plan.cluster.hosts):
+            return PlannedSums()
+        return PlannedSums(stage.gradient_sums, plan.cluster, plan.gradient_order == "priority")
 
 
 @dataclass(eq=False)
@@ -165,9 +172,7 @@ class GradientReducer:
 
     def _is_on_gloo(self, axes: Sequence[int]) -> bool:
         groups = [self.device_mesh.get_group(axis) for axis in axes]
-        return self.device_mesh.device_type == "cpu" and all(
-            dist.get_backend(group) == "gloo" for group in groups
-        )
+        return all(dist.get_backend(group) == "gloo" for group in groups)
 
     def attach(self, parameters: Iterable[StageParameter]) -> None:
         """Watch the gradients come that are to be reduced, or moved into the master dtype."""

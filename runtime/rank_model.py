@@ -101,13 +101,10 @@ class RankModel:
         if schedule.is_asynchronous:
             versions = WeightVersions(stage.by_name.values(), schedule, index)
         parts = tuple(range(len(self.planned.slices)))
-        planned = placed_stages(self.plan)[index]
+        sums = PlannedSums.of(self.plan, placed_stages(self.plan)[index])
         return StageExecutor(
             stage, _stage_variant(self.planned, index, parts), self._constants,
-            seed=seed, versions=versions,
-            sums=PlannedSums(
-                planned.gradient_sums, self.plan.cluster, self.plan.gradient_order == "priority"
-            ),
+            seed=seed, versions=versions, sums=sums,
         )  # fmt: skip
 
     def _constants(self, microbatch_size: int, stage: StageProgram) -> Constants:

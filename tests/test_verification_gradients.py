@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from processes import run_processes
 from test_verification import planned, verify_all
+
+from autoparallel.planner.plan_file import loads
+from autoparallel.runtime.gradients import PlannedSums
 
 FOUR = (
     "dp=4,allreduce=tree",
@@ -19,3 +24,14 @@ def test_gradients_of_every_algorithm_and_order_equal_one_devices() -> None:
     plans.append(("gpt-tied", planned("gpt-tied", FOUR[-1])))
     found = run_processes(4, verify_all, plans)[0]
     assert [each.passed for each in found] == [True] * len(plans), found
+
+
+def test_a_plan_for_gpus_leaves_its_algorithms_to_the_library() -> None:
+    """NCCL's names are no tables: on CPUs, too, such a plan runs by the library."""
+    plan = loads(planned("gpt", "dp=2,zero=0"))
+    (host,) = plan.cluster.hosts
+    device = replace(host.device, kind="cuda")
+    cluster = replace(plan.cluster, hosts=(replace(host, device=device),))
+    (stage,) = plan.stages
+    assert PlannedSums.of(plan, stage).sums == stage.gradient_sums != ()
+    assert PlannedSums.of(replace(plan, cluster=cluster), stage) == PlannedSums()
