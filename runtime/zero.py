@@ -105,7 +105,8 @@ class AsyncReduceScatter:
     """
 
     pending: PendingReductions
-    parameters: tuple[StageParameter, ...]
+    parameters: tuple[StageParameter, ...] = ()
+    is_async: bool = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for an input or output; only one reduction's is held at a time."""
@@ -120,13 +121,13 @@ class AsyncReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``."""
+        """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``: a sum."""
         masters = [parameter.master for parameter in self.parameters]
         has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in masters)
-        if has_hooks:
-            reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+        if has_hooks or not self.is_async:
+            reduce_scatter(output_tensor, input_tensor, group=group)
             return
-        work = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        work = reduce_scatter(output_tensor, input_tensor, group=group, async_op=True)
         gradients = tuple(
             (parameter, parameter.master.grad)
             for parameter in self.parameters
@@ -169,9 +170,9 @@ def apply_zero(stage: StageModule, precision: Precision) -> PendingReductions | 
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
-        if stage.device.type == "cpu" and ASYNC_ON_CPU:
+        if stage.device.type == "cpu":
             owned = tuple(p for p in sharded if _owner(stage, p) in modules)
-            reduces = AsyncReduceScatter(pending, owned)
+            reduces = AsyncReduceScatter(pending, owned, is_async=ASYNC_ON_CPU)
             wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
     if stage.device.type != "cpu" or ASYNC_ON_CPU:
         _gather_ahead(stage)
@@ -253,6 +254,17 @@ def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
     for state in states:
         if state._fsdp_param_group is not None:
             yield state._fsdp_param_group
+
+
+def unsharded(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each sharded parameter's gathered copy, which has no memory while it is not gathered, and
+    the whole gradient that has been summed so far where ZeRO does not split it yet."""
+    for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                summed = parameter.unsharded_accumulated_grad
+                whole = parameter._unsharded_param
+                yield whole, whole.grad if summed is None else summed
 
 
 def begin_step(stage: StageModule) -> None:
