@@ -8,10 +8,11 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
+from ..cost_model.memory import GradientDtype, StateOptions
 from ..cost_model.tf32 import has_tf32
 from .layout import Mesh, NodeLayout
 
-SCHEMA = 5
+SCHEMA = 6
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -19,12 +20,15 @@ Float32Ops = Literal["autocast", "none"]
 """The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
 
 
+Offload = Literal["none", "optimizer"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What was planned: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
 
     ``seq`` is None where the model has no such dimension. ``float32_ops`` is "none" where the
-    precision is no half precision.
+    precision is no half precision. ``gradient_dtype``: what gradients are summed and held in.
     """
 
     target: str
@@ -36,6 +40,7 @@ class ModelInfo:
     precision: Precision
     optimizer: str
     float32_ops: Float32Ops = "none"
+    gradient_dtype: GradientDtype = "master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +219,8 @@ class Plan:
     rank spends on the whole of each. ``unsharded_ops`` says which ops run whole because an
     axis does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
     ``slices`` are the lengths of the slices that sequences are cut into, where they are.
-    ``compiled``: blocks are priced, and run, compiled.
+    ``compiled``: blocks are priced, and run, compiled. ``offload``: what the host's memory holds
+    besides: masters and states of the optimizer, which then steps on the host.
     """
 
     model: ModelInfo
@@ -233,7 +239,13 @@ class Plan:
     goal: GoalReport | None = None
     slices: tuple[int, ...] = ()
     compiled: bool = False
+    offload: Offload = "none"
     schema: int = SCHEMA
+
+    @property
+    def states(self) -> StateOptions:
+        """How states are held."""
+        return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
 
     @property
     def microbatch_size(self) -> int:

@@ -123,7 +123,8 @@ class StageExecutor:
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
         weights in the middle of a step and compute with ``versions`` of them. Gradients are
         those of the loss times ``loss_scale``; while ``keeps_gradients`` a step adds its own to
-        those that are there, which no ``finish_step`` may have completed.
+        those that are there, which no ``finish_step`` may have completed. With ``publishes_later``
+        the caller publishes the gradients that the optimizer gets as copies (``PartedUpdate``).
         """
         self.stage = stage
         self.versions = versions
@@ -131,6 +132,7 @@ class StageExecutor:
         self.steps_begun = 0
         self.loss_scale: Tensor | float = 1.0
         self.keeps_gradients = False
+        self.publishes_later = False
         self.parameters = stage.by_name
         self._read_constants = read_constants
         self._constants_of: dict[int, Constants] = {}
@@ -202,7 +204,8 @@ class StageExecutor:
         if not self.keeps_gradients:
             begin_step(self.stage)
             for parameter in self.parameters.values():
-                parameter.refresh()
+                if parameter.is_stale or not (self.publishes_later and parameter.formats.offloads):
+                    parameter.refresh()
         if self.versions is not None:
             self.versions.begin()
 
@@ -388,7 +391,8 @@ class StageExecutor:
         if not self._in_flight:
             self.stage.keep_buffers()
         for parameter in self.parameters.values():
-            parameter.publish()
+            if not (self.publishes_later and parameter.casts_gradient):
+                parameter.publish()
 
     def update(self, step: Callable[[], None]) -> None:
         """Run the optimizer's ``step`` in the middle of a step, after ``finish_step``.

@@ -99,10 +99,11 @@ def held_by(trainer: Trainer) -> Tensors:
     for parameter in trainer.model.all_parameters():
         is_own = parameter.leaf is None or parameter.has_copy
         found["master" if is_own else "parameters"].append(parameter.local)
-        found["parameters"] += [parameter.leaf] if parameter.leaf is not None else []
+        copies = (parameter.leaf, parameter.shard)
+        found["parameters"] += [local_tensor(each.detach()) for each in copies if each is not None]
         gradients = [
             parameter.gradient,
-            parameter.leaf.grad if parameter.leaf is not None else None,
+            None if parameter.held.grad is None else local_tensor(parameter.held.grad),
         ]
         found["gradients"] += [each for each in gradients if each is not None]
     for states in trainer.optimizer.state.values():
@@ -119,10 +120,11 @@ def states_of(trainer: Trainer) -> dict[str, int]:
     optimizer steps, ``gradients`` also those that ZeRO 1 has yet to split. Memory counts once. A
     reduce-scatter that is under way is waited for.
     """
-    tensors = {name: list(found) for name, found in held_by(trainer).items()}
     for stage in trainer.model.stages.values():
         if stage.reductions is not None:
             stage.reductions.finish()
+    tensors = {name: list(found) for name, found in held_by(trainer).items()}
+    for stage in trainer.model.stages.values():
         for whole, gradient in unsharded(stage):
             tensors["parameters"].append(whole)
             tensors["gradients"] += [] if gradient is None else [gradient]

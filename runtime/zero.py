@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..passes.ops.collectives import local_tensor
-from ..planner.plan import Precision
 from .communicator import reduce_scatter
 from .mesh import DATA_AXIS
-from .parameters import COMPUTE_DTYPES, MASTER_DTYPES, StageParameter
+from .parameters import Formats, StageParameter, on_host
 
 if TYPE_CHECKING:
     from .stage import StageModule
@@ -65,6 +65,20 @@ class _Reduction:
     work: Any
     tensors: tuple[Tensor, Tensor]
     gradients: tuple[tuple[StageParameter, Tensor], ...]
+    apart: tuple[StageParameter, ...]
+
+    def take(self, parameter: StageParameter) -> None:
+        """Sum a gradient apart: in the dtype that it was reduced in.
+
+        ``fully_shard`` has made it a view of a cast of the output, before that had its values.
+        """
+        gradient = parameter.held.grad
+        if gradient is None:
+            return
+        view = local_tensor(gradient)
+        values = torch.as_strided(self.tensors[0], view.shape, view.stride(), view.storage_offset())
+        parameter.add_gradient(values)
+        parameter.held.grad = None
 
 
 class PendingReductions:
@@ -85,10 +99,12 @@ class PendingReductions:
             return
         reduction.work.wait()
         with torch.no_grad():
+            for parameter in reduction.apart:
+                reduction.take(parameter)
             for parameter, gradient in reduction.gradients:
                 if parameter.gradient is not None:
                     local_tensor(gradient).add_(parameter.gradient)
-                parameter.master.grad = gradient
+                parameter.held.grad = gradient
 
     def forget(self) -> None:
         """Leave a reduce-scatter whose result nobody wants, as after an error."""
@@ -122,23 +138,26 @@ class AsyncReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``: a sum."""
-        masters = [parameter.master for parameter in self.parameters]
-        has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in masters)
-        if has_hooks or not self.is_async:
-            reduce_scatter(output_tensor, input_tensor, group=group)
-            return
+        held = [parameter.held for parameter in self.parameters]
+        has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in held)
+        apart = tuple(parameter for parameter in self.parameters if parameter.sums_apart)
         work = reduce_scatter(output_tensor, input_tensor, group=group, async_op=True)
+        if has_hooks or not self.is_async:
+            work.wait()
+            if not apart:
+                return
         gradients = tuple(
-            (parameter, parameter.master.grad)
+            (parameter, parameter.held.grad)
             for parameter in self.parameters
-            if parameter.master.grad is not None
+            if parameter.held.grad is not None
         )
         for parameter, _ in gradients:
-            parameter.master.grad = None
-        self.pending.start(_Reduction(work, (output_tensor, input_tensor), gradients))
+            parameter.held.grad = None
+        tensors = output_tensor, input_tensor
+        self.pending.start(_Reduction(work, tensors, gradients, apart))
 
 
-def apply_zero(stage: StageModule, precision: Precision) -> PendingReductions | None:
+def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None:
     """Shard the stage's parameters over axis ``dp``, in place, block by block.
 
     Afterwards each sharded parameter's master is its shard, in uninitialized memory on the
@@ -148,10 +167,9 @@ def apply_zero(stage: StageModule, precision: Precision) -> PendingReductions | 
     if not sharded:
         return None
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
-    if compute != master:
+    if formats.compute != formats.master:
         policy = MixedPrecisionPolicy(
-            param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False
+            param_dtype=formats.compute, reduce_dtype=formats.gradient, cast_forward_inputs=False
         )
     ignored = {parameter.leaf for parameter in stage.by_name.values() if parameter.leaf is not None}
     groups = _groups(stage, sharded)
@@ -241,7 +259,21 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
     memory = torch.empty_like(meta, device=stage.device)
     master = nn.Parameter(memory, requires_grad=meta.requires_grad)
     holder.register_parameter(attribute, master)
-    parameter.master = master
+    if parameter.formats.offloads:
+        parameter.shard = master
+        held = on_host(master, parameter.formats.master)
+        parameter.master = nn.Parameter(held, requires_grad=meta.requires_grad)
+    else:
+        parameter.master = master
+    if parameter.sums_apart and meta.requires_grad and stage.device.type != "cpu":
+        master.register_post_accumulate_grad_hook(partial(_take, parameter))  # type: ignore[no-untyped-call]
+
+
+def _take(parameter: StageParameter, held: Tensor) -> None:
+    """Move what ``fully_shard`` has reduced to where gradients are summed."""
+    if held.grad is not None:
+        parameter.add_gradient(local_tensor(held.grad))
+        held.grad = None
 
 
 def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
