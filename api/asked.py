@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
+from autoparallel.cost_model.memory import GradientDtype
 from autoparallel.cost_model.tf32 import Tf32
 from autoparallel.options import (
     parse_deadline,
@@ -43,6 +44,7 @@ class SearchOptions(TypedDict, total=False):
     micro_batch: int | None
     precision: Precision
     float32_ops: Float32Ops
+    gradient_dtype: GradientDtype
     tf32: Tf32 | None
     compile: bool | None
     optimizer: str
@@ -83,6 +85,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         micro_batch=asked.get("micro_batch"),
         precision=asked.get("precision", "fp32"),
         float32_ops=asked.get("float32_ops", "autocast"),
+        gradient_dtype=asked.get("gradient_dtype", "master"),
         tf32=asked.get("tf32"),
         compiled=asked.get("compile"),
         optimizer=asked.get("optimizer", "adamw"),

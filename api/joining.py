@@ -98,9 +98,16 @@ def join_training(
     plan = as_asked(plan, options.compiled, rank=rank)
     tell_difference(plan, rank)
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
+    if plan.offload != "none":
+        raise UsageError(
+            "AP192", f"the plan offloads the {plan.offload}, which scripts cannot run",
+            why="a script and its evaluation read parameters on the device",
+            fix='parallelize(..., deny="offload"), or train by autoparallel run',
+        )  # fmt: skip
     trainer = Trainer(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets
     )
+    trainer.runner.publish_later(False)
     if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)
     return trainer

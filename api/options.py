@@ -9,9 +9,10 @@ import ast
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Offload
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
 from autoparallel.planner.requests.request import ALL_REDUCES, FORCED_SCHEDULES, Forced
 
@@ -25,7 +26,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 DEGREES = (
     "dp", "tp", "pp", "cp", "ep", "zero", "recompute", "schedule", "microbatches", "chunks",
-    "slices", "allreduce", "gradients",
+    "slices", "allreduce", "gradients", "offload",
 )  # fmt: skip
 """What ``--parallel`` can force."""
 
@@ -104,7 +105,7 @@ def parse_parallel(text: str | None) -> Forced:
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     choices = {
         "recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES, "allreduce": ALL_REDUCES,
-        "gradients": ("backward", "priority"),
+        "gradients": ("backward", "priority"), "offload": get_args(Offload),
     }.get(name)  # fmt: skip
     if choices is not None:
         if value not in choices:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.collection import rare_collections
+from autoparallel.cost_model.memory import GradientDtype
 from autoparallel.cost_model.tf32 import FAMILIES, Tf32
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.intra_op.pulp_solver import find_solver
@@ -72,6 +73,7 @@ class PlanOptions:
     micro_batch: int | None = None
     precision: Precision = "fp32"
     float32_ops: Float32Ops = "autocast"
+    gradient_dtype: GradientDtype = "master"
     tf32: Tf32 | None = None
     compiled: bool | None = None
     optimizer: str = "adamw"
@@ -102,6 +104,12 @@ class PlanOptions:
             raise UsageError(
                 "AP113",
                 f"float32_ops {self.float32_ops!r} is not one of {', '.join(get_args(Float32Ops))}",
+            )
+        if self.gradient_dtype not in get_args(GradientDtype):
+            raise UsageError(
+                "AP113",
+                f"gradient_dtype {self.gradient_dtype!r} is not one of "
+                f"{', '.join(get_args(GradientDtype))}",
             )
         if self.tf32 is not None and self.tf32 not in FAMILIES:
             raise UsageError("AP113", f"tf32 {self.tf32!r} is not one of {', '.join(FAMILIES)}")
@@ -185,8 +193,10 @@ def _within_limit(
     keeps the limit so, that which exceeds it least is returned; its report says so.
     """
     from autoparallel.cached_capture import with_kept_memory
+    from autoparallel.passes.memory.stage_memory import check_host_memory
     from autoparallel.planner.errors import InfeasibleError
 
+    check_host_memory(found, program.graph, program.blocks)
     limit = options.memory_limit_bytes or cluster.usable_memory_bytes
     tried: list[Plan] = []
     for left in reversed(range(1 + MOST_REPEATS)):
@@ -326,7 +336,9 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
         seq=options.seq if options.seq is not None else captured_seq(program),
         precision=options.precision,
         float32_ops="autocast" if options.autocasts else "none",
+        gradient_dtype=options.gradient_dtype,
         optimizer=options.optimizer,
+        offload=options.forced.offload or "none",
         memory_limit_bytes=options.memory_limit_bytes,
         microbatch_size=options.micro_batch,
         forced=options.forced,

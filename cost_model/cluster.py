@@ -63,6 +63,10 @@ class Device:
 
     ``message_seconds`` is what the host takes to send or to receive one message of a pipeline
     while the device waits. It is 0 where the device sends by itself (NCCL).
+
+    Of the host that a GPU is in: ``host_link_bytes_per_second`` is the rate of copies between the
+    two, one way, ``host_bytes_per_second`` the device's share of the rate of the host's memory, and
+    ``host_memory_bytes`` its share of that memory. 0 where nobody said.
     """
 
     name: str
@@ -80,6 +84,9 @@ class Device:
     tf32: tuple[str, ...] | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
     message_seconds: float = 0.0
+    host_link_bytes_per_second: float = 0.0
+    host_bytes_per_second: float = 0.0
+    host_memory_bytes: int = 0
 
     def slowed_share(self, collective: str) -> float:
         """The share of its compute that the device loses while a collective runs beside it.
@@ -97,6 +104,7 @@ class Device:
             self.name, self.kind, self.memory_bytes_per_second, sorted(self.peak_flops.items()),
             sorted(self.efficiency.items()), self.launch_seconds, self.issue_seconds,
             self.num_units, self.tf32 or (), sorted(self.slowdown.items()),
+            self.host_link_bytes_per_second, self.host_bytes_per_second,
         )  # fmt: skip
         return repr(figures)
 

@@ -51,6 +51,12 @@ runs beside it, by kind of collective::
 
 ``message_seconds`` of a device is what its host takes to send or to receive a message of a
 pipeline while the device waits (gloo): 0 by default.
+
+What a GPU's share of its host is for states of the optimizer that are kept there: the rate of
+copies between the two, and its share of the rate and of the size of the host's memory::
+
+    device = { preset = "H100", host_link_bytes_per_second = "50GB/s",
+               host_bytes_per_second = "70GB/s", host_memory_bytes = "250GB" }
 """
 
 from __future__ import annotations
@@ -415,6 +421,9 @@ _DEVICE_FIELDS: Mapping[str, _Convert] = {
     "launch_seconds": _number,
     "issue_seconds": _number,
     "message_seconds": _number,
+    "host_link_bytes_per_second": lambda value, at: _rate(value, at, convert=_number),
+    "host_bytes_per_second": lambda value, at: _rate(value, at, convert=_number),
+    "host_memory_bytes": lambda value, at: _bytes(value, at) if value != 0 else 0,
     "num_units": lambda value, at: _count(value, at) if value != 0 else 0,
     "dollars_per_hour": _number,
     "tf32": _families,

@@ -66,8 +66,8 @@ class Group:
     talk at the same time over the same device's link (1: each rank has its link's bandwidth
     to itself, which holds for the groups of a mesh axis, as links are per device).
     ``library`` limits the algorithms to those it has: NCCL has rings, trees, in-switch
-    reduction and, with one rank per host, butterflies; gloo has rings, and sums all of a
-    tensor where it should reduce-scatter it; ``"any"`` has all.
+    reduction and, with one rank per host, butterflies; gloo has rings, and reduce-scatters by
+    an all-to-all, after which each rank sums (``runtime.communicator``); ``"any"`` has all.
     """
 
     num_ranks: int
@@ -190,8 +190,10 @@ def algorithm_seconds(
 def _by_algorithm(
     kind: CollectiveKind, num_bytes: float, group: Group, wires: Wires, fill_seconds: float
 ) -> dict[str, float]:
-    if kind == "all_reduce" or (kind == "reduce_scatter" and group.library == "gloo"):
+    if kind == "all_reduce":
         return _all_reduce(num_bytes, group, wires, fill_seconds)
+    if kind == "reduce_scatter" and group.library == "gloo":
+        return _all_to_all(num_bytes, group, wires)
     if kind == "all_gather" or kind == "reduce_scatter":
         return _gather_or_scatter(num_bytes, group, wires)
     if kind == "all_to_all":

@@ -9,7 +9,7 @@ steps are the master copy, in full precision, and the copy that computes is gath
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -18,6 +18,21 @@ OPTIMIZER_STATES = {
     "adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
 }  # fmt: skip
 """Tensors of a parameter's size that each optimizer keeps."""
+
+
+GradientDtype = Literal["master", "compute"]
+"""The format in which gradients are summed and held: the master's, or that of the compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How states are held. ``offload``: masters and optimizer states in the host's memory."""
+
+    gradient_dtype: GradientDtype = "master"
+    offload: bool = False
+
+
+DEFAULT = StateOptions()
 
 
 class PolicyError(ValueError):
@@ -30,7 +45,9 @@ class PrecisionPolicy:
 
     ``parameter_bytes``: the copy that the optimizer steps; ``gradient_bytes``: the reduced
     gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
-    computes, in ``compute_dtype``.
+    computes, in ``compute_dtype``. ``host_bytes``: of masters and optimizer states in the host's
+    memory; then ``parameter_bytes`` are of the copy that the device holds instead, and
+    ``optimizer_bytes`` 0.
     """
 
     name: str
@@ -39,6 +56,7 @@ class PrecisionPolicy:
     gradient_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
+    host_bytes: int = 0
 
     @property
     def is_mixed(self) -> bool:
@@ -59,15 +77,21 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
+def policy(
+    precision: str, optimizer: str = "adamw", options: StateOptions = DEFAULT
+) -> PrecisionPolicy:
     """The policy of a precision ("fp32", "bf16", "fp16", "fp8", "fp64") with an optimizer.
 
     bf16, fp16 and fp8 are mixed: float32 parameters, gradients reduced and kept in float32, compute
-    in half precision; in fp8 values are bfloat16, of which products cast their factors.
+    in half precision; in fp8 values are bfloat16, of which products cast their factors. With
+    gradients of ``compute`` these are summed and kept in half precision, and cast for the step.
 
     >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
     PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
-                    gradient_bytes=4, optimizer_bytes=8, gathered_bytes=2)
+                    gradient_bytes=4, optimizer_bytes=8, gathered_bytes=2, host_bytes=0)
+    >>> offloaded = policy("bf16", "adamw", StateOptions("compute", offload=True))
+    >>> offloaded.parameter_bytes + offloaded.gradient_bytes, offloaded.host_bytes
+    (4, 12)
     """
     if optimizer not in OPTIMIZER_STATES:
         known = ", ".join(OPTIMIZER_STATES)
@@ -82,7 +106,18 @@ def policy(precision: str, optimizer: str = "adamw") -> PrecisionPolicy:
         )
     compute_dtype, master, gathered = dtypes[precision]
     states = OPTIMIZER_STATES[optimizer] * master
-    return PrecisionPolicy(precision, compute_dtype, master, master, states, gathered)
+    gradient = gathered if options.gradient_dtype == "compute" else master
+    if options.offload:
+        host = master + states
+        return PrecisionPolicy(precision, compute_dtype, gathered, gradient, 0, gathered, host)
+    return PrecisionPolicy(precision, compute_dtype, master, gradient, states, gathered)
+
+
+def policy_on(kind: str, rules: PrecisionPolicy) -> PrecisionPolicy:
+    """The policy as a device of a kind holds it: a CPU's memory is the host's."""
+    if kind != "cpu" or not rules.host_bytes:
+        return rules
+    return replace(rules, optimizer_bytes=rules.host_bytes)
 
 
 def state_bytes(
@@ -145,6 +180,26 @@ def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) 
     gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0
     gathered = gathered_bytes(numel, policy) if zero == 3 else 0
     return buffer + gradient + gathered
+
+
+def sent_bytes(
+    numel: int, policy: PrecisionPolicy, zero: int, shards: int, num_microbatches: int = 1
+) -> float:
+    """Bytes that a rank sends in a step of data parallelism over ``shards`` ranks.
+
+    An all-gather, or a reduce-scatter, of S bytes sends S(N - 1)/N of them, an all-reduce both.
+    ZeRO 0 all-reduces gradients once, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every
+    micro-batch. ZeRO 1 and 2 gather parameters once, ZeRO 3 twice in every micro-batch. Source:
+    Rajbhandari et al. 2020, section 7.
+
+    >>> half = policy("bf16", "adamw", StateOptions("compute"))
+    >>> [sent_bytes(1000, half, zero, 1000) / 1998 for zero in range(4)]
+    [2.0, 2.0, 2.0, 3.0]
+    """
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * num_microbatches}[zero]
+    sums = {0: 2, 1: 1, 2: num_microbatches, 3: num_microbatches}[zero]
+    whole = numel * (gathers * policy.gathered_bytes + sums * policy.gradient_bytes)
+    return whole * (shards - 1) / shards
 
 
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:

@@ -32,6 +32,35 @@ _UNITS = f"SMs: {_RECALLED}"
 
 
 @dataclass(frozen=True, slots=True)
+class _HostShare:
+    """What a GPU has of its usual host: a link, and an eighth of the memory and of its rate."""
+
+    link: str
+    bytes_per_second: float
+    memory_bytes: int
+    text: str
+
+    @property
+    def sources(self) -> dict[str, str]:
+        return {
+            "host_link_bytes_per_second": f"{self.link}: {LINKS[self.link].source}",
+            "host_bytes_per_second": f"an eighth of {self.text}; {_RECALLED}",
+            "host_memory_bytes": f"an eighth of {self.text}; {_RECALLED}",
+        }
+
+
+_DGX_1 = _HostShare(
+    "pcie3", 19.2e9, 64 * 10**9, "a DGX-1's 2 Xeons of 4 channels DDR4-2400, 512 GB"
+)
+_DGX_A100 = _HostShare(
+    "pcie4", 51.2e9, 128 * 10**9, "a DGX A100's 2 EPYCs of 8 channels DDR4-3200, 1 TB"
+)
+_DGX_H100 = _HostShare(
+    "pcie5", 76.8e9, 256 * 10**9, "a DGX H100's 2 Xeons of 8 channels DDR5-4800, 2 TB"
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Preset:
     """A device, the names of the links in and between its usual hosts, the devices of a host.
 
@@ -68,6 +97,7 @@ def _gpu(
     efficiency: Mapping[str, float],
     sources: Mapping[str, str],
     num_units: int,
+    host: _HostShare,
 ) -> Device:
     memory_bytes = memory_mib * MIB
     common = {
@@ -88,7 +118,10 @@ def _gpu(
         launch_seconds=2e-6,
         issue_seconds=8e-6,
         num_units=num_units,
-        sources={**common, **sources},
+        sources={**common, **sources, **host.sources},
+        host_link_bytes_per_second=LINKS[host.link].bytes_per_second,
+        host_bytes_per_second=host.bytes_per_second,
+        host_memory_bytes=host.memory_bytes,
     )
 
 
@@ -161,6 +194,7 @@ def _v100(name: str, memory_mib: int) -> Device:
         efficiency=_families(0.72, 0.3, 0.5, 0.85),
         sources=_V100_SOURCES,
         num_units=80,
+        host=_DGX_1,
     )
 
 
@@ -175,6 +209,7 @@ def _a100(name: str, memory_mib: int, bandwidth_gb: float, *, pcie: bool) -> Dev
         efficiency=_families(0.76 if pcie else 0.8, 0.5, 0.55, 0.83),
         sources=_sources(_A100_PEAK, bandwidth, matmul, _A100_ATTENTION, _A100_MEMORY),
         num_units=108,
+        host=_DGX_A100,
     )
 
 
@@ -188,6 +223,7 @@ def _hopper(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text
         efficiency=_families(0.7, 0.38, 0.5, memory),
         sources=sources,
         num_units=132,
+        host=_DGX_H100,
     )
 
 
@@ -205,6 +241,7 @@ _H100_PCIE = _gpu(
     efficiency=_families(0.65, 0.35, 0.45, 0.9),
     sources=_sources(_HOPPER_PEAK, _ML_ENGINEERING, _ESTIMATE, _HOPPER_ATTENTION, _H100_MEMORY),
     num_units=114,
+    host=_DGX_H100,
 )  # fmt: skip
 _H100_96GB = _hopper("H100-96GB", 97871, 2400, 0.91, _H100_MEMORY)
 _H100_96GB = replace(
@@ -244,6 +281,7 @@ def _blackwell(name: str, memory_mib: int, tflops: float, matmul: str) -> Device
         efficiency=_families(0.7, 0.35, 0.45, 0.88),
         sources=_sources(_ML_ENGINEERING, _ML_ENGINEERING, matmul, _ESTIMATE, _ESTIMATE),
         num_units=148,
+        host=_DGX_H100,
     )  # fmt: skip
 
 
@@ -261,6 +299,7 @@ _L40S = _gpu(
         _ML_ENGINEERING, "store.sourcecode.com L40S page", _ESTIMATE, _ESTIMATE, _ESTIMATE
     ),
     num_units=142,
+    host=_DGX_A100,
 )  # fmt: skip
 _A10G = _gpu(
     "A10G",
@@ -277,6 +316,7 @@ _A10G = _gpu(
         _ESTIMATE,
     ),
     num_units=80,
+    host=_DGX_A100,
 )
 _RTX4090 = _gpu(
     "RTX4090",
@@ -295,6 +335,7 @@ _RTX4090 = _gpu(
         _ESTIMATE,
     ),
     num_units=128,
+    host=_DGX_A100,
 )  # fmt: skip
 CPU_CORE = Device(
     name="cpu",

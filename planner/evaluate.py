@@ -299,5 +299,5 @@ def _prices(
     return Prices(
         stage.mesh, plan.cluster, stage.devices, model.precision, model.optimizer, rules, cache,
         profile=basis.used, asked=asked, only=basis.only, own=ranks,
-        assumptions=basis.assumptions,
+        assumptions=basis.assumptions, states=plan.states,
     )  # fmt: skip

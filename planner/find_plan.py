@@ -100,10 +100,18 @@ def plan(
     """
     check_forced(request.forced)
     check_forced_schedule(request, len(blocks.blocks))
-    found = search(
-        graph, blocks, cluster, with_limits_of_schedule(request), observe=observe, rules=rules,
-        basis=basis, method=method,
-    )  # fmt: skip
+    request = with_limits_of_schedule(request)
+
+    def searched(request: Request) -> Found:
+        return search(
+            graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis,
+            method=method,
+        )  # fmt: skip
+
+    try:
+        found = searched(request)
+    except InfeasibleError as failure:
+        found = _offloaded(cluster, request, failure, searched)
     try:
         best = found.best_plan()
     finally:
@@ -113,6 +121,31 @@ def plan(
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
     check_asynchronous(best, graph, blocks)
     return best
+
+
+def _offloaded(
+    cluster: Cluster,
+    request: Request,
+    failure: InfeasibleError,
+    searched: Callable[[Request], Found],
+) -> Found:
+    """What is found with the optimizer's states in host memory, where nothing fits without.
+
+    Raises ``failure`` where that may not be, or changes nothing: it helps GPUs, and only those.
+    """
+    may_offload = (
+        request.forced.offload is None
+        and request.goal.objective != "memory"
+        and request.features.allows("offload")
+        and not is_asynchronous(request.forced.schedule)
+        and all(host.device.kind == "cuda" for host in cluster.hosts)
+    )
+    if not may_offload:
+        raise failure
+    try:
+        return searched(replace(request, offload="optimizer"))
+    except InfeasibleError:
+        raise failure from None
 
 
 def search(

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ..cost_model.memory import policy
 from .graph import Blocks, Graph
 from .layout import INVARIANT, Layout, local_shape
-from .plan import Plan, Precision, StagePlan
+from .plan import Plan, StagePlan
 
 BUCKET_SIZE = 8_000_000
 FULL_SIZE = 5_000_000
@@ -125,9 +126,9 @@ def held_gradients(
     return tuple(found)
 
 
-def master_bytes(precision: Precision) -> int:
-    """Bytes of an element of a gradient as it is summed: in the dtype of the master."""
-    return 8 if precision == "fp64" else 4
+def summed_bytes(plan: Plan) -> int:
+    """Bytes of an element of a gradient as it is summed."""
+    return policy(plan.model.precision, plan.model.optimizer, plan.states).gradient_bytes
 
 
 def _layout(stage: StagePlan, blocks: Blocks, name: str) -> Layout:

@@ -25,7 +25,7 @@ from ..cost_model.cluster import Cluster
 from ..cost_model.collectives import Group, group_of
 from ..cost_model.gradient_order import BlockSeconds, SumSeconds, priority_order, step_seconds
 from .errors import UsageError
-from .gradient_buckets import BucketContents, held_gradients, make_buckets, master_bytes
+from .gradient_buckets import BucketContents, held_gradients, make_buckets, summed_bytes
 from .graph import Blocks, Graph
 from .plan import GradientSum, Plan, StagePlan
 from .pricing.seconds import Groups, Resource, Seconds
@@ -129,7 +129,7 @@ def _sum(
     part: tuple[int, int] = (0, 1),
 ) -> GradientSum:
     axes = tuple(stage.mesh.axes[axis] for axis in bucket.axes)
-    num_bytes = -(-bucket.numel // part[1]) * master_bytes(plan.model.precision)
+    num_bytes = -(-bucket.numel // part[1]) * summed_bytes(plan)
     if algorithm is None:
         algorithm = prices.best(num_bytes, axes)
     else:
@@ -178,6 +178,8 @@ def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
         return "only sums over gloo are put in order"
     if stage.mesh.size == 1:
         return "no gradient is summed"
+    if plan.offload != "none" or plan.model.gradient_dtype != "master":
+        return "the optimizer gets copies of gradients, part by part"
     if plan.model.precision == "fp16":
         return "fp16 scales the loss, so that an update may be skipped"
     every = tuple(axis for axis, size in enumerate(stage.mesh.shape) if size > 1)
@@ -192,7 +194,7 @@ def with_priority(
     """The plan with its sums in the order in which the next forward needs them, in parts of the
     best size. ``cost`` is that of its only stage; ``why_not_priority`` must be empty."""
     (stage,) = plan.stages
-    prices, size = SumPrices.of(plan.cluster, stage), master_bytes(plan.model.precision)
+    prices, size = SumPrices.of(plan.cluster, stage), summed_bytes(plan)
     contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
     least = sum(bucket.numel for bucket in contents) * size / MOST_PARTS
     found = []

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
+from ..cost_model.memory import GradientDtype, StateOptions
 from ..cost_model.tf32 import has_tf32
 from .layout import Mesh, NodeLayout
 
@@ -22,12 +23,15 @@ Float32Ops = Literal["autocast", "none"]
 """The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
 
 
+Offload = Literal["none", "optimizer"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What was planned: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
 
     ``seq`` is None where the model has no such dimension. ``float32_ops`` is "none" where the
-    precision is no half precision.
+    precision is no half precision. ``gradient_dtype``: what gradients are summed and held in.
     """
 
     target: str
@@ -39,6 +43,7 @@ class ModelInfo:
     precision: Precision
     optimizer: str
     float32_ops: Float32Ops = "none"
+    gradient_dtype: GradientDtype = "master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +248,8 @@ class Plan:
     ``slices`` are the lengths of the slices that sequences are cut into, where they are.
     ``compiled``: blocks are priced, and run, compiled. ``gradient_order``: with "priority" a
     step's last sums of gradients, and their updates, run beside the next step's forward.
+    ``offload``: what the host's memory holds besides: masters and states of the optimizer, which
+    then steps on the host.
     """
 
     model: ModelInfo
@@ -262,7 +269,13 @@ class Plan:
     slices: tuple[int, ...] = ()
     compiled: bool = False
     gradient_order: GradientOrder = "backward"
+    offload: Offload = "none"
     schema: int = SCHEMA
+
+    @property
+    def states(self) -> StateOptions:
+        """How states are held."""
+        return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
 
     @property
     def microbatch_size(self) -> int:

@@ -70,12 +70,16 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     """A plan of an older schema as one of this.
 
     1 had no profiles, 2 no bound and no goals, 3 no unequal shares of the batch, 4 called
-    ``unsharded_ops`` ``undivided``, 5 left the sums of gradients to the runtime.
+    ``unsharded_ops`` ``undivided``, 5 left the sums of gradients to the runtime, and had no
+    gradients in half precision and nothing in host memory.
     """
     table = {"unsharded_ops" if key == "undivided" else key: table[key] for key in table}
-    table = {"goal": None, "slices": [], "compiled": False, "gradient_order": "backward", **table}
+    table = {
+        "goal": None, "slices": [], "compiled": False, "gradient_order": "backward",
+        "offload": "none", **table,
+    }  # fmt: skip
     if isinstance(table.get("model"), dict):
-        table["model"] = {"float32_ops": "none", **table["model"]}
+        table["model"] = {"float32_ops": "none", "gradient_dtype": "master", **table["model"]}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
     if isinstance(solver, dict):
         solver = {

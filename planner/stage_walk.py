@@ -71,8 +71,8 @@ class Walked:
         prices = setting.prices
         key = (
             prices.mesh, prices.groups, prices.speed, prices.precision, prices.optimizer,
-            prices.profile, prices.only, setting.graph.batch_size, setting.zero, setting.slices,
-            setting.link, prices.cluster.joins_hosts(setting.link),
+            prices.policy, prices.profile, prices.only, setting.graph.batch_size, setting.zero,
+            setting.slices, setting.link, prices.cluster.joins_hosts(setting.link),
         )  # fmt: skip
         return self.costs.setdefault(key, {})
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .layout import Mesh
-from .plan import Plan, rows_text
+from .plan import Offload, Plan, rows_text
 
 SEPARATOR = " · "
 
@@ -48,6 +48,7 @@ def plan_summary(plan: Plan) -> str:
         schedule_text(plan.schedule, plan.num_chunks, len(plan.slices)),
         plan.num_microbatches,
         plan.microbatch_size,
+        plan.offload,
     )
 
 
@@ -68,8 +69,9 @@ def rank_summaries(plan: Plan) -> list[RankSummary]:
 
 
 def summary_text(
-    ranks: Sequence[RankSummary], schedule: str, num_microbatches: int, microbatch_size: int
-) -> str:
+    ranks: Sequence[RankSummary], schedule: str, num_microbatches: int, microbatch_size: int,
+    offload: Offload = "none",
+) -> str:  # fmt: skip
     """The line; ``schedule`` as ``schedule_text`` gives it, left out where there is one rank.
 
     >>> rank = RankSummary(Mesh(("dp", "tp"), (4, 2)), zero=1, num_blocks=8)
@@ -79,7 +81,7 @@ def summary_text(
     >>> summary_text([wide, rank], "GPipe", 16, 4)
     '2 stages: dp=2 tp=8 | dp=4 tp=2 · ZeRO 1 · full recompute 6/16 blocks · GPipe · 16 × 4'
     """
-    parts = strategy_parts(ranks, schedule)
+    parts = [*strategy_parts(ranks, schedule), *offload_text(offload)]
     return SEPARATOR.join((*parts, f"{num_microbatches} × {microbatch_size}"))
 
 
@@ -96,6 +98,15 @@ def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
         parts.append(f"ZeRO {ranks[0].zero}")
     parts += _recompute_parts(ranks)
     return [*parts, schedule] if len(ranks) > 1 else parts
+
+
+def offload_text(offload: Offload) -> tuple[str, ...]:
+    """What a line says of host memory.
+
+    >>> offload_text("optimizer"), offload_text("none")
+    (('optimizer offloaded',), ())
+    """
+    return () if offload == "none" else (f"{offload} offloaded",)
 
 
 def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:

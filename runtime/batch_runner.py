@@ -202,6 +202,11 @@ class BatchRunner:
         for executor in self.executors.values():
             executor.refresh_constants()
 
+    def publish_later(self, later: bool) -> None:
+        """Whether the caller publishes gradients that the optimizer gets as copies."""
+        for executor in self.executors.values():
+            executor.publishes_later = later
+
     def norm(self) -> Pending:
         """The norm of the complete gradient. Collective over all ranks."""
         if self._deferred is not None:

@@ -21,9 +21,49 @@ from torch.distributed.device_mesh import DeviceMesh
 all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-reduce_scatter: Callable[..., Any] = (
+_reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scattered:
+    """Parts that come from all ranks, and are summed when they are waited for."""
+
+    work: Any
+    received: Tensor
+    output: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.received, 0, out=self.output)
+
+
+def reduce_scatter(
+    output: Tensor,
+    whole: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """This rank's part of the sum of ``whole`` over a group, the parts along dimension 0.
+
+    On a CPU each rank sends every other its part and sums what it gets. gloo's own reduce-scatter
+    is an all-reduce of a copy, which sends twice as much
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    """
+    if whole.device.type != "cpu":
+        return _reduce_scatter(output, whole, group=group, async_op=async_op)
+    received = torch.empty_like(whole)
+    work = dist.all_to_all_single(_bytes_of(received), _bytes_of(whole), group=group, async_op=True)
+    scattered = _Scattered(work, received.view(-1, *output.shape), output)
+    if not async_op:
+        scattered.wait()
+    return scattered
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

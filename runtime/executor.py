@@ -127,7 +127,8 @@ class StageExecutor:
         weights in the middle of a step and compute with ``versions`` of them. While it ``defers``,
         a step's end waits for no sums of gradients (``deferred_update``). Gradients are
         those of the loss times ``loss_scale``; while ``keeps_gradients`` a step adds its own to
-        those that are there, which no ``finish_step`` may have completed.
+        those that are there, which no ``finish_step`` may have completed. With ``publishes_later``
+        the caller publishes the gradients that the optimizer gets as copies (``PartedUpdate``).
         """
         self.stage = stage
         self.versions = versions
@@ -136,6 +137,7 @@ class StageExecutor:
         self.loss_scale: Tensor | float = 1.0
         self.keeps_gradients = False
         self.defers = False
+        self.publishes_later = False
         self.parameters = stage.by_name
         self._read_constants = read_constants
         self._constants_of: dict[int, Constants] = {}
@@ -207,7 +209,8 @@ class StageExecutor:
         if not self.keeps_gradients:
             begin_step(self.stage)
             for parameter in self.parameters.values():
-                parameter.refresh()
+                if parameter.is_stale or not (self.publishes_later and parameter.formats.offloads):
+                    parameter.refresh()
         if self.versions is not None:
             self.versions.begin()
 
@@ -397,7 +400,8 @@ class StageExecutor:
             self.stage.keep_buffers()
         if not self.defers:
             for parameter in self.parameters.values():
-                parameter.publish()
+                if not (self.publishes_later and parameter.casts_gradient):
+                    parameter.publish()
 
     def deferred_update(
         self, optimizer: Optimizer, tell: Callable[[], None]

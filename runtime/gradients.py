@@ -116,7 +116,11 @@ class Bucket:
             if self.flat.device.type == "cpu" and users == ours:
                 return
         locals_ = [parameter.local for parameter in self.parameters]
-        self.flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
+        first = self.parameters[0]
+        self.flat = torch.empty(
+            sum(local.numel() for local in locals_),
+            dtype=first.formats.gradient, device=first.held.device,
+        )  # fmt: skip
         views = _unflatten_dense_tensors(self.flat, locals_)  # type: ignore[no-untyped-call]
         names = (parameter.name for parameter in self.parameters)
         self.slots = dict(zip(names, views, strict=True))
@@ -177,7 +181,7 @@ class GradientReducer:
     def attach(self, parameters: Iterable[StageParameter]) -> None:
         """Watch the gradients come that are to be reduced, or moved into the master dtype."""
         for parameter in parameters:
-            if parameter.name in self._bucket_of or parameter.has_copy:
+            if parameter.name in self._bucket_of or parameter.sums_apart:
                 attach_gradient_hook(parameter, self._arrived)
 
     def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..cost_model.cluster import Cluster
-from ..cost_model.detect import BFLOAT16_CAPABILITY
+from ..cost_model.detect import BFLOAT16_CAPABILITY, available_memory_bytes
+from ..passes.memory.stage_memory import host_bytes
 from ..passes.ops.eight_bits import load_torchao
 from ..passes.programs.program import Program
 from ..planner.errors import MachineError, PlanError
@@ -129,6 +130,20 @@ def check_device(device: torch.device, precision: Precision) -> None:
         )
 
 
+def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> None:
+    """Raises MachineError AP420 where this host's memory is too small for what is offloaded."""
+    needed = host_bytes(plan, program.graph, program.blocks)
+    own = needed.get(plan.cluster.host_of[dist.get_rank()], 0.0)
+    if own > available_bytes:
+        raise MachineError(
+            "AP420",
+            f"masters and optimizer states need {own / 1e9:.1f} GB of this host's memory, "
+            f"{available_bytes / 1e9:.1f} GB are free",
+            why=f"the plan offloads the {plan.offload}",
+            fix="free memory, plan with more devices, or plan with --deny offload",
+        )
+
+
 def _check_eight_bits(device: torch.device) -> None:
     """Raises MachineError AP413 where ``device`` has no units for 8-bit products."""
     name, why = f"a device of type {device.type}", "it has no units for 8-bit products"
@@ -155,6 +170,8 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
             f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
             fix=f"start {needed} processes, or plan for these machines",
         )
+    if plan.offload != "none":
+        check_host_memory(program, plan, available_memory_bytes())
 
 
 def check_model(program: Program, plan: Plan) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from ..cost_model.memory import allocated_bytes
 from ..passes.memory.storages import LiveBytes
+from ..passes.ops.collectives import local_tensor
+from .zero import unsharded
 
 if TYPE_CHECKING:
     from .stage import StageModule
@@ -97,16 +99,64 @@ def held_by(trainer: Trainer) -> Tensors:
     for parameter in trainer.model.all_parameters():
         is_own = parameter.leaf is None or parameter.has_copy
         found["master" if is_own else "parameters"].append(parameter.local)
-        found["parameters"] += [parameter.leaf] if parameter.leaf is not None else []
+        copies = (parameter.leaf, parameter.shard)
+        found["parameters"] += [local_tensor(each.detach()) for each in copies if each is not None]
         gradients = [
             parameter.gradient,
-            parameter.leaf.grad if parameter.leaf is not None else None,
+            None if parameter.held.grad is None else local_tensor(parameter.held.grad),
         ]
         found["gradients"] += [each for each in gradients if each is not None]
     for states in trainer.optimizer.state.values():
         found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
     for stage in trainer.model.stages.values():
         found["buffers"] += list(stage.buffers())
+    return found
+
+
+def states_of(trainer: Trainer) -> dict[str, int]:
+    """Bytes of the memory that a rank's states take at this moment.
+
+    ``parameters`` are the copies that compute, gathered ones included, ``master`` those that the
+    optimizer steps, ``gradients`` also those that ZeRO 1 has yet to split. Memory counts once. A
+    reduce-scatter that is under way is waited for.
+    """
+    for stage in trainer.model.stages.values():
+        if stage.reductions is not None:
+            stage.reductions.finish()
+    tensors = {name: list(found) for name, found in held_by(trainer).items()}
+    for stage in trainer.model.stages.values():
+        for whole, gradient in unsharded(stage):
+            tensors["parameters"].append(whole)
+            tensors["gradients"] += [] if gradient is None else [gradient]
+    seen: set[int] = set()
+    found: dict[str, int] = {}
+    for category in ("master", "parameters", "gradients", "optimizer"):
+        storages = [local_tensor(each.detach()).untyped_storage() for each in tensors[category]]
+        new = {each._cdata: each.nbytes() for each in storages if each._cdata not in seen}
+        found[category], seen = sum(new.values()), seen | new.keys()
+    return found
+
+
+def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """``states_of`` as a step's last backward begins: all that the step needs of states is there.
+
+    The step is made. Collective over all ranks; ``trainer`` has one stage on this rank, and
+    several micro-batches, or the gradients of none would be there.
+    """
+    (executor,) = trainer.runner.executors.values()
+    found: dict[str, int] = {}
+    run = executor.backward
+
+    def backward(unit: int, gradients: Mapping[str, Tensor], *, last: bool) -> dict[str, Tensor]:
+        if last:
+            found.update(states_of(trainer))
+        return run(unit, gradients, last=last)
+
+    executor.backward = backward  # type: ignore[method-assign]
+    try:
+        trainer.step(inputs)
+    finally:
+        del executor.backward
     return found
 
 

@@ -249,7 +249,7 @@ def sum_of_all_squares(gradients: Sequence[Tensor], device: torch.device) -> Ten
     """
     if queue_of(device).runs_behind:
         return _sum_of_norms(torch._foreach_norm(list(gradients), 2, torch.float64), device)
-    small = [gradient for gradient in gradients if gradient.numel() <= NORM_ROW]
+    small = [_summable(gradient) for gradient in gradients if gradient.numel() <= NORM_ROW]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         if gradient.numel() > NORM_ROW:
@@ -268,13 +268,18 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     ``vector_norm`` with another dtype goes element for element (float32 on one core: 4.6 ns each
     instead of 0.2).
     """
-    flat = tensor.reshape(-1)
+    flat = _summable(tensor).reshape(-1)
     split = flat.numel() - flat.numel() % NORM_ROW
     total: Tensor = torch.linalg.vector_norm(flat[split:]).to(torch.float64).square()
     if split:
         rows = torch.linalg.vector_norm(flat[:split].view(-1, NORM_ROW), dim=1)
         total = total + rows.to(torch.float64).square().sum()
     return total
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    """In float32 what is in half precision, whose sums would be rounded to that."""
+    return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -7,14 +7,18 @@ Three views of a parameter of one rank:
 - the tensor the block computes with. Where ``fully_shard`` owns the parameter it makes that
   by all-gather (ZeRO 1-3). Elsewhere it is ``leaf``, a plain local tensor: the master's own
   memory, or, in mixed precision, a copy in the compute dtype.
-- ``gradient``: the local gradient, summed over micro-batches in the master dtype.
+- ``gradient``: the local gradient, summed over micro-batches in the master dtype, or in that of
+  the compute where the plan says so.
+
+With the optimizer's states in host memory the master is there too, and ``fully_shard`` owns
+``shard``, a copy of it in the compute dtype.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..cost_model.memory import DEFAULT, StateOptions
 from ..passes.ops.collectives import local_tensor
 from ..planner.graph import TensorSpec
 from ..planner.layout import Layout, Region, local_shape
@@ -37,6 +42,26 @@ COMPUTE_DTYPES = {
     "fp8": torch.bfloat16,
 }  # fmt: skip
 MASTER_DTYPES = COMPUTE_DTYPES | dict.fromkeys(("bf16", "fp16", "fp8"), torch.float32)
+
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """In what a stage holds its states; ``offloads``: masters are in the host's memory."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+    offloads: bool = False
+
+    @staticmethod
+    def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
+        """Those of a plan."""
+        compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
+        gradient = compute if states.gradient_dtype == "compute" else master
+        return Formats(compute, master, gradient, states.offload)
 
 
 @dataclass(eq=False, slots=True)
@@ -58,17 +83,24 @@ class StageParameter:
     num_replicas: int
     fully_sharded: bool
     master: nn.Parameter
+    formats: Formats
     leaf: nn.Parameter | None = None
+    shard: nn.Parameter | None = None
     accumulated: Tensor | None = None
     has_copy: bool = field(init=False)
-    """Whether blocks compute with a copy in another dtype than the master's."""
+    """Whether blocks compute with a copy, in another dtype or elsewhere than the master."""
+    is_stale: bool = field(init=False)
+    """Whether the device's copy of a master in host memory is not up to date."""
     local_bytes: int = field(init=False)
-    """Of this rank's part of the master, and of its gradient."""
+    """Of this rank's part of the gradient."""
 
     def __post_init__(self) -> None:
-        self.has_copy = self.leaf is not None and self.leaf.dtype != self.master.dtype
+        formats = self.formats
+        is_other = formats.offloads or formats.compute != formats.master
+        self.has_copy = self.leaf is not None and is_other
+        self.is_stale = formats.offloads
         sizes = (stop - start for start, stop in self.region)
-        self.local_bytes = math.prod(sizes) * self.master.element_size()
+        self.local_bytes = math.prod(sizes) * formats.gradient.itemsize
 
     @property
     def local(self) -> Tensor:
@@ -77,66 +109,86 @@ class StageParameter:
             return local_tensor(self.master).detach()
 
     @property
+    def held(self) -> nn.Parameter:
+        """What is on the stage's device, and gets its gradient there."""
+        if self.leaf is not None:
+            return self.leaf
+        return self.master if self.shard is None else self.shard
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether gradients are summed in another dtype than autograd or ``fully_shard`` has."""
+        return self.held.dtype != self.formats.gradient
+
+    @property
+    def casts_gradient(self) -> bool:
+        """Whether the optimizer gets a cast or moved copy of the gradient."""
+        return self.formats.offloads or self.formats.gradient != self.formats.master
+
+    @property
     def gradient(self) -> Tensor | None:
         """This rank's gradient, or None where no gradient has come."""
-        if self.leaf is None:
-            gradient = self.master.grad
-            return None if gradient is None else local_tensor(gradient)
-        return self.accumulated if self.has_copy else self.leaf.grad
+        if self.sums_apart:
+            return self.accumulated
+        gradient = self.held.grad
+        return None if gradient is None else local_tensor(gradient)
 
     @gradient.setter
     def gradient(self, value: Tensor | None) -> None:
-        if self.leaf is None:
-            self.master.grad = None if value is None else self.like_master(value)
-        elif self.has_copy:
+        held = self.held
+        if self.sums_apart:
             self.accumulated = value
+        elif self.leaf is None and value is not None:
+            held.grad = _like(held, value)
         else:
-            self.leaf.grad = value
+            held.grad = value
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a local gradient to those that are summed apart."""
+        if self.accumulated is None:
+            self.accumulated = gradient.to(self.formats.gradient)
+        else:
+            self.accumulated += gradient
+
+    def no_gradient(self) -> Tensor:
+        """Zeros for a gradient that has not come."""
+        held = local_tensor(self.held.detach())
+        return torch.zeros_like(held, dtype=self.formats.gradient)
 
     def like_master(self, local: Tensor) -> Tensor:
         """``local``, a tensor over this rank's region, as a DTensor if the master is one."""
-        master = self.master
-        if not isinstance(master, DTensor):
-            return local
-        if local.dtype == master.dtype and not local.requires_grad:
-            # As fully_shard makes its gradients: ``from_local`` is an autograd function and takes
-            # ten times as long, for every parameter in every step.
-            made: DTensor = DTensor(local, master._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            return made
-        return DTensor.from_local(
-            local,
-            master.device_mesh,
-            master.placements,
-            run_check=False,
-            shape=master.shape,
-            stride=master.stride(),
-        )
+        return _like(self.master, local)
 
-    def publish(self) -> None:
-        """Hand the gradient to the optimizer: as the master's ``grad``.
+    def publish(self, given: Tensor | None = None) -> None:
+        """Hand the gradient to the optimizer: as the master's ``grad``, where and as that is.
 
         It is laid out in memory like the master: torch's fused optimizers on the CPU take a
-        gradient of other strides (a convolution's, channels last) element for element.
+        gradient of other strides (a convolution's, channels last) element for element. ``given``
+        is the gradient where it has been copied already.
         """
-        if self.leaf is not None:
-            gradient = self.gradient
-            if gradient is not None and gradient.stride() != self.leaf.stride():
-                gradient = torch.empty_like(self.local, dtype=gradient.dtype).copy_(gradient)
-            self.master.grad = None if gradient is None else self.like_master(gradient)
+        if self.leaf is None and not self.casts_gradient:
+            return
+        gradient = self.gradient if given is None else given
+        if gradient is not None and self.casts_gradient:
+            local = self.local
+            cast = torch.empty_like(local, requires_grad=False)
+            gradient = cast.copy_(gradient)
+        elif gradient is not None and gradient.stride() != self.local.stride():
+            gradient = torch.empty_like(self.local, dtype=gradient.dtype).copy_(gradient)
+        self.master.grad = None if gradient is None else self.like_master(gradient)
 
     def zero_grad(self) -> None:
         """Forget the gradient, in all views."""
         self.master.grad = None
         self.accumulated = None
-        if self.leaf is not None:
-            self.leaf.grad = None
+        self.held.grad = None
 
     def refresh(self) -> None:
-        """Bring the compute copy up to date after an optimizer step."""
-        if self.has_copy:
-            assert self.leaf is not None
+        """Bring the device's copy up to date after an optimizer step."""
+        self.is_stale = False
+        if self.has_copy or self.shard is not None:
             with torch.no_grad():
-                self.leaf.copy_(self.local)
+                local_tensor(self.held).copy_(self.local)
 
 
 def make_parameter(
@@ -146,28 +198,33 @@ def make_parameter(
     device_mesh: DeviceMesh,
     *,
     zero: int,
-    precision: Precision,
+    formats: Formats,
     device: torch.device,
     is_plain: bool,
 ) -> StageParameter:
     """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
+    Masters are in the host's memory where ``formats`` say so; of a sharded parameter, it is made
+    when ZeRO has sharded what is on the device.
 
     ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
     """
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
     sharded = is_fully_sharded(spec.shape, layout, mesh, zero)
     shape = local_shape(spec.shape, layout, mesh.shape)
-    master: Tensor = torch.empty(
-        shape, dtype=MASTER_DTYPES[precision], device="meta" if sharded else device
-    )
     leaf = None
     if sharded:
+        dtype = formats.compute if formats.offloads else formats.master
+        master: Tensor = torch.empty(shape, dtype=dtype, device="meta")
         others = tuple(axis for axis in mesh.axes if axis != DATA_AXIS)
         if others:
             master = _dtensor(master, device_mesh[others], layout[1:])
     else:
-        leaf = nn.Parameter(master.to(COMPUTE_DTYPES[precision]), requires_grad=spec.requires_grad)
+        master = torch.empty(shape, dtype=formats.master, device=device)
+        copy = master.to(formats.compute)
+        leaf = nn.Parameter(copy, requires_grad=spec.requires_grad)
         master = master if is_plain else _dtensor(master, device_mesh, layout)
+        if formats.offloads:
+            master = on_host(master, formats.master)
     reduce_axes = tuple(
         axis
         for axis, size in enumerate(mesh.shape)
@@ -183,7 +240,39 @@ def make_parameter(
         num_replicas=math.prod(mesh.shape[axis] for axis in reduce_axes),
         fully_sharded=sharded,
         master=nn.Parameter(master, requires_grad=spec.requires_grad),
+        formats=formats,
         leaf=leaf,
+    )
+
+
+def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Empty memory of the host, laid out and distributed as ``like`` is on a device; pinned where
+    that is a GPU."""
+    local = local_tensor(like.detach())
+    is_pinned = local.device.type == "cuda"
+    memory = torch.empty_like(local, dtype=dtype, device=HOST, pin_memory=is_pinned)
+    return _like(like, memory) if isinstance(like, DTensor) else memory
+
+
+def _like(whole: Tensor, local: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor that is distributed like ``whole``, if that is."""
+    if not isinstance(whole, DTensor):
+        return local
+    if not local.requires_grad:
+        # As fully_shard makes its gradients: ``from_local`` is an autograd function and takes
+        # ten times as long, for every parameter in every step.
+        spec = whole._spec
+        if local.dtype != whole.dtype and spec.tensor_meta is not None:
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+        made: DTensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return made
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
 
 
@@ -196,20 +285,16 @@ def attach_gradient_hook(
 ) -> None:
     """Call ``ready`` after each backward that gave ``parameter``'s leaf a gradient.
 
-    In mixed precision the gradient is moved from the leaf into the master dtype first.
+    Where gradients are summed in another dtype, it is moved from the leaf into that first.
     """
     leaf = parameter.leaf
     if leaf is None or not leaf.requires_grad:
         return
 
     def hook(tensor: Tensor) -> None:
-        if parameter.has_copy and tensor.grad is not None:
-            gradient = tensor.grad.to(parameter.master.dtype)
-            tensor.grad = None
-            if parameter.accumulated is None:
-                parameter.accumulated = gradient
-            else:
-                parameter.accumulated += gradient
+        if parameter.sums_apart and tensor.grad is not None:
+            gradient, tensor.grad = tensor.grad, None
+            parameter.add_gradient(gradient.to(parameter.formats.gradient))
         ready(parameter)
 
     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

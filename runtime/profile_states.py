@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from .zero import AsyncReduceScatter, PendingReductions
+
 NUM_TENSORS = 4
 COLUMNS = 64
 ITEM_BYTES = 4
@@ -55,6 +57,9 @@ def _sharded(block: nn.Module, mesh: DeviceMesh, *, keeps: bool) -> FSDPModule:
     made.set_gradient_divide_factor(1.0)
     made.set_force_sum_reduction_for_comms(True)
     made.set_reshard_after_backward(not keeps)
+    if mesh.device_type == "cpu":
+        reduces = AsyncReduceScatter(PendingReductions(), is_async=False)
+        made.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
     return made
 
 

@@ -78,7 +78,7 @@ class RankModel:
         )  # fmt: skip
         stage = StageModule(
             first, communicator.device_mesh, zero=own.zero, device=self.device,
-            precision=self.plan.model.precision, compiler=compiler,
+            precision=self.plan.model.precision, states=self.plan.states, compiler=compiler,
             splits_backward=splits_backward(self.planned.schedule, index),
         )  # fmt: skip
         for program in others:

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from ..cost_model.memory import DEFAULT, StateOptions
 from ..passes.local.recomputing import Recomputing
 from ..passes.local.weight_gradients import WeightGradients, defer
 from ..passes.ops.collectives import local_tensor
 from ..planner.layout import Region, local_region
 from ..planner.plan import Precision, Recompute
-from .parameters import StageParameter, get_by_path, make_parameter
+from .parameters import Formats, StageParameter, get_by_path, make_parameter
 from .shards import placements
 from .whereabouts import BackwardPosition
 from .zero import apply_zero
@@ -190,6 +191,7 @@ class StageModule(nn.Module):
         *,
         zero: int,
         precision: Precision,
+        states: StateOptions = DEFAULT,
         device: torch.device | None = None,
         splits_backward: bool = False,
         compiler: BlockCompiler | None = None,
@@ -199,6 +201,7 @@ class StageModule(nn.Module):
         With a ``compiler`` the blocks' ops are compiled.
         """
         super().__init__()
+        formats = Formats.of(precision, states)
         self.program = program
         self.programs = [program]
         self.device_mesh = device_mesh
@@ -215,13 +218,13 @@ class StageModule(nn.Module):
             program=program,
             device_mesh=device_mesh,
             zero=zero,
-            precision=precision,
+            formats=formats,
             device=self.device,
             is_plain=self._is_plain,
         )
         self._register_parameters(make)
         self.buffer_regions = self._register_buffers()
-        self.reductions = apply_zero(self, precision)
+        self.reductions = apply_zero(self, formats)
         self._leaving = tuple(
             dict.fromkeys(
                 [*program.kept, *(boundary.key for boundary in program.sends)]

@@ -175,7 +175,7 @@ class TiedParameters:
 
 def _gradient_or_zeros(parameter: StageParameter) -> Tensor:
     gradient = parameter.gradient
-    return torch.zeros_like(parameter.local) if gradient is None else gradient
+    return parameter.no_gradient() if gradient is None else gradient
 
 
 def find_tied(parameters: Mapping[int, Mapping[str, StageParameter]]) -> TiedParameters:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cost_model.detect import threads_per_device
 from ..passes.programs.program import Program
 from ..planner.plan import Plan
 from .batch_runner import BatchRunner
@@ -27,6 +28,7 @@ from .deferred_update import why_not_deferred
 from .initial_values import Weights
 from .membership import check_plan
 from .optimizer import BuildOptimizer, build_optimizer
+from .parted_update import parted_update
 from .rank_model import RankModel
 from .training_step import StepResult, TrainingStep
 from .update import BuildScheduler, Update, UpdateOptions, check_updates_itself
@@ -128,12 +130,21 @@ class Trainer:
         options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)
-        defers = self.overlaps_steps and not why_not_deferred(options, self.optimizer)
+        parted = None
+        if not self.schedule.is_asynchronous:
+            host = self.plan.cluster.hosts[self.plan.cluster.host_of[self.model.rank]]
+            parted = parted_update(
+                self.model.all_parameters(), self.device, threads_per_device(host.num_devices)
+            )
+        self.runner.publish_later(parted is not None)
+        defers = self.overlaps_steps and parted is None
+        defers = defers and not why_not_deferred(options, self.optimizer)
         self.runner.defer_updates(self.optimizer if defers else None)
-        self.steps = TrainingStep(
-            self.runner,
-            Update(options, self.optimizer, device=self.device, build_scheduler=build_scheduler),
-        )
+        update = Update(
+            options, self.optimizer, device=self.device, build_scheduler=build_scheduler,
+            parted=parted,
+        )  # fmt: skip
+        self.steps = TrainingStep(self.runner, update)
 
     def save(
         self,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..planner.errors import UsageError
 from ..planner.plan import Precision
 from .optimizer import clip_coefficient, scale_gradients
+from .parted_update import PartedUpdate
 
 OnNan = Literal["ignore", "skip", "stop"]
 """What is done where a loss or a gradient is not finite; ``stop`` skips the update too."""
@@ -111,9 +113,12 @@ class Update:
         *,
         device: torch.device,
         build_scheduler: BuildScheduler | None = None,
+        parted: PartedUpdate | None = None,
     ) -> None:
-        """Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
-        self.options, self.optimizer = options, optimizer
+        """``parted`` steps where the optimizer gets copies of gradients.
+
+        Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
+        self.options, self.optimizer, self.parted = options, optimizer, parted
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self._probe = nn.Parameter(torch.zeros_like(self._one))
@@ -174,14 +179,25 @@ class Update:
             if self.options.max_norm is not None:
                 clip = clip_coefficient(norm, self.options.max_norm)
                 coefficient = clip if coefficient is None else coefficient * clip
-        if coefficient is not None:
-            scale_gradients(gradients(), coefficient)
-        if self.options.max_value is not None:
-            for gradient in gradients():
-                gradient.clamp_(-self.options.max_value, self.options.max_value)
-        self._step(is_bad if self.options.decides else None)
+        prepare = partial(self._prepare, coefficient)
+        step = self._stepping(is_bad if self.options.decides else None)
+        if self.parted is not None:
+            if step is not None:
+                self.parted(prepare, step)
+        else:
+            prepare(gradients())
+            if step is not None:
+                step()
         self.schedule(loss)
         return norm
+
+    def _prepare(self, coefficient: Tensor | None, gradients: Sequence[Tensor]) -> None:
+        """Scale and clip gradients in place."""
+        if coefficient is not None:
+            scale_gradients(gradients, coefficient)
+        if self.options.max_value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-self.options.max_value, self.options.max_value)
 
     def _unscaled(self, norm: Tensor) -> tuple[Tensor, Tensor | None]:
         """The norm without the loss scale, what gradients are multiplied by; updates the scale.
@@ -198,17 +214,19 @@ class Update:
         scaler.update()
         return self._probe.grad, inverse
 
-    def _step(self, is_bad: Tensor | None) -> None:
-        """Steps the optimizer, unless ``is_bad``."""
+    def _stepping(self, is_bad: Tensor | None) -> Callable[[], object] | None:
+        """What steps the optimizer, unless ``is_bad``; None where the host knows that it is."""
         if is_bad is None:
-            self.optimizer.step()
-            return
+            return self.optimizer.step
         self.skipped += is_bad
         if self.decides_on_host:
-            if not bool(is_bad):
-                self.optimizer.step()
-            return
-        vars(self.optimizer)["found_inf"] = is_bad.to(torch.float32)
+            return None if bool(is_bad) else self.optimizer.step
+        groups = self.optimizer.param_groups
+        device = next((p.device for group in groups for p in group["params"]), is_bad.device)
+        return partial(self._step_unless, is_bad.to(device, torch.float32))
+
+    def _step_unless(self, found_inf: Tensor) -> None:
+        vars(self.optimizer)["found_inf"] = found_inf
         try:
             self.optimizer.step()
         finally:

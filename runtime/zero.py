@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..passes.ops.collectives import local_tensor
-from ..planner.plan import Precision
 from .communicator import reduce_scatter
 from .mesh import DATA_AXIS
-from .parameters import COMPUTE_DTYPES, MASTER_DTYPES, StageParameter
+from .parameters import Formats, StageParameter, on_host
 
 if TYPE_CHECKING:
     from .stage import StageModule
@@ -65,6 +65,20 @@ class _Reduction:
     work: Any
     tensors: tuple[Tensor, Tensor]
     gradients: tuple[tuple[StageParameter, Tensor], ...]
+    apart: tuple[StageParameter, ...]
+
+    def take(self, parameter: StageParameter) -> None:
+        """Sum a gradient apart: in the dtype that it was reduced in.
+
+        ``fully_shard`` has made it a view of a cast of the output, before that had its values.
+        """
+        gradient = parameter.held.grad
+        if gradient is None:
+            return
+        view = local_tensor(gradient)
+        values = torch.as_strided(self.tensors[0], view.shape, view.stride(), view.storage_offset())
+        parameter.add_gradient(values)
+        parameter.held.grad = None
 
 
 class PendingReductions:
@@ -85,10 +99,12 @@ class PendingReductions:
             return
         reduction.work.wait()
         with torch.no_grad():
+            for parameter in reduction.apart:
+                reduction.take(parameter)
             for parameter, gradient in reduction.gradients:
                 if parameter.gradient is not None:
                     local_tensor(gradient).add_(parameter.gradient)
-                parameter.master.grad = gradient
+                parameter.held.grad = gradient
 
     def forget(self) -> None:
         """Leave a reduce-scatter whose result nobody wants, as after an error."""
@@ -105,7 +121,8 @@ class AsyncReduceScatter:
     """
 
     pending: PendingReductions
-    parameters: tuple[StageParameter, ...]
+    parameters: tuple[StageParameter, ...] = ()
+    is_async: bool = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for an input or output; only one reduction's is held at a time."""
@@ -120,24 +137,27 @@ class AsyncReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``."""
-        masters = [parameter.master for parameter in self.parameters]
-        has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in masters)
-        if has_hooks:
-            reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-            return
-        work = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``: a sum."""
+        held = [parameter.held for parameter in self.parameters]
+        has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in held)
+        apart = tuple(parameter for parameter in self.parameters if parameter.sums_apart)
+        work = reduce_scatter(output_tensor, input_tensor, group=group, async_op=True)
+        if has_hooks or not self.is_async:
+            work.wait()
+            if not apart:
+                return
         gradients = tuple(
-            (parameter, parameter.master.grad)
+            (parameter, parameter.held.grad)
             for parameter in self.parameters
-            if parameter.master.grad is not None
+            if parameter.held.grad is not None
         )
         for parameter, _ in gradients:
-            parameter.master.grad = None
-        self.pending.start(_Reduction(work, (output_tensor, input_tensor), gradients))
+            parameter.held.grad = None
+        tensors = output_tensor, input_tensor
+        self.pending.start(_Reduction(work, tensors, gradients, apart))
 
 
-def apply_zero(stage: StageModule, precision: Precision) -> PendingReductions | None:
+def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None:
     """Shard the stage's parameters over axis ``dp``, in place, block by block.
 
     Afterwards each sharded parameter's master is its shard, in uninitialized memory on the
@@ -147,10 +167,9 @@ def apply_zero(stage: StageModule, precision: Precision) -> PendingReductions | 
     if not sharded:
         return None
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
-    if compute != master:
+    if formats.compute != formats.master:
         policy = MixedPrecisionPolicy(
-            param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False
+            param_dtype=formats.compute, reduce_dtype=formats.gradient, cast_forward_inputs=False
         )
     ignored = {parameter.leaf for parameter in stage.by_name.values() if parameter.leaf is not None}
     groups = _groups(stage, sharded)
@@ -169,9 +188,9 @@ def apply_zero(stage: StageModule, precision: Precision) -> PendingReductions | 
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
-        if stage.device.type == "cpu" and ASYNC_ON_CPU:
+        if stage.device.type == "cpu":
             owned = tuple(p for p in sharded if _owner(stage, p) in modules)
-            reduces = AsyncReduceScatter(pending, owned)
+            reduces = AsyncReduceScatter(pending, owned, is_async=ASYNC_ON_CPU)
             wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
     if stage.device.type != "cpu" or ASYNC_ON_CPU:
         _gather_ahead(stage)
@@ -240,7 +259,21 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
     memory = torch.empty_like(meta, device=stage.device)
     master = nn.Parameter(memory, requires_grad=meta.requires_grad)
     holder.register_parameter(attribute, master)
-    parameter.master = master
+    if parameter.formats.offloads:
+        parameter.shard = master
+        held = on_host(master, parameter.formats.master)
+        parameter.master = nn.Parameter(held, requires_grad=meta.requires_grad)
+    else:
+        parameter.master = master
+    if parameter.sums_apart and meta.requires_grad and stage.device.type != "cpu":
+        master.register_post_accumulate_grad_hook(partial(_take, parameter))  # type: ignore[no-untyped-call]
+
+
+def _take(parameter: StageParameter, held: Tensor) -> None:
+    """Move what ``fully_shard`` has reduced to where gradients are summed."""
+    if held.grad is not None:
+        parameter.add_gradient(local_tensor(held.grad))
+        held.grad = None
 
 
 def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
@@ -253,6 +286,17 @@ def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
     for state in states:
         if state._fsdp_param_group is not None:
             yield state._fsdp_param_group
+
+
+def unsharded(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each sharded parameter's gathered copy, which has no memory while it is not gathered, and
+    the whole gradient that has been summed so far where ZeRO does not split it yet."""
+    for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                summed = parameter.unsharded_accumulated_grad
+                whole = parameter._unsharded_param
+                yield whole, whole.grad if summed is None else summed
 
 
 def begin_step(stage: StageModule) -> None:

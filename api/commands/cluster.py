@@ -92,6 +92,15 @@ def device_figures(device: Device) -> Figures:
         ("message on the host", seconds_text(device.message_seconds), "message_seconds"),
         ("units", str(device.num_units), "num_units"),
     ]
+    if device.host_link_bytes_per_second:
+        link = rate_text(device.host_link_bytes_per_second, "B/s")
+        share = rate_text(device.host_bytes_per_second, "B/s")
+        memory = bytes_text(device.host_memory_bytes)
+        rows += [
+            ("link to the host", link, "host_link_bytes_per_second"),
+            ("share of its bandwidth", share, "host_bytes_per_second"),
+            ("share of its memory", memory, "host_memory_bytes"),
+        ]
     rows += [
         (f"peak {dtype}", rate_text(rate, "FLOP/s"), "peak_flops")
         for dtype, rate in device.peak_flops.items()

@@ -56,6 +56,14 @@ Float32OpsOption = Annotated[
         "of its list) or none",
     ),
 ]
+GradientDtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--gradient-dtype",
+        help="format in which gradients are summed and held under bf16 and fp16: master (float32) "
+        "or compute (half of the bytes)",
+    ),
+]
 Tf32Option = Annotated[
     str | None,
     typer.Option(
@@ -225,6 +233,7 @@ def plan_options(
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
     float32_ops: Float32OpsOption = "autocast",
+    gradient_dtype: GradientDtypeOption = "master",
     tf32: Tf32Option = None,
     compile: CompileOption = None,
     optimizer: OptimizerOption = "adamw",

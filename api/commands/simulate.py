@@ -13,6 +13,7 @@ from autoparallel.commands.options import (
     DatabaseOption,
     Float32OpsOption,
     GlobalBatchOption,
+    GradientDtypeOption,
     JsonOption,
     MicroBatchOption,
     OptimizerOption,
@@ -82,6 +83,7 @@ def simulate(
     micro_batch: MicroBatchOption = None,
     precision: PrecisionOption = "fp32",
     float32_ops: Float32OpsOption = "autocast",
+    gradient_dtype: GradientDtypeOption = "master",
     tf32: Tf32Option = None,
     optimizer: OptimizerOption = "adamw",
     layers_per_stage: LayersOption = None,
@@ -98,8 +100,8 @@ def simulate(
     own, rest = split_parallel(parallel)
     options = plan_options(
         global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
-        float32_ops=float32_ops, tf32=tf32, optimizer=optimizer, parallel=rest, pin=pin,
-        profile=profile, database=database,
+        float32_ops=float32_ops, gradient_dtype=gradient_dtype, tf32=tf32, optimizer=optimizer,
+        parallel=rest, pin=pin, profile=profile, database=database,
     )  # fmt: skip
     layers = parse_layers(layers_per_stage)
     from autoparallel.planner.precision import check_precision
@@ -204,6 +206,7 @@ def configured(
         recompute=forced.recompute or "none",
         microbatch_size=rows, num_microbatches=count, schedule=info.name, num_chunks=chunks,
         num_slices=slices, layers=layers, precision=options.precision, optimizer=options.optimizer,
+        gradient_dtype=options.gradient_dtype, offload=forced.offload or "none",
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from autoparallel.planner.rules import work
 from autoparallel.planner.summary import (
     SEPARATOR,
     RankSummary,
+    offload_text,
     schedule_text,
     strategy_parts,
 )
@@ -198,7 +199,7 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
         mesh, own.zero, 1, int(own.recompute == "full"), int(own.recompute == "selective")
     )
     schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
-    parts = strategy_parts([rank] * own.pp, schedule)
+    parts = [*strategy_parts([rank] * own.pp, schedule), *offload_text(own.offload)]
     parts.append(microbatches_text(own.num_microbatches, own.microbatch_size))
     figures = [
         ("step", seconds_text(timeline.step_seconds)),

@@ -18,6 +18,7 @@ from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import (
     SEPARATOR,
     mesh_text,
+    offload_text,
     rank_summaries,
     schedule_text,
     strategy_parts,
@@ -183,7 +184,7 @@ def headline(plan: Plan) -> RenderableType:
 def configuration_text(plan: Plan) -> str:
     """The plan in one line: degrees, ZeRO, recomputation, schedule, micro-batches."""
     schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
-    parts = strategy_parts(rank_summaries(plan), schedule)
+    parts = [*strategy_parts(rank_summaries(plan), schedule), *offload_text(plan.offload)]
     return SEPARATOR.join((*parts, microbatches_text(plan.num_microbatches, plan.microbatch_size)))
 
 

@@ -95,8 +95,7 @@ def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
 
     Messages between two ranks if there are any; else rings: an all-gather or reduce-scatter
     of S bytes among n ranks sends n − 1 messages and S(n − 1)/n bytes one after the other,
-    an all-reduce twice that (Thakur et al., IJHPCA 19(1), 2005, section 4). gloo sums all
-    of a tensor where it should reduce-scatter it.
+    an all-reduce twice that (Thakur et al., IJHPCA 19(1), 2005, section 4).
     """
     listed = list(transfers)
     messages = [each for each in listed if each.kind == "p2p"]
@@ -105,8 +104,6 @@ def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
     points = []
     for each in listed:
         rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}.get(each.kind, 0)
-        if each.kind == "reduce_scatter" and each.library == "gloo":
-            rounds = 2
         steps = rounds * (each.num_ranks - 1)
         if steps:
             points.append(LinkPoint(steps, steps * each.num_bytes / each.num_ranks, each.seconds))

@@ -151,7 +151,7 @@ def run_microbatch(
             graph, blocks, plan, stage_index=stage_index, coordinates=first,
             communicator=FakeRanks(stage.mesh, first, library),
         )  # fmt: skip
-        states = policy(plan.model.precision, plan.model.optimizer)
+        states = policy(plan.model.precision, plan.model.optimizer, plan.states)
         live = LiveBytes(step_bytes=1)
         traffic = StateTraffic(
             program, live, zero=stage.zero, policy=states, reduces=moment.is_last, library=library
@@ -194,6 +194,11 @@ class _Run:
         weights = frozenset(str(node.target) for node, key in names if key in shared)
         return bool(defer(block.module, self.put_off, position, weights))
 
+    @property
+    def _sums_apart(self) -> bool:
+        """Whether gradients are summed in another format than parameters compute in."""
+        return self.policy.gradient_bytes != self.policy.gathered_bytes
+
     def _watch_gradients(self) -> None:
         """Gradients as the runtime holds them: there before the step's first or not."""
         mesh = self.program.mesh
@@ -203,9 +208,9 @@ class _Run:
             if not parameter.requires_grad:
                 continue
             if not self.moment.is_first and not (sharded and self.zero >= 2):
-                dtype = torch.float32 if self.policy.is_mixed else parameter.dtype
+                dtype = torch.float32 if self._sums_apart else parameter.dtype
                 set_gradient(parameter, torch.empty_like(parameter, dtype=dtype))
-            casts = self.policy.is_mixed and not is_reduced_now
+            casts = self._sums_apart and not is_reduced_now
             hook = partial(self._gradient_came, casts)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 

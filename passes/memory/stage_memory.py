@@ -21,8 +21,10 @@ from ...cost_model.memory import (
     communicator_bytes,
     fragmentation_bytes,
     policy,
+    policy_on,
     reserve_bytes,
 )
+from ...planner.errors import InfeasibleError
 from ...planner.evaluate import at_microbatch, walked_stages
 from ...planner.graph import Blocks, Graph, TensorSpec
 from ...planner.layout import Layout, Mesh, local_shape
@@ -125,6 +127,37 @@ def stage_memory(
             if sum(bytes_of.values()) > sum(found[part].values()):
                 found[part] = bytes_of
     return tuple(found)
+
+
+def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
+    """By host the bytes of masters and optimizer states that its ranks hold in its memory.
+
+    Of a plan whose states are on devices, and of CPUs, whose memory is the host's, none.
+    """
+    graph, found = at_microbatch(graph, plan), dict[int, float]()
+    for index, stage in enumerate(plan.stages if plan.offload != "none" else ()):
+        one = _Stage(plan, graph, blocks, index, (), {}, lambda: (), splits=False, runs=False)
+        for device in stage.devices if one.kind != "cpu" else ():
+            host = plan.cluster.host_of[device]
+            found[host] = found.get(host, 0.0) + one.host_bytes
+    return found
+
+
+def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
+    """Raises InfeasibleError AP301 where a host's memory is too small for what is offloaded."""
+    for number, needed in host_bytes(plan, graph, blocks).items():
+        host = plan.cluster.hosts[number]
+        limit = host.device.host_memory_bytes * host.num_devices
+        if limit and needed > limit:
+            raise InfeasibleError(
+                "AP301",
+                f"masters and optimizer states do not fit into the memory of host {number}",
+                why=f"they need {needed / 1e9:.1f} GB, and its {host.num_devices} devices have "
+                f"{limit / 1e9:.1f} GB of it",
+                where=f"cluster {plan.cluster.name}",
+                fix="zero=1 or more, more devices, or host_memory_bytes of the device in a cluster "
+                "file, if the host has more",
+            )  # fmt: skip
 
 
 def _message_bytes(plan: Plan, schedule: Schedule, crossing: Sequence[Boundary]) -> MessageBytes:
@@ -246,38 +279,61 @@ class _Stage:
         }
 
     @cached_property
-    def _states(self) -> Bytes:
-        """Parameters, master copies, what ZeRO holds gathered, gradients, optimizer states."""
-        rules = policy(self.plan.model.precision, self.plan.model.optimizer)
+    def _rules(self) -> PrecisionPolicy:
+        model = self.plan.model
+        return policy(model.precision, model.optimizer, self.plan.states)
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Bytes of masters and optimizer states in the memory of the host."""
+        numels = (self._held(name)[0] for name in self._parameters if self._is_trained(name))
+        return float(sum(numels) * self._rules.host_bytes)
+
+    def _is_trained(self, name: str) -> bool:
+        return self.graph[name].spec.requires_grad
+
+    @cached_property
+    def _parameters(self) -> list[str]:
         positions = stage_ranges(self.plan)[self.index]
-        parameters = {
+        return sorted({
             ref.name
             for position in positions
             for name in self.blocks.blocks[position].nodes
             for ref in self.graph[name].inputs
             if self.graph[ref.name].kind == "parameter"
-        }
+        })  # fmt: skip
+
+    @cached_property
+    def _states(self) -> Bytes:
+        """Parameters, master copies, what ZeRO holds gathered, gradients, optimizer states."""
+        rules = policy_on(self.kind, self._rules)
         categories = ("parameters", "master", GATHERED, GRADIENTS, "optimizer")
         found: Bytes = dict.fromkeys(categories, 0.0)
-        for name in sorted(parameters):
+        for name in self._parameters:
             self._add_parameter(found, name, rules)
         held = found["parameters"] + found["master"]
         found["versions"] = version_bytes(self.plan, self.index, held)
         return found
 
-    def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:
+    def _held(self, name: str) -> tuple[int, int, bool]:
+        """A parameter's elements that the rank holds, over how many ranks ZeRO may shard them, and
+        whether it does."""
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = leaf_layout(self.stage, self.blocks, name)
         shape = local_shape(spec.shape, layout, mesh.shape)
         shards = mesh.shape[0] if mesh.axes[0] == "dp" and not layout[0].is_shard else 1
         is_sharded = self.stage.zero > 0 and shards > 1 and len(shape) > 0
         numel = padded_numel(shape, shards) // shards if is_sharded else padded_numel(shape, 1)
+        return numel, shards, is_sharded
+
+    def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:
+        numel, shards, is_sharded = self._held(name)
         copied = rules.is_mixed
         found["master" if copied else "parameters"] += numel * rules.parameter_bytes
         if copied and not is_sharded:
             found["parameters"] += numel * rules.gathered_bytes
         if is_sharded and self.stage.zero < 3:
             found[GATHERED] += numel * shards * rules.gathered_bytes
-        if spec.requires_grad:
+        if self._is_trained(name):
             found[GRADIENTS] += numel * rules.gradient_bytes
             found["optimizer"] += numel * rules.optimizer_bytes

@@ -77,8 +77,7 @@ def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
 class StateTraffic:
     """The allocations of one micro-batch. ``reduces``: its backward is the step's last.
 
-    Of ``library`` "gloo" a reduce-scatter is an all-reduce of a copy
-    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    Of ``library`` "gloo" a reduce-scatter receives as much as it sends (``runtime.communicator``).
     """
 
     def __init__(
@@ -130,9 +129,9 @@ class StateTraffic:
                 self.live.hold(f"whole {index}", owner.shards.whole, GATHERED)
             if self.zero >= 2 and not is_first:
                 self.live.hold("new part", owner.shards.part, COMMUNICATION)
-                copied = owner.shards.reduced if self.library == "gloo" else 0
-                self.live.hold("copy", copied, COMMUNICATION)
-                self.live.hold("copy", 0, COMMUNICATION)
+                received = owner.shards.reduced if self.library == "gloo" else 0
+                self.live.hold("received", received, COMMUNICATION)
+                self.live.hold("received", 0, COMMUNICATION)
                 self.live.hold("new part", 0, COMMUNICATION)
                 self.live.hold(f"part {index}", owner.shards.part, GRADIENTS)
         if self.is_gathering:
@@ -181,6 +180,7 @@ class StateTraffic:
         self._sum(self.shared, len(self.owners))
         self._end_bucket()
         self.live.hold("reduce", 0, COMMUNICATION)
+        self.live.hold("received", 0, COMMUNICATION)
 
     def _sum(self, owner: Owner, index: int) -> None:
         if owner.sharded:
@@ -188,13 +188,13 @@ class StateTraffic:
                 self.live.hold(f"whole {index}", 0, GATHERED)
             if self.zero >= 2 or self.reduces:
                 self.live.hold("reduce", 0, COMMUNICATION)
+                self.live.hold("received", 0, COMMUNICATION)
                 self.live.hold("reduce", owner.shards.reduced, COMMUNICATION)
                 for parameter in owner.sharded:
                     forget_gradient(parameter)
                 self.live.hold("new part", owner.shards.part, COMMUNICATION)
-                copied = owner.shards.reduced if self.library == "gloo" else 0
-                self.live.hold("copy", copied, COMMUNICATION)
-                self.live.hold("copy", 0, COMMUNICATION)
+                received = owner.shards.reduced if self.library == "gloo" else 0
+                self.live.hold("received", received, COMMUNICATION)
                 self.live.hold("new part", 0, COMMUNICATION)
                 self.live.hold(f"part {index}", owner.shards.part, GRADIENTS)
         if self.reduces and owner.reduced:
@@ -213,7 +213,7 @@ class StateTraffic:
             self._end_bucket()
 
     def _bucket_bytes(self) -> int:
-        return sum(each.numel() for each in self.bucket) * self.policy.parameter_bytes
+        return sum(each.numel() for each in self.bucket) * self.policy.gradient_bytes
 
     def _end_bucket(self) -> None:
         self._flatten(self.bucket)

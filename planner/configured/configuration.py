@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ...cost_model.cluster import Cluster
+from ...cost_model.memory import GradientDtype, StateOptions
 from ...cost_model.timeline import Timeline
 from .. import rules as default_rules
 from ..budget import Budget
@@ -31,6 +32,7 @@ from ..layout import Mesh, NodeLayout
 from ..plan import (
     BlockPlan,
     ModelInfo,
+    Offload,
     Plan,
     Precision,
     Prediction,
@@ -69,6 +71,7 @@ class Configuration:
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
     stage's layers, and the others are recomputed fully; with ``recompute_share`` less than 1, of so
     many of a stage's layers, and the others keep what they made. ``compiled``: blocks run compiled.
+    ``gradient_dtype`` and ``offload`` are a plan's.
     """
 
     dp: int = 1
@@ -91,6 +94,13 @@ class Configuration:
     selective_share: float = 1.0
     recompute_share: float = 1.0
     compiled: bool = False
+    gradient_dtype: GradientDtype = "master"
+    offload: Offload = "none"
+
+    @property
+    def states(self) -> StateOptions:
+        """How states are held."""
+        return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
     def num_devices(self) -> int:
@@ -204,11 +214,14 @@ class ConfigurationPricer:
             slices = even_lengths(find_places(structure.graph).length, own.num_slices)
         rows = own.microbatch_size * own.num_microbatches
         num_parameters = sum(node.spec.numel for node in self.graph.parameters)
-        model = ModelInfo("", {}, "", num_parameters, rows, None, own.precision, own.optimizer)
+        model = ModelInfo(
+            "", {}, "", num_parameters, rows, None, own.precision, own.optimizer,
+            gradient_dtype=own.gradient_dtype,
+        )  # fmt: skip
         nothing = Prediction(0.0, 0.0, 0.0, 0.0, 0, {})
         return Plan(
             model, cluster, own.num_microbatches, own.schedule, stages, nothing, (),
-            SolverInfo(1.0, 0, {}), slices=slices, compiled=own.compiled,
+            SolverInfo(1.0, 0, {}), slices=slices, compiled=own.compiled, offload=own.offload,
         )  # fmt: skip
 
     def _stage(
@@ -269,7 +282,7 @@ class ConfigurationPricer:
         )
         prices = Prices(
             own.mesh, cluster, tuple(here), own.precision, own.optimizer, default_rules, known[1],
-            profile=self.basis.used, assumptions=self.basis.assumptions,
+            profile=self.basis.used, assumptions=self.basis.assumptions, states=own.states,
         )  # fmt: skip
         key = (
             prices.key, id(structure), link, cluster.joins_hosts(link), own.sequence_parallel,

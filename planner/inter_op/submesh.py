@@ -156,7 +156,7 @@ class Proposals:
 
 def proposals(graph: Graph, cluster: Cluster, request: Request, rules: Rules) -> Proposals:
     """What to propose for a graph."""
-    gradient_bytes = policy(request.precision, request.optimizer).gradient_bytes
+    gradient_bytes = policy(request.precision, request.optimizer, request.states).gradient_bytes
 
     def strategies(node: Node) -> tuple[AxisStrategy, ...]:
         return rules.axis_strategies(node, graph, 2)

@@ -30,7 +30,15 @@ from ...cost_model.collectives import (
     p2p_seconds,
 )
 from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, work_seconds
-from ...cost_model.memory import PrecisionPolicy, exchange_bytes, policy, state_bytes
+from ...cost_model.memory import (
+    DEFAULT,
+    PrecisionPolicy,
+    StateOptions,
+    exchange_bytes,
+    policy,
+    policy_on,
+    state_bytes,
+)
 from ...cost_model.profile.lookup import Profile, level_of
 from ...cost_model.tf32 import TFLOAT32, product_dtype
 from ..graph import Node, TensorSpec
@@ -54,7 +62,7 @@ from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
-from .update import step_bytes, update_curve
+from .update import host_update_seconds, step_bytes, update_curve
 
 CONVERSION_SECONDS = 1e-8
 """Added to every single-axis step, so that of equal plans the one with fewer steps wins."""
@@ -84,6 +92,7 @@ class Prices:
     only: Source | None = None
     own: tuple[int, ...] = ()
     assumptions: CostAssumptions = RUNTIME
+    states: StateOptions = DEFAULT
     device: Device = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
     policy: PrecisionPolicy = field(init=False)
@@ -96,7 +105,8 @@ class Prices:
         set_field(self, "speed", self.device.speed)
         set_field(self, "groups", self._slowest_groups())
         given = self.assumptions.policy
-        set_field(self, "policy", given or policy(self.precision, self.optimizer))
+        rules = given or policy(self.precision, self.optimizer, self.states)
+        set_field(self, "policy", policy_on(self.device.kind, rules))
         key = (self.mesh, self.groups, self.profile, self.only)
         set_field(self, "converted", find(self.cache.conversions, key, ConversionCache))
 
@@ -398,6 +408,8 @@ class Prices:
         return self._counted(find(self.cache.updates, key, lambda: self._step(numel))).forward
 
     def _step(self, numel: float) -> Priced:
+        if self.policy.host_bytes and self.device.kind != "cpu":
+            return Priced(host_update_seconds(numel, self.policy, self.device), 0.0, "spec")
         curve = update_curve(self.profile, self.optimizer) if self.profile else None
         if curve is not None:
             seconds, source = curve.at(numel * self.policy.parameter_bytes)

@@ -6,9 +6,16 @@ that a rank steps. They are kept among the profile's transfers, on the level of 
 
 from __future__ import annotations
 
+from ...cost_model.cluster import Device
 from ...cost_model.memory import PrecisionPolicy
 from ...cost_model.profile.lookup import Profile
 from ...cost_model.profile.transfers import TransferCurve, transfer_curve
+
+HOST_EFFICIENCY = 0.5
+"""Of the rate of a host's memory, what an optimizer's step on its cores reaches; an estimate."""
+
+HOST_LINK = 12e9
+"""Bytes per second to a host of which nobody said anything: PCIe 3.0 x16."""
 
 LEVEL = "device"
 LIBRARY = "torch"
@@ -39,8 +46,25 @@ def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
 def step_bytes(policy: PrecisionPolicy) -> int:
     """Bytes that a step moves per parameter: all states read, all but the gradient written.
 
-    A gradient of fewer bytes than the master is first written in its format, and read.
+    A gradient of fewer bytes than the master is first written in its format, and read. In host
+    memory the master is written in its format of compute too, to be sent to the device.
     """
+    if policy.host_bytes:
+        cast = 8 if policy.gradient_bytes < 4 else 0
+        return 2 * (policy.host_bytes + policy.gradient_bytes + policy.gathered_bytes) + cast
     held = policy.parameter_bytes + policy.optimizer_bytes
     copied = 2 * policy.parameter_bytes * (policy.gradient_bytes < policy.parameter_bytes)
     return 2 * held + policy.gradient_bytes + copied
+
+
+def host_update_seconds(numel: float, policy: PrecisionPolicy, device: Device) -> float:
+    """Seconds of a step of ``numel`` parameters in the host's memory, one part after the other.
+
+    Gradients go down and parameters up over the device's link to its host, and the host's cores
+    move what ``step_bytes`` says in between: bytes over rates, nothing at the same time. A device
+    without figures of its host has those of PCIe 3 and of as much memory bandwidth.
+    """
+    link = device.host_link_bytes_per_second or HOST_LINK
+    memory = HOST_EFFICIENCY * (device.host_bytes_per_second or HOST_LINK)
+    moved = policy.gradient_bytes + policy.gathered_bytes
+    return numel * (moved / link + step_bytes(policy) / memory)

@@ -140,6 +140,7 @@ class _Shared:
                 self.mesh, context.cluster, tuple(range(self.mesh.size)), request.precision,
                 request.optimizer, context.rules, context.cache, profile=context.basis.used,
                 own=self.ranks[key[0]], assumptions=context.basis.assumptions,
+                states=request.states,
             )  # fmt: skip
             limited = replace(
                 restriction(self.mesh, request.forced), pins=context.pins, features=request.features

@@ -21,6 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "zero": ("zero1", "zero2", "zero3"),
     "recompute": ("selective", "full"),
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
+    "memory": ("offload",),
 }
 """Features by group; the schedules are one more group.
 
@@ -29,7 +30,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 attention on split positions; ``sp``: any other op on split positions; ``ep``: experts'
 weights split by expert; ``selective``, ``full``: recomputation; ``2d-mesh``: two axes;
 ``mixed-stages``: stages of different sizes; ``branches``: devices of their own for branches;
-``uneven-shares``: unlike devices with unequal shares of the batch.
+``uneven-shares``: unlike devices with unequal shares of the batch; ``offload``: masters and states
+of the optimizer in host memory.
 """
 
 WHOLE_GROUPS = ("zero", "recompute")

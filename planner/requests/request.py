@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ...cost_model.all_reduce import BY_MESSAGES, LIBRARY
+from ...cost_model.memory import GradientDtype, StateOptions
 from ..errors import UsageError
-from ..plan import Float32Ops, GradientOrder, Precision, Recompute
+from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
 from .features import Features
 from .goal import Goal
 from .pins import Pin
@@ -74,7 +75,7 @@ class Forced:
     (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
     that the planner chooses, as it does for None where the schedule has slices. ``allreduce``:
     one of ``ALL_REDUCES`` for every sum of gradients, ``gradients``: their order; with either,
-    no states are sharded.
+    no states are sharded. ``offload``: see ``Plan``; None offloads where nothing fits otherwise.
     """
 
     dp: int | None = None
@@ -91,6 +92,7 @@ class Forced:
     slices: int | Literal["auto"] | None = None
     allreduce: str | None = None
     gradients: GradientOrder | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks"):
@@ -103,6 +105,16 @@ class Forced:
             raise UsageError("AP120", f"slices={self.slices} is less than 1")
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError("AP121", f"zero={self.zero} is not one of 0, 1, 2 and 3")
+        if self.offload not in (None, *get_args(Offload)):
+            raise UsageError(
+                "AP190", f"offload={self.offload} is not one of {', '.join(get_args(Offload))}"
+            )
+        if self.offload == "optimizer" and self.schedule in ASYNCHRONOUS:
+            raise UsageError(
+                "AP191", f"offload=optimizer with schedule={self.schedule}",
+                why="it updates weights in the middle of a step, on the device",
+                where="--parallel", fix="a synchronous schedule, or no offload",
+            )  # fmt: skip
         if self.schedule is not None and self.schedule not in FORCED_SCHEDULES:
             raise UsageError(
                 "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
@@ -148,7 +160,9 @@ class Request:
     seq: int | None = None
     precision: Precision = "fp32"
     float32_ops: Float32Ops = "none"
+    gradient_dtype: GradientDtype = "master"
     optimizer: str = "adamw"
+    offload: Offload = "none"
     memory_limit_bytes: int | None = None
     microbatch_size: int | None = None
     forced: Forced = field(default_factory=Forced)
@@ -180,6 +194,11 @@ class Request:
                 fix=f"a divisor of {self.global_batch}: "
                 + ", ".join(str(size) for size in divisors(self.global_batch)),
             )
+
+    @property
+    def states(self) -> StateOptions:
+        """How states are held."""
+        return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
     def schedules(self) -> tuple[str, ...]:
@@ -257,6 +276,7 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
     wanted = [name for name in ("dp", "tp", "pp", "cp", "ep") if (getattr(forced, name) or 1) > 1]
     wanted += [f"zero{forced.zero}"] if forced.zero else []
     wanted += [forced.recompute] if forced.recompute not in (None, "none") else []
+    wanted += ["offload"] if forced.offload == "optimizer" else []
     wanted += [forced.schedule] if forced.schedule is not None else []
     for name in wanted:
         if not features.allows(name):

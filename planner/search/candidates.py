@@ -355,7 +355,11 @@ class Candidate:
             )  # fmt: skip
         num_slices = len(self.slices.lengths) if self.slices is not None else 0
         schedule = schedule_text(self.schedule, self.num_chunks, num_slices)
-        return summary_text(list(ranks.values()), schedule, self.num_microbatches, self.rows)
+        is_offloaded = self.answers[0][0].prices.states.offload
+        return summary_text(
+            list(ranks.values()), schedule, self.num_microbatches, self.rows,
+            "optimizer" if is_offloaded else "none",
+        )  # fmt: skip
 
 
 def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dict[int, float]:

@@ -244,7 +244,7 @@ class SearchContext:
             mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
             profile=self.basis.used,
             asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
-            assumptions=self.basis.assumptions,
+            assumptions=self.basis.assumptions, states=request.states,
         )  # fmt: skip
         if link is None:
             link = self.cluster.entry_link(first, mesh.size)

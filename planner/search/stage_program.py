@@ -152,7 +152,7 @@ def _assembly(
     """
     prices = Prices(
         stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
-        rules, PriceCache(), profile=basis.used, assumptions=basis.assumptions,
+        rules, PriceCache(), profile=basis.used, assumptions=basis.assumptions, states=plan.states,
     )  # fmt: skip
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
     found: list[Assembly] = []

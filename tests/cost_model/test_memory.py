@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 from autoparallel.cost_model.memory import (
     PolicyError,
     PrecisionPolicy,
+    StateOptions,
     allocated_bytes,
     exchange_bytes,
     fragmentation_bytes,
     gathered_bytes,
     policy,
+    policy_on,
     reserve_bytes,
+    sent_bytes,
     state_bytes,
 )
 
@@ -133,3 +136,36 @@ def test_allocations_are_rounded_up_by_less_than_a_step(num_bytes: int, kind: st
 def test_a_cpu_reserves_nothing_and_a_gpu_more_per_group() -> None:
     assert reserve_bytes("cpu", 3) == 0
     assert reserve_bytes("cuda", 0) < reserve_bytes("cuda", 1) < reserve_bytes("cuda", 2)
+
+
+@given(st.integers(1, 64).map(lambda n: 2 * n), st.sampled_from(["bf16", "fp16"]))
+def test_gradients_in_half_precision_give_the_papers_bytes(ranks: int, precision: str) -> None:
+    """Rajbhandari et al. 2020, figure 1; of ZeRO 3 the shard in half precision is not held."""
+    numel = 1024 * ranks
+    half = policy(precision, "adam", StateOptions("compute"))
+    found = [state_bytes(numel, half, zero, ranks).total for zero in range(4)]
+    part = numel // ranks
+    assert found == [16 * numel, 4 * numel + 12 * part, 2 * numel + 14 * part, 14 * part]
+
+
+@given(st.integers(1, 64).map(lambda n: 2 * n))
+def test_what_is_offloaded_leaves_the_copy_and_the_gradient(ranks: int) -> None:
+    """On device and host together ZeRO 3 holds the paper's 16 bytes over the ranks."""
+    numel = 1024 * ranks
+    rules = policy("bf16", "adamw", StateOptions("compute", offload=True))
+    part = numel // ranks
+    found = [state_bytes(numel, rules, zero, ranks).total for zero in range(4)]
+    assert found == [4 * numel, 4 * numel + 2 * part, 2 * numel + 4 * part, 4 * part]
+    assert found[3] + part * rules.host_bytes == 16 * part
+    on_cpu = state_bytes(numel, policy_on("cpu", rules), 3, ranks)
+    assert on_cpu.total == 16 * part
+
+
+def test_bytes_sent_are_the_papers_volumes() -> None:
+    """2Ψ for ZeRO 0 to 2 and 3Ψ for ZeRO 3, each times (N - 1)/N; more micro-batches repeat what
+    ZeRO 2 and 3 exchange in each."""
+    half = policy("bf16", "adamw", StateOptions("compute"))
+    volumes = [sent_bytes(1000, half, zero, 4) / (2 * 1000 * 3 / 4) for zero in range(4)]
+    assert volumes == [2, 2, 2, 3]
+    four = [sent_bytes(1000, half, zero, 4, 4) / (2 * 1000 * 3 / 4) for zero in range(4)]
+    assert four == [2, 2, 5, 12]

@@ -151,6 +151,18 @@ def test_a_plan_of_schema_4_still_loads() -> None:
     assert loads(json.dumps(table)) == original
 
 
+def test_a_plan_of_schema_5_still_loads() -> None:
+    """Schema 5 had every gradient in the master's format and all states on devices."""
+    original = flat_plan()
+    table = json.loads(dumps(original))
+    table["schema"] = 5
+    del table["offload"], table["model"]["gradient_dtype"]
+    for key in ("schema", "model"):
+        text = json.dumps(table[key], sort_keys=True).encode()
+        table["checksums"][key] = hashlib.sha256(text).hexdigest()[:16]
+    assert loads(json.dumps(table)) == original
+
+
 def test_unequal_shares_of_the_batch_survive() -> None:
     original = flat_plan()
     stage = replace(original.stages[0], shares=(3, 5))

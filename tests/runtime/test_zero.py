@@ -150,7 +150,7 @@ class CountCollectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = {"_allgather_base_": 0, "_reduce_scatter_base_": 0}
+        self.counts = {"_allgather_base_": 0, "alltoall_base_": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("c10d::")
@@ -169,7 +169,7 @@ def count_collectives(zero: int, num_microbatches: int) -> tuple[int, int]:
         for microbatch in range(num_microbatches):
             executor.backward(microbatch, {}, last=microbatch == num_microbatches - 1)
         executor.finish_step()
-    return mode.counts["_allgather_base_"], mode.counts["_reduce_scatter_base_"]
+    return mode.counts["_allgather_base_"], mode.counts["alltoall_base_"]
 
 
 def count_every_zero(num_microbatches: int, group_bytes: int) -> list[tuple[int, int]]:
@@ -232,7 +232,7 @@ class RecordOrder(TorchDispatchMode):
         self.events: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce", "mm": "product"}
+        names = {"_allgather_base_": "gather", "alltoall_base_": "reduce", "mm": "product"}
         name = func.name().split("::")[1].split(".")[0]
         if name in names:
             self.events.append(names[name])
