@@ -24,7 +24,10 @@ from autoparallel.runtime.verify import verify
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-PLANS = ("dp=1", "dp=1,microbatches=4,recompute=full", "dp=1,zero=3,microbatches=2")
+PLANS = (
+    "dp=1", "dp=1,microbatches=4,recompute=full", "dp=1,zero=3,microbatches=2",
+    "dp=1,microbatches=2,offload=optimizer",
+)  # fmt: skip
 
 
 def verify_steps(device_type: str, model: str, texts: list[str]) -> list[Verification]:
@@ -35,8 +38,10 @@ def verify_steps(device_type: str, model: str, texts: list[str]) -> list[Verific
         plan = replace(plan, model=replace(plan.model, precision="fp64"))
         deferred, program = captured(model, "fp64")
         trainer = Trainer(program, plan, deferred, device=device, build=build_optimizer)
-        held = {each.local.device.type for each in trainer.model.all_parameters()}
-        assert held == {device_type}
+        parameters = trainer.model.all_parameters()
+        assert {each.held.device.type for each in parameters} == {device_type}
+        masters = "cpu" if plan.offload == "optimizer" else device_type
+        assert {each.local.device.type for each in parameters} == {masters}
         found.append(verify(trainer, batches(model), lambda: reference(model)))
     return found
 
