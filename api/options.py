@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
+from autoparallel.cost_model.consistency import CONSISTENCIES
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
 from autoparallel.planner.requests.request import FORCED_SCHEDULES, Forced
@@ -25,7 +26,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 DEGREES = (
     "dp", "tp", "pp", "cp", "ep", "zero", "recompute", "schedule", "microbatches", "chunks",
-    "slices",
+    "slices", "servers", "consistency", "staleness", "place",
 )  # fmt: skip
 """What ``--parallel`` can force."""
 
@@ -102,7 +103,8 @@ def parse_parallel(text: str | None) -> Forced:
 
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
-    choices = {"recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES}.get(name)
+    choices = {"recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES,
+               "consistency": CONSISTENCIES, "place": ("own", "beside")}.get(name)  # fmt: skip
     if choices is not None:
         if value not in choices:
             raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)
@@ -114,7 +116,7 @@ def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     number = int(value)
     if name == "zero" and number > 3:
         raise _bad_parallel(f"zero={number} is not one of 0, 1, 2 and 3", text)
-    if name != "zero" and number < 1:
+    if name not in ("zero", "staleness") and number < 1:
         raise _bad_parallel(f"{name}={number} is less than 1", text)
     return number
 

@@ -160,5 +160,6 @@ def _start(
         num_processes=num_processes,
         timeout_seconds=timeout_seconds,
         num_threads=threads_per_device(num_processes),
+        survives=plan.servers is not None,
     )
     return result

@@ -8,10 +8,11 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
+from ..cost_model.consistency import Consistency
 from ..cost_model.tf32 import has_tf32
 from .layout import Mesh, NodeLayout
 
-SCHEMA = 5
+SCHEMA = 6
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -207,6 +208,23 @@ class GoalReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """Training with parameter servers: the plan's one stage is on every worker.
+
+    ``workers`` and ``servers`` are cluster ranks, which may be the same. ``shares`` are the
+    micro-batches of a step that each worker computes. ``staleness`` is the bound of ssp, else 0.
+    With ``replicas`` every server also holds what the one before it holds.
+    """
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    shares: tuple[int, ...]
+    consistency: Consistency = "bsp"
+    staleness: int = 0
+    replicas: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that a training run needs; ``run`` uses exactly it.
 
@@ -214,7 +232,8 @@ class Plan:
     rank spends on the whole of each. ``unsharded_ops`` says which ops run whole because an
     axis does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
     ``slices`` are the lengths of the slices that sequences are cut into, where they are.
-    ``compiled``: blocks are priced, and run, compiled.
+    ``compiled``: blocks are priced, and run, compiled. ``servers`` is None without parameter
+    servers.
     """
 
     model: ModelInfo
@@ -234,6 +253,7 @@ class Plan:
     slices: tuple[int, ...] = ()
     compiled: bool = False
     schema: int = SCHEMA
+    servers: ServerPlan | None = None
 
     @property
     def microbatch_size(self) -> int:

@@ -70,10 +70,10 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
     """A plan of an older schema as one of this.
 
     1 had no profiles, 2 no bound and no goals, 3 no unequal shares of the batch, 4 called
-    ``unsharded_ops`` ``undivided``.
+    ``unsharded_ops`` ``undivided``, 5 had no parameter servers.
     """
     table = {"unsharded_ops" if key == "undivided" else key: table[key] for key in table}
-    table = {"goal": None, "slices": [], "compiled": False, **table}
+    table = {"goal": None, "slices": [], "compiled": False, "servers": None, **table}
     if isinstance(table.get("model"), dict):
         table["model"] = {"float32_ops": "none", **table["model"]}
     schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))

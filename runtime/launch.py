@@ -48,13 +48,16 @@ def launch(
     num_threads: int = 1,
     log_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    survives: bool = False,
 ) -> Any:
     """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
 
     The function is called as ``function(worker, **arguments)``; arguments and value pass
     through JSON. Rank 0 writes to this process' stdout and stderr; the others' lines go to
     ``log_folder/rank1.log`` …, or to stderr with their rank before them. A worker that tells
-    its watchdog nothing for ``timeout_seconds`` counts as hanging.
+    its watchdog nothing for ``timeout_seconds`` counts as hanging. Of a function that ``survives``
+    the others go on where a signal ends a worker, and the first rank that is left returns the
+    value.
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
     another rank has failed, it says what it was doing. Raises UsageError AP152 if
@@ -72,7 +75,10 @@ def launch(
         with on_termination(worker.watchdog.terminate):
             return call(entry, worker, arguments)
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
-        job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
+        job = Job(
+            entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)),
+            survives,
+        )  # fmt: skip
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(job)))
         with reserved_port() as port:
@@ -87,9 +93,11 @@ def launch(
                 "PYTHONUNBUFFERED": "1",
                 **_loopback(environment),
             }
-            _Workers(job_path, shared, num_processes, log_folder).run(timeout_seconds)
-        result = Path(folder) / RESULT
-        return json.loads(result.read_text()) if result.exists() else None
+            workers = _Workers(job_path, shared, num_processes, log_folder, survives=survives)
+            workers.run(timeout_seconds)
+        ranks = range(num_processes) if survives else (0,)
+        results = [path for rank in ranks if (path := Path(folder) / RESULT.format(rank)).exists()]
+        return json.loads(results[0].read_text()) if results else None
 
 
 @contextmanager
@@ -122,7 +130,10 @@ class _Workers:
         environment: Mapping[str, str],
         num_processes: int,
         log_folder: Path | None,
+        *,
+        survives: bool = False,
     ) -> None:
+        self._survives, self._lost = survives, set[int]()
         self._folder = job_path.parent
         self._job_path = job_path
         self._environment = environment
@@ -171,7 +182,7 @@ class _Workers:
         """Until all have ended well, or one has failed: the failed ranks and their codes."""
         first_end: float | None = None
         while True:
-            codes = [process.poll() for process in self._processes]
+            codes = self._codes()
             failed = {rank: code for rank, code in enumerate(codes) if code}
             if failed:
                 return self._others(failed)
@@ -186,6 +197,18 @@ class _Workers:
                     fix="check what it does after its last step",
                 )  # fmt: skip
             time.sleep(POLL_SECONDS)
+
+    def _codes(self) -> list[int | None]:
+        """How each worker has ended; well, if others are there that go on without it."""
+        codes = [process.poll() for process in self._processes]
+        lost = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
+        if not self._survives or len(lost) == len(codes):
+            return codes
+        for rank in lost:
+            if rank not in self._lost:
+                self._lost.add(rank)
+                _write_lines([f"{_ending(codes[rank] or 0)}; the others go on"], rank)
+        return [0 if rank in lost else code for rank, code in enumerate(codes)]
 
     def _others(self, failed: dict[int, int]) -> dict[int, int]:
         """Gives the others a moment to fail by themselves: they may know more.

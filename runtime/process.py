@@ -28,7 +28,8 @@ from ..planner.errors import AutoparallelError, DeviceMemoryError, HangError, Wo
 from .board import Board, FolderBoard, Note, Ranks, StoreBoard
 from .watchdog import Watchdog, show
 
-RESULT = "result.json"
+RESULT = "result-{}.json"
+"""Where a rank leaves what its function returns."""
 OUT_OF_MEMORY = (
     "can't allocate memory", "CUDA out of memory", "Unable to allocate",
     "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -56,13 +57,15 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker of a launch runs. ``folder`` is where they leave their reports."""
+    """What every worker of a launch runs. ``folder`` is where they leave their reports;
+    it ``survives`` that a signal ends one of them."""
 
     entry: str
     arguments: Mapping[str, Any]
     folder: str
     timeout_seconds: float
     sys_path: tuple[str, ...] = ()
+    survives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +232,8 @@ def main(job_path: str) -> None:
     )
     try:
         value = call(job.entry, worker, job.arguments)
-        if rank == 0:
-            _write(folder / RESULT, value)
+        if rank == 0 or job.survives:
+            _write(folder / RESULT.format(rank), value)
     except AutoparallelError as error:
         write_failure(folder, rank, error)
         sys.stdout.flush()

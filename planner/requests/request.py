@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ...cost_model.consistency import Consistency
 from ..errors import UsageError
 from ..plan import Float32Ops, Precision, Recompute
 from .features import Features
@@ -68,7 +69,8 @@ class Forced:
     weights of experts by expert and all else by rows. ``sequence_parallel``: whether
     values between the split parameters of "tp" are split along positions (True), whole
     (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
-    that the planner chooses, as it does for None where the schedule has slices.
+    that the planner chooses, as it does for None where the schedule has slices. ``servers``: so
+    many parameter servers, on ranks of their own or ``beside`` workers.
     """
 
     dp: int | None = None
@@ -83,9 +85,13 @@ class Forced:
     sequence_parallel: bool | None = None
     chunks: int | None = None
     slices: int | Literal["auto"] | None = None
+    servers: int | None = None
+    consistency: Consistency | None = None
+    staleness: int | None = None
+    place: Literal["own", "beside"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks"):
+        for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks", "servers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")
@@ -93,12 +99,25 @@ class Forced:
             raise UsageError("AP120", f"slices={self.slices} needs schedule=terapipe")
         if isinstance(self.slices, int) and self.slices < 1:
             raise UsageError("AP120", f"slices={self.slices} is less than 1")
+        self._check_servers()
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError("AP121", f"zero={self.zero} is not one of 0, 1, 2 and 3")
         if self.schedule is not None and self.schedule not in FORCED_SCHEDULES:
             raise UsageError(
                 "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
             )
+
+    def _check_servers(self) -> None:
+        for name in ("consistency", "staleness", "place"):
+            value = getattr(self, name)
+            if value is not None and self.servers is None:
+                raise UsageError("AP120", f"{name}={value} needs servers=")
+        if (self.staleness is not None) != (self.consistency == "ssp"):
+            raise UsageError(
+                "AP957", "consistency=ssp and staleness=s belong together",
+                why="staleness is how many iterations a worker may be ahead of the slowest",
+                where="--parallel", fix="consistency=ssp,staleness=2",
+            )  # fmt: skip
 
     @property
     def least_chunks(self) -> int:
