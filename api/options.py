@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
+from autoparallel.cost_model.consistency import CONSISTENCIES
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Offload
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
@@ -26,7 +27,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 DEGREES = (
     "dp", "tp", "pp", "cp", "ep", "zero", "recompute", "schedule", "microbatches", "chunks",
-    "slices", "allreduce", "gradients", "offload",
+    "slices", "allreduce", "gradients", "offload", "servers", "consistency", "staleness", "place",
 )  # fmt: skip
 """What ``--parallel`` can force."""
 
@@ -106,6 +107,7 @@ def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     choices = {
         "recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES, "allreduce": ALL_REDUCES,
         "gradients": ("backward", "priority"), "offload": get_args(Offload),
+        "consistency": CONSISTENCIES, "place": ("own", "beside"),
     }.get(name)  # fmt: skip
     if choices is not None:
         if value not in choices:
@@ -118,7 +120,7 @@ def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     number = int(value)
     if name == "zero" and number > 3:
         raise _bad_parallel(f"zero={number} is not one of 0, 1, 2 and 3", text)
-    if name != "zero" and number < 1:
+    if name not in ("zero", "staleness") and number < 1:
         raise _bad_parallel(f"{name}={number} is less than 1", text)
     return number
 

@@ -184,6 +184,7 @@ def _start(name: str, path: Path, start: Start, **arguments: Any) -> dict[str, A
         timeout_seconds=start.timeout_seconds,
         max_restarts=start.max_restarts,
         finishes=arguments.get("saving") is not None,
+        survives=plan.servers is not None,
     )
     return result
 
@@ -207,6 +208,7 @@ def _start_on_host(
     )  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads_per_device(num_local))}
     found: dict[str, Any] = launch_on_hosts(
-        job, hosts, num_local=num_local, environment=environment, max_restarts=start.max_restarts
-    )
+        job, hosts, num_local=num_local, environment=environment, max_restarts=start.max_restarts,
+        finishes=arguments.get("saving") is not None and not hosts.is_elastic,
+    )  # fmt: skip
     return found

@@ -28,6 +28,7 @@ from autoparallel.passes.initialization.deferred_init import Deferred, Init, pla
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.plan_io import PLAN, load_plan, save_plan
 from autoparallel.planner.asynchronous import described
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, as_asked, told
@@ -40,10 +41,12 @@ from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.reference import Reference, reference_split, run_reference
 from autoparallel.runtime.replay import UpdateRule, run_replay, update_rule
+from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.runtime.shared import Pulse
 from autoparallel.runtime.streamed import streamed
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
+from autoparallel.served_training import check_served_run, train_served
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
@@ -78,6 +81,8 @@ def train(
     asked = RunOptions(**(options or {}))
     plan, target = load_job(plan_path)
     given = {} if sources is None else sources
+    if plan.servers is not None:
+        check_served_run(asked, {"saving": saving, "resume": resume}, target)
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
     device = join_as(worker, plan.cluster)
@@ -95,6 +100,10 @@ def train(
         is_given=resume is not None, start=start,
     )  # fmt: skip
     set_as_planned(plan, worker.rank)
+    if isinstance(trainer, ServerTrainer):
+        return train_served(
+            worker, plan, target, (trainer, memory), steps=steps, seed=seed, options=asked
+        )
     trainer.overlaps_steps = True
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
@@ -156,7 +165,14 @@ def verify(
     def reference() -> Reference:
         return one_device(trainer, target, batches, seed, tell=pulse.tell)
 
+    if plan.servers is not None and plan.servers.consistency != "bsp":
+        raise UsageError(
+            "AP960", f"a plan with consistency={plan.servers.consistency} cannot be verified",
+            why="it is not equal to one device: which gradients are taken at which weights "
+            "depends on the speed of the workers", fix="verify the plan with consistency=bsp",
+        )  # fmt: skip
     found = run_verification(trainer, batches, reference, pulse)
+    trainer.finish()
     return {
         "passed": found.passed,
         "dtype": found.dtype,
@@ -168,7 +184,7 @@ def verify(
 
 
 def one_device(
-    trainer: Trainer,
+    trainer: Trainer | ServerTrainer,
     target: Target,
     batches: Sequence[Mapping[str, Tensor]],
     seed: int,
@@ -181,7 +197,8 @@ def one_device(
     that cannot be the whole model is, which is printed. For an asynchronous schedule with the
     updates that it makes.
     """
-    rule, device = update_rule(trainer), trainer.device
+    rule = None if isinstance(trainer, ServerTrainer) else update_rule(trainer)
+    device = trainer.device
     run = partial(_run_plain, trainer, target, batches, seed, rule=rule, tell=tell)
     if device.type == "cpu":
         return run(streams=False)
@@ -198,7 +215,7 @@ def one_device(
 
 
 def _run_plain(
-    trainer: Trainer,
+    trainer: Trainer | ServerTrainer,
     target: Target,
     batches: Sequence[Mapping[str, Tensor]],
     seed: int,
@@ -256,7 +273,7 @@ def make_trainer(
     init: Init = "exact",
     is_given: bool = False,
     start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
-) -> tuple[Trainer, MemoryMeter]:
+) -> tuple[Trainer | ServerTrainer, MemoryMeter]:
     """The trainer of this rank, and what it needs of memory from here. Collective.
 
     ``start`` gives the initial weights of the model, which are else those of its build. With
@@ -281,7 +298,8 @@ def make_trainer(
     tell("making the stage")
     gc.collect()
     memory = MemoryMeter(device)
-    trainer = Trainer(
+    kind = Trainer if plan.servers is None else ServerTrainer
+    trainer = kind(
         program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
         seed=seed,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from . import rules as default_rules
 from .errors import PlanError
 from .gradient_sums import order_gain, with_sum_seconds
 from .graph import Blocks, Graph
+from .parameter_servers import served_peak_bytes, served_step_seconds
 from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
 from .pricing.basis import DEFAULT, Basis
@@ -145,7 +146,30 @@ class Evaluator:
 
     def evaluation(self, plan: Plan, cluster: Cluster) -> Evaluation:
         """The figures of a plan on a cluster."""
+        if plan.servers is not None:
+            return self._served(replace(plan, cluster=cluster))
         return self.staged(plan, cluster).evaluation()
+
+    def _served(self, plan: Plan) -> Evaluation:
+        """The figures of a plan with parameter servers: of its one stage on every worker."""
+        assert plan.servers is not None
+        (stage,) = plan.stages
+        known: dict[str, Staged] = {}
+        each = []
+        for worker in plan.servers.workers:
+            speed = plan.cluster.device(worker).speed
+            if speed not in known:
+                own = replace(plan, servers=None, stages=(replace(stage, devices=(worker,)),))
+                known[speed] = self.staged(own, plan.cluster)
+            each.append(known[speed])
+        costs = [staged.costs[0] for staged in each]
+        seconds = served_step_seconds(plan, costs, self._at(plan).graph, self.blocks)
+        busy = max(
+            share * (cost.forward_seconds + cost.backward_seconds)
+            for share, cost in zip(plan.servers.shares, costs, strict=True)
+        )
+        waits = max(0.0, 1 - busy / seconds)
+        return each[0].figures(seconds, waits, served_peak_bytes(plan, costs))
 
     def staged(self, plan: Plan, cluster: Cluster) -> Staged:
         """A plan on a cluster with its stages' figures, its step yet to be simulated."""

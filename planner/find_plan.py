@@ -20,6 +20,12 @@ from .evaluate import evaluate
 from .gradient_choice import with_sums
 from .graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
+from .parameter_servers import (
+    check_forced_servers,
+    check_served_model,
+    one_device,
+    server_plan,
+)
 from .plan import Plan, SolverInfo
 from .price_sources import with_sources
 from .pricing.basis import DEFAULT, Asked, Basis, uses_of
@@ -99,8 +105,14 @@ def plan(
     was found in time, ``InternalError`` (AP999) if the two prices of the plan differ.
     """
     check_forced(request.forced)
+    check_forced_servers(request.forced, cluster)
     check_forced_schedule(request, len(blocks.blocks))
     request = with_limits_of_schedule(request)
+    if request.forced.servers is not None:
+        return _with_servers(
+            graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis,
+            method=method,
+        )  # fmt: skip
 
     def searched(request: Request) -> Found:
         return search(
@@ -146,6 +158,56 @@ def _offloaded(
         return searched(replace(request, offload="optimizer"))
     except InfeasibleError:
         raise failure from None
+
+
+def _with_servers(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Observe,
+    rules: Rules,
+    basis: Basis,
+    method: SearchMethod,
+) -> Plan:
+    """The plan of parameter servers that is forced: that of one worker alone, on all of them.
+
+    Raises as ``plan``, and UsageError AP950, AP951, AP954 and AP956.
+    """
+    check_served_model(graph, request.precision)
+    alone = one_device(cluster)
+    forced = request.forced
+    count = forced.num_microbatches
+    if count is None:
+        rows = request.microbatch_size
+        workers = server_plan(forced, cluster, request.global_batch).workers
+        count = request.global_batch // rows if rows else len(workers)
+    servers = server_plan(forced, cluster, count)
+    of_worker = replace(
+        forced, servers=None, consistency=None, staleness=None, place=None, zero=0,
+        num_microbatches=count, dp=1, tp=1, pp=1,
+    )  # fmt: skip
+    found = plan(
+        graph, blocks, alone, replace(request, forced=of_worker), observe=observe, rules=rules,
+        basis=basis, method=method,
+    )  # fmt: skip
+    whole = replace(found, cluster=cluster, servers=servers, alternatives=())
+    priced = evaluate(graph, blocks, whole, cluster, rules=rules, basis=basis)
+    prediction, scale = found.prediction, found.prediction.step_seconds / priced.step_seconds
+    return replace(
+        whole,
+        prediction=replace(
+            prediction,
+            step_seconds=priced.step_seconds,
+            bubble_fraction=priced.bubble_fraction,
+            tokens_per_second=prediction.tokens_per_second * scale,
+            model_flops_utilization=prediction.model_flops_utilization * scale
+            / cluster.num_devices,
+            peak_memory_bytes=priced.peak_memory_bytes,
+        ),
+        solver=replace(found.solver, bound_seconds=0.0, gap=1.0, layouts_gap=None),
+    )  # fmt: skip
 
 
 def search(

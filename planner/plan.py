@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ..cost_model.cluster import Cluster
+from ..cost_model.consistency import Consistency
 from ..cost_model.memory import GradientDtype, StateOptions
 from ..cost_model.tf32 import has_tf32
 from .layout import Mesh, NodeLayout
@@ -239,6 +240,23 @@ class GoalReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """Training with parameter servers: the plan's one stage is on every worker.
+
+    ``workers`` and ``servers`` are cluster ranks, which may be the same. ``shares`` are the
+    micro-batches of a step that each worker computes. ``staleness`` is the bound of ssp, else 0.
+    With ``replicas`` every server also holds what the one before it holds.
+    """
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    shares: tuple[int, ...]
+    consistency: Consistency = "bsp"
+    staleness: int = 0
+    replicas: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that a training run needs; ``run`` uses exactly it.
 
@@ -249,7 +267,7 @@ class Plan:
     ``compiled``: blocks are priced, and run, compiled. ``gradient_order``: with "priority" a
     step's last sums of gradients, and their updates, run beside the next step's forward.
     ``offload``: what the host's memory holds besides: masters and states of the optimizer, which
-    then steps on the host.
+    then steps on the host. ``servers`` is None without parameter servers.
     """
 
     model: ModelInfo
@@ -271,6 +289,7 @@ class Plan:
     gradient_order: GradientOrder = "backward"
     offload: Offload = "none"
     schema: int = SCHEMA
+    servers: ServerPlan | None = None
 
     @property
     def states(self) -> StateOptions:

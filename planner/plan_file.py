@@ -71,12 +71,12 @@ def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
 
     1 had no profiles, 2 no bound and no goals, 3 no unequal shares of the batch, 4 called
     ``unsharded_ops`` ``undivided``, 5 left the sums of gradients to the runtime, and had no
-    gradients in half precision and nothing in host memory.
+    gradients in half precision, nothing in host memory and no parameter servers.
     """
     table = {"unsharded_ops" if key == "undivided" else key: table[key] for key in table}
     table = {
         "goal": None, "slices": [], "compiled": False, "gradient_order": "backward",
-        "offload": "none", **table,
+        "offload": "none", "servers": None, **table,
     }  # fmt: skip
     if isinstance(table.get("model"), dict):
         table["model"] = {"float32_ops": "none", "gradient_dtype": "master", **table["model"]}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .layout import Mesh
-from .plan import Offload, Plan, rows_text
+from .plan import Offload, Plan, ServerPlan, rows_text
 
 SEPARATOR = " · "
 
@@ -43,6 +43,9 @@ class RankSummary:
 
 def plan_summary(plan: Plan) -> str:
     """The configuration of a plan in one line."""
+    if plan.servers is not None:
+        parts = (servers_text(plan.servers), f"{plan.num_microbatches} × {plan.microbatch_size}")
+        return SEPARATOR.join(parts)
     return summary_text(
         rank_summaries(plan),
         schedule_text(plan.schedule, plan.num_chunks, len(plan.slices)),
@@ -50,6 +53,17 @@ def plan_summary(plan: Plan) -> str:
         plan.microbatch_size,
         plan.offload,
     )
+
+
+def servers_text(servers: ServerPlan) -> str:
+    """
+    >>> servers_text(ServerPlan((0, 1), (2, 3), (1, 1), "ssp", 2))
+    '2 workers, 2 servers · SSP 2'
+    """
+    beside = " beside them" if set(servers.servers) <= set(servers.workers) else ""
+    bound = f" {servers.staleness}" if servers.consistency == "ssp" else ""
+    counts = f"{len(servers.workers)} workers, {len(servers.servers)} servers{beside}"
+    return f"{counts}{SEPARATOR}{servers.consistency.upper()}{bound}"
 
 
 def rank_summaries(plan: Plan) -> list[RankSummary]:

@@ -56,8 +56,12 @@ def launch_on_hosts(
     num_local: int,
     environment: Mapping[str, str],
     max_restarts: int,
+    finishes: bool = False,
 ) -> Any:
     """Runs ``job`` on ``num_local`` ranks of this host, and as many of each other.
+
+    With ``finishes`` a first SIGTERM to one of the hosts ends the ranks of all when they have
+    finished what they are at.
 
     Raises the error of the first rank that failed by itself, UsageError AP157 where hosts were
     given different runs, MachineError AP414 where the endpoint cannot be reached, AP415 where not
@@ -78,7 +82,7 @@ def launch_on_hosts(
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         agent = HostAgent(spec, replace(job, folder=folder, is_alone=False), shared, store)
         try:
-            with signals_raise():
+            with signals_raise(agent.ask if finishes else None):
                 found = _run(agent, hosts)
         except AutoparallelError:
             handler.shutdown()  # a host that is told to end leaves the run to the others
@@ -154,7 +158,12 @@ class HostAgent(SimpleElasticAgent):
 
     def value(self) -> Any:
         """What the function returned on this host's first rank."""
-        return json.loads((self._folder() / RESULT).read_text())
+        first = self._worker_group.workers[0].global_rank
+        return json.loads((self._folder() / RESULT.format(first)).read_text())
+
+    def ask(self) -> bool:
+        """At a SIGTERM: passes the first one on to the ranks; whether that was the first."""
+        return self._workers is not None and self._workers.ask()
 
     def _folder(self) -> Path:
         return Path(self._job.folder, str(self._round))
@@ -189,7 +198,7 @@ class HostAgent(SimpleElasticAgent):
             "PYTHONUNBUFFERED": "1",
         }
         self._workers = Workers(
-            path, environment, spec.local_world_size, None,
+            path, environment, spec.local_world_size,
             first_rank=worker_group.workers[0].global_rank, board=StoreBoard(environment),
         )  # fmt: skip
         return self._workers.start()

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -49,20 +49,21 @@ def launch(
     *,
     num_processes: int,
     timeout_seconds: float = 600.0,
-    log_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     finishes: bool = False,
+    survives: bool = False,
 ) -> Any:
     """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
 
     The function is called as ``function(worker, **arguments)``; arguments and value pass
     through JSON. Each rank computes with its share of the cores. Rank 0 writes to this process'
-    stdout and stderr; the others' lines go to ``log_folder/rank1.log`` …, or to stderr with their
-    rank before them. A worker that tells its watchdog nothing for ``timeout_seconds`` counts as
-    hanging. After a failure that a restart can mend all are started again, ``max_restarts`` times
-    at most. With ``finishes`` a first SIGTERM is passed on to the workers, which end when they
-    have finished what they are at.
+    stdout and stderr, the others' lines go to stderr with their rank before them. A worker that
+    tells its watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a
+    restart can mend all are started again, ``max_restarts`` times at most. With ``finishes`` a
+    first SIGTERM is passed on to the workers, which end when they have finished what they are at.
+    Of a function that ``survives`` the others go on where a signal ends a worker, and the first
+    rank that is left returns the value.
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
     another rank has failed, it says what it was doing. Raises UsageError AP152 if
@@ -88,8 +89,12 @@ def launch(
         "PYTHONUNBUFFERED": "1",
         **_loopback(environment),
     }
-    start = partial(_attempt, entry, arguments, timeout_seconds, log_folder, finishes=finishes)
-    return _restarting(start, shared, max_restarts)
+    job = Job(entry, arguments, "", timeout_seconds, _import_path(), survives=survives)
+    return _restarting(partial(_attempt, job, finishes=finishes), shared, max_restarts)
+
+
+def _import_path() -> tuple[str, ...]:
+    return tuple(map(os.path.abspath, sys.path))
 
 
 def _restarting(
@@ -106,24 +111,17 @@ def _restarting(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _attempt(
-    entry: str,
-    arguments: Mapping[str, Any],
-    timeout_seconds: float,
-    log_folder: Path | None,
-    shared: Mapping[str, str],
-    *,
-    finishes: bool,
-) -> Any:
-    """Starts all ranks once, in a folder of their own; what rank 0 returns."""
+def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
+    """Starts all ranks once, in a folder of their own; what the first rank returns."""
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
-        job = Job(entry, arguments, folder, timeout_seconds, tuple(map(os.path.abspath, sys.path)))
         job_path = Path(folder) / "job.json"
-        job_path.write_text(json.dumps(asdict(job)))
-        workers = Workers(job_path, shared, int(shared["WORLD_SIZE"]), log_folder)
-        workers.run(timeout_seconds, finishes=finishes)
-        result = Path(folder) / RESULT
-        return json.loads(result.read_text()) if result.exists() else None
+        job_path.write_text(json.dumps(asdict(replace(job, folder=folder))))
+        num_processes = int(shared["WORLD_SIZE"])
+        workers = Workers(job_path, shared, num_processes, survives=job.survives)
+        workers.run(job.timeout_seconds, finishes=finishes)
+        ranks = range(num_processes) if job.survives else (0,)
+        results = [path for rank in ranks if (path := Path(folder) / RESULT.format(rank)).exists()]
+        return json.loads(results[0].read_text()) if results else None
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
@@ -145,17 +143,17 @@ class Workers:
         job_path: Path,
         environment: Mapping[str, str],
         num_processes: int,
-        log_folder: Path | None,
         *,
         first_rank: int = 0,
         board: Board | None = None,
+        survives: bool = False,
     ) -> None:
+        self._survives, self._lost = survives, set[int]()
         self._folder = job_path.parent
         self._job_path = job_path
         self._environment = environment
         self._ranks = range(first_rank, first_rank + num_processes)
         self._world_size = int(environment["WORLD_SIZE"])
-        self._log_folder = log_folder
         self._board = board or FolderBoard(self._folder)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
@@ -163,7 +161,7 @@ class Workers:
 
     def run(self, timeout_seconds: float, *, finishes: bool) -> None:
         """Starts all and waits for all; raises the error of the first that failed."""
-        with signals_raise(self._ask if finishes else None):
+        with signals_raise(self.ask if finishes else None):
             try:
                 self.start()
                 failed = self._wait(timeout_seconds)
@@ -181,11 +179,18 @@ class Workers:
         return {number: process.pid for number, process in enumerate(self._processes)}
 
     def codes(self) -> dict[int, int | None]:
-        """The exit codes by rank; None of those that run."""
+        """The exit codes by rank; None of those that run, 0 of those that others go on without."""
         found = (process.poll() for process in self._processes)
-        return dict(zip(self._ranks, found, strict=True))
+        codes = dict(zip(self._ranks, found, strict=True))
+        lost = {rank: code for rank, code in codes.items() if code is not None and code < 0}
+        if not self._survives or len(lost) == len(codes):
+            return codes
+        for rank in lost.keys() - self._lost:
+            self._lost.add(rank)
+            _write_lines([f"{_ending(lost[rank])}; the others go on"], rank)
+        return {**codes, **dict.fromkeys(lost, 0)}
 
-    def _ask(self) -> bool:
+    def ask(self) -> bool:
         """At a SIGTERM: passes the first one on; whether that was the first."""
         is_first, self._is_asked = not self._is_asked, True
         if is_first:
@@ -198,16 +203,11 @@ class Workers:
         command = [sys.executable, "-P", "-m", "autoparallel.runtime.process", str(self._job_path)]
         local_rank = rank - self._ranks.start
         environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        output: int | IO[bytes] | None = None if rank == 0 else subprocess.PIPE
-        if rank and self._log_folder is not None:
-            self._log_folder.mkdir(parents=True, exist_ok=True)
-            is_first = self._environment["TORCHELASTIC_RESTART_COUNT"] == "0"
-            output = (self._log_folder / f"rank{rank}.log").open("wb" if is_first else "ab")
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=output,
+            stdout=None if rank == 0 else subprocess.PIPE,
             stderr=None if rank == 0 else subprocess.STDOUT,
             start_new_session=True,
         )
@@ -215,8 +215,6 @@ class Workers:
             thread = threading.Thread(target=_relay, args=(process.stdout, rank), daemon=True)
             thread.start()
             self._threads.append(thread)
-        elif output is not None and not isinstance(output, int):
-            output.close()
         return process
 
     def _wait(self, timeout_seconds: float) -> dict[int, int]:
@@ -315,15 +313,12 @@ class Workers:
 
     def _silent_error(self, rank: int, code: int) -> WorkerError:
         name = f"rank {rank} of {self._world_size}"
-        log = self._log_folder / f"rank{rank}.log" if rank and self._log_folder else ""
         if code < 0:
             why = _ending(code)
             if code == -signal.SIGKILL:
                 why += ", as the system does when memory runs out"
-            return WorkerError("AP801", f"{name} died", why=why, where=str(log))
-        return WorkerError(
-            "AP801", f"{name} exited with code {code}", why="it reported no error", where=str(log)
-        )
+            return WorkerError("AP801", f"{name} died", why=why)
+        return WorkerError("AP801", f"{name} exited with code {code}", why="it reported no error")
 
 
 def _ending(code: int) -> str:

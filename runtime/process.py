@@ -30,8 +30,9 @@ from .board import Board, FolderBoard, Note, Ranks, StoreBoard
 from .meeting import meeting_at_agent, meeting_at_file
 from .watchdog import Watchdog, show
 
-RESULT, STORE = "result.json", "store"
-"""In the job's folder: what rank 0 returns, and the file that the process group meets at."""
+RESULT, STORE = "result-{}.json", "store"
+"""In the job's folder: what a rank's function returns, and the file that the process group meets
+at."""
 OUT_OF_MEMORY = (
     "can't allocate memory", "CUDA out of memory", "Unable to allocate",
     "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -68,7 +69,8 @@ class Worker:
 class Job:
     """What every worker of a launch runs. ``folder`` is where they leave their reports.
 
-    ``is_alone``: all ranks are on this machine, and meet in the folder too.
+    ``is_alone``: all ranks are on this machine, and meet in the folder too. It ``survives`` that
+    a signal ends one of them.
     """
 
     entry: str
@@ -77,6 +79,7 @@ class Job:
     timeout_seconds: float
     sys_path: tuple[str, ...] = ()
     is_alone: bool = True
+    survives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +256,8 @@ def main(job_path: str) -> None:
     )
     try:
         value = call(job.entry, worker, job.arguments)
-        if worker.local_rank == 0:
-            _write(folder / RESULT, value)
+        if worker.local_rank == 0 or job.survives:
+            _write(folder / RESULT.format(rank), value)
     except AutoparallelError as error:
         write_failure(folder, rank, error)
         sys.stdout.flush()

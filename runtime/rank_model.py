@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.local.stage_program import StageProgram
 from ..planner.plan_schedule import splits_backward
@@ -46,12 +47,14 @@ class RankModel:
         *,
         device: torch.device,
         progress: Callable[..., None] | None = None,
+        meshes: Mapping[int, DeviceMesh] | None = None,
     ) -> None:
-        """Collective over all ranks."""
+        """Collective over all ranks, unless the ``meshes`` of the stages are given."""
         self.planned, self.program, self.plan = planned, planned.program, planned.plan
         self.device, self.rank = device, dist.get_rank()
         compiler = BlockCompiler() if self.plan.compiled else None
-        meshes = build_meshes(self.plan, device.type)
+        if meshes is None:
+            meshes = build_meshes(self.plan, device.type)
         self.stages = {
             index: self.make_stage(index, ProcessCommunicator(meshes[index]), compiler)
             for index in stages_of_rank(self.plan, self.rank)

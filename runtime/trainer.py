@@ -94,6 +94,12 @@ class Trainer:
             self.steps.accumulate(batch)
         return self.steps.step(last)
 
+    def settle(self) -> None:
+        """Hold the weights and the gradient of the last step, as this rank always does."""
+
+    def finish(self) -> None:
+        """End a run: nothing is left to do."""
+
     def _step_optimizer(self) -> None:
         self.optimizer.step()
 

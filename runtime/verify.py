@@ -17,6 +17,7 @@ from ..planner.graph import Graph
 from .compare import Difference, Piece, Verification, compare
 from .parameters import StageParameter
 from .reference import Reference
+from .servers.server_trainer import ServerTrainer
 from .shared import Pulse, gather_on_first
 from .trainer import Trainer
 
@@ -28,7 +29,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def verify(
-    trainer: Trainer,
+    trainer: Trainer | ServerTrainer,
     batches: Sequence[Mapping[str, Tensor]],
     reference: Callable[[], Reference],
     pulse: Pulse | None = None,
@@ -44,7 +45,9 @@ def verify(
     for step, batch in enumerate(batches):
         losses.append(float(trainer.step(batch).loss))
         if step == 0:
+            trainer.settle()
             gradients = collect(trainer.model.all_parameters(), graph, _gradient)
+    trainer.settle()
     weights = collect(trainer.model.all_parameters(), graph, lambda parameter: parameter.local)
     buffers = collect_buffers(trainer)
 
@@ -55,7 +58,7 @@ def verify(
 
 
 def _compared(
-    trainer: Trainer,
+    trainer: Trainer | ServerTrainer,
     truth: Reference,
     losses: Sequence[float],
     gradients: Mapping[str, Sequence[Piece]],
@@ -88,7 +91,7 @@ def _in_order(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _block_names(trainer: Trainer) -> dict[str, str]:
+def _block_names(trainer: Trainer | ServerTrainer) -> dict[str, str]:
     """For each parameter of the graph its block, in the order of the blocks."""
     return {name: b.name for b in trainer.program.blocks.blocks for name in b.parameters}
 
@@ -117,7 +120,7 @@ def collect(
     return collected
 
 
-def collect_buffers(trainer: Trainer) -> dict[str, list[Piece]]:
+def collect_buffers(trainer: Trainer | ServerTrainer) -> dict[str, list[Piece]]:
     """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
     own: dict[str, Piece] = {}
     for stage in trainer.model.stages.values():

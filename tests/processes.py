@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -75,12 +75,13 @@ def run_processes(
     *args: Any,
     timeout_seconds: float = 120.0,
     backend: str = BACKEND,
+    may_die: Container[int] = (),
 ) -> list[Any]:
     """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in rank order.
 
     ``function`` is a module-level function; it runs with the default process group made and
     one thread. The first rank that fails ends the others and its traceback is raised as
-    RankError; so does running out of time.
+    RankError; so does running out of time. Of a rank that ``may_die``, and does, None is returned.
     """
     context = forking_context()
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +99,7 @@ def run_processes(
             processes.append(process)
             ends.append(end)
         try:
-            return _collect(ends, time.monotonic() + timeout_seconds)
+            return _collect(ends, time.monotonic() + timeout_seconds, may_die)
         finally:
             for process in processes:
                 process.join(2.0)
@@ -118,7 +119,7 @@ def forking_context() -> ForkServerContext:
     return context
 
 
-def _collect(ends: list[Connection], deadline: float) -> list[Any]:
+def _collect(ends: list[Connection], deadline: float, may_die: Container[int] = ()) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ends):
         pending = [end for rank, end in enumerate(ends) if rank not in results]
@@ -132,6 +133,9 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
             try:
                 succeeded, value = end.recv()
             except EOFError:
+                if rank in may_die:
+                    results[rank] = None
+                    continue
                 raise RankError(f"rank {rank} died") from None
             if not succeeded:
                 raise RankError(f"rank {rank} failed\n{value}")

@@ -14,13 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.planner.asynchronous import described
-from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.planner.parameter_servers import served
+from autoparallel.planner.plan import Plan, ServerPlan, StagePlan, rows_text
 from autoparallel.planner.summary import (
     SEPARATOR,
     mesh_text,
     offload_text,
     rank_summaries,
     schedule_text,
+    servers_text,
     strategy_parts,
 )
 from autoparallel.report.confidence import confidence, gap_text, simplest_text, source_lines
@@ -73,6 +75,8 @@ def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
     parts: list[RenderableType] = [header(plan), headline(plan)]
     if plan.goal is not None:
         parts.append(section(goal_title(plan.goal), goal_lines(plan)))
+    if plan.servers is not None:
+        parts.append(section("Parameter servers", server_lines(plan.servers)))
     parts.append(section("Stages", stages(plan, limit=MOST_STAGES if short else len(plan.stages))))
     if not short:
         parts.append(section("Sharding", splits(plan)))
@@ -175,7 +179,7 @@ def headline(plan: Plan) -> RenderableType:
     line = Text("  ").join(
         Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures
     )
-    meaning = [Text(text, style="yellow")] if (text := described(plan)) else []
+    meaning = [Text(text, style="yellow")] if (text := described(plan) or served(plan)) else []
     over = over_text(prediction.peak_memory_bytes, used)
     more = [] if over is None else [over]
     return Group(Text(""), Text(configuration_text(plan), style="bold cyan"), *meaning, line, *more)
@@ -185,7 +189,28 @@ def configuration_text(plan: Plan) -> str:
     """The plan in one line: degrees, ZeRO, recomputation, schedule, micro-batches."""
     schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
     parts = [*strategy_parts(rank_summaries(plan), schedule), *offload_text(plan.offload)]
+    if plan.servers is not None:
+        parts = [servers_text(plan.servers)]
     return SEPARATOR.join((*parts, microbatches_text(plan.num_microbatches, plan.microbatch_size)))
+
+
+def server_lines(servers: ServerPlan) -> RenderableType:
+    """Who works and who serves, what is shared out how, and what staleness means."""
+    count = len(servers.servers)
+    shares = ", ".join(map(str, servers.shares))
+    lines = [
+        f"workers on ranks {ranks_text(servers.workers)}: {shares} micro-batches of a step",
+        f"servers on ranks {ranks_text(servers.servers)}: each 1/{count} of all weights and "
+        "optimizer states",
+    ]
+    if servers.replicas:
+        lines.append("each server holds a replica of another one's part")
+    if servers.consistency == "ssp":
+        lines.append(
+            f"staleness {servers.staleness}: a worker is at most {servers.staleness} iterations "
+            "ahead of the slowest"
+        )
+    return Text("\n".join(lines))
 
 
 def microbatches_text(count: int, size: int) -> str:

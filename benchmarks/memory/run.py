@@ -106,9 +106,7 @@ def run(case: Case) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         save_plan(plan, path)
-        found = launch(
-            "worker:measure", {"plan_path": str(path)}, num_processes=case.ranks, log_folder=None
-        )
+        found = launch("worker:measure", {"plan_path": str(path)}, num_processes=case.ranks)
     rows = []
     for index, (stage, own) in enumerate(zip(plan.stages, exact, strict=True)):
         ranks = [found[rank] for rank in stage.devices]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ...cost_model.all_reduce import BY_MESSAGES, LIBRARY
+from ...cost_model.consistency import Consistency
 from ...cost_model.memory import GradientDtype, StateOptions
 from ..errors import UsageError
 from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
@@ -76,6 +77,7 @@ class Forced:
     that the planner chooses, as it does for None where the schedule has slices. ``allreduce``:
     one of ``ALL_REDUCES`` for every sum of gradients, ``gradients``: their order; with either,
     no states are sharded. ``offload``: see ``Plan``; None offloads where nothing fits otherwise.
+    ``servers``: so many parameter servers, on ranks of their own or ``beside`` workers.
     """
 
     dp: int | None = None
@@ -93,9 +95,13 @@ class Forced:
     allreduce: str | None = None
     gradients: GradientOrder | None = None
     offload: Offload | None = None
+    servers: int | None = None
+    consistency: Consistency | None = None
+    staleness: int | None = None
+    place: Literal["own", "beside"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks"):
+        for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks", "servers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")
@@ -103,6 +109,7 @@ class Forced:
             raise UsageError("AP120", f"slices={self.slices} needs schedule=terapipe")
         if isinstance(self.slices, int) and self.slices < 1:
             raise UsageError("AP120", f"slices={self.slices} is less than 1")
+        self._check_servers()
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError("AP121", f"zero={self.zero} is not one of 0, 1, 2 and 3")
         if self.offload not in (None, *get_args(Offload)):
@@ -131,6 +138,18 @@ class Forced:
         """What is said of all-reduces of gradients, so that gradients have to be all-reduced."""
         said = [f"allreduce={self.allreduce}"] if self.allreduce not in (None, LIBRARY) else []
         return (*said, *(["gradients=priority"] if self.gradients == "priority" else []))
+
+    def _check_servers(self) -> None:
+        for name in ("consistency", "staleness", "place"):
+            value = getattr(self, name)
+            if value is not None and self.servers is None:
+                raise UsageError("AP120", f"{name}={value} needs servers=")
+        if (self.staleness is not None) != (self.consistency == "ssp"):
+            raise UsageError(
+                "AP957", "consistency=ssp and staleness=s belong together",
+                why="staleness is how many iterations a worker may be ahead of the slowest",
+                where="--parallel", fix="consistency=ssp,staleness=2",
+            )  # fmt: skip
 
     @property
     def least_chunks(self) -> int:

@@ -146,13 +146,6 @@ def test_rank_0_returns_its_value_and_owns_stdout(capfd):
     assert "\naside from 0" in f"\n{err}"
 
 
-def test_other_ranks_write_to_log_files_if_there_is_a_folder(tmp_path, capfd):
-    start("tells", arguments={"text": "hello"}, log_folder=tmp_path / "logs")
-    assert "from 1" not in capfd.readouterr().err
-    lines = (tmp_path / "logs" / "rank1.log").read_text().splitlines()
-    assert lines == ["hello from 1", "aside from 1"]
-
-
 def test_workers_find_each_other():
     assert start("sums") == 3.0
 

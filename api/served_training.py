@@ -1,0 +1,112 @@
+"""``autoparallel run`` and ``verify`` of a plan with parameter servers, on one rank.
+
+In: the plan, the target, the options of the run. Out: as ``worker.train``. Every worker reads the
+global batch: any of them may have to compute the part of a lost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from autoparallel.data import TrainingData
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.parameter_servers import served
+from autoparallel.run_options import told
+from autoparallel.runtime.batches import RankInputs, marked
+from autoparallel.runtime.servers.server_trainer import ServerTrainer
+from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
+
+if TYPE_CHECKING:
+    from autoparallel.planner.plan import Plan
+    from autoparallel.run_options import RunOptions
+    from autoparallel.runtime.process import Worker
+    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.targets import Target
+
+
+def check_served_run(options: RunOptions, asked: Mapping[str, Any], target: Target) -> None:
+    """Raises UsageError AP959 for what a run with parameter servers cannot do."""
+    wrong = {
+        "clipping by norm or value": options.clip_norm or options.clip_value,
+        "accumulation": options.accumulate > 1,
+        "a loss scale": options.loss_scale is not None,
+        "--on-nan": options.on_nan != "ignore",
+        "--save": asked.get("saving") is not None,
+        "--resume": asked.get("resume") is not None,
+        "build_scheduler": target.build_scheduler is not None,
+    }
+    for name, is_asked in wrong.items():
+        if is_asked:
+            raise UsageError(
+                "AP959", f"a run with parameter servers cannot have {name}",
+                why="updates are made by the servers, each of its own part of the weights",
+                fix="remove it, or plan without servers",
+            )  # fmt: skip
+
+
+def train_served(
+    worker: Worker,
+    plan: Plan,
+    target: Target,
+    made: tuple[ServerTrainer, MemoryMeter],
+    *,
+    steps: int,
+    seed: int,
+    options: RunOptions,
+) -> dict[str, Any]:
+    """Trains; rank 0 prints each step and a summary, and every worker returns its figures."""
+    trainer, memory = made
+    is_first = worker.rank == 0
+    if trainer.worker is None:
+        trainer.finish(worker.watchdog.progress)
+        return {}
+    if is_first:
+        print(f"{plan.servers.consistency}: {served(plan)}" if plan.servers else "", flush=True)
+    data = TrainingData(
+        cast("Trainer", _Reader(trainer)), target, seed=seed, progress=worker.watchdog.progress,
+        tell=partial(print, flush=True) if is_first else lambda line: None,
+    )  # fmt: skip
+    with told(options, plan, target, rank=worker.rank) as callback:
+        log = StepLog(
+            samples_or_tokens(plan), memory, callback,
+            predicted_seconds=plan.prediction.step_seconds if is_first else None,
+        )  # fmt: skip
+        for step in range(1, steps + 1):
+            worker.watchdog.progress(f"step {step}")
+            log.add(step, trainer.step(log.timed_data(data)))
+        log.finish()
+        trainer.finish(worker.watchdog.progress)
+        callback.on_end()
+    if is_first:
+        print(summary(log.records, plan), flush=True)
+    return outcome(log.records, plan)
+
+
+class _WholeBatches:
+    """What ``TrainingData`` asks a trainer's batches: this rank reads all rows, as every worker."""
+
+    place = (0, 1)
+    is_for_all = True
+
+
+@dataclass(frozen=True)
+class _Runner:
+    batches: _WholeBatches
+
+
+class _Reader:
+    """What ``TrainingData`` reads of a trainer."""
+
+    def __init__(self, trainer: ServerTrainer) -> None:
+        self.plan, self.program = trainer.plan, trainer.program
+        self.runner = _Runner(_WholeBatches())
+
+    def inputs(self, batch: Any) -> RankInputs:
+        """A batch's tensors by the names that the plan has for them."""
+        named = {name: torch.as_tensor(batch[key]) for name, key in self.program.inputs.items()}
+        return marked(named, batch)

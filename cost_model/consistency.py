@@ -1,0 +1,79 @@
+"""When a worker of parameter servers may read a weight: BSP, SSP and ASP as one state machine.
+
+In: how many updates each worker has pushed to one piece of the weights. Out: whether a worker may
+begin its next iteration with that piece. A worker's clock is the number of its pushes. It may
+begin iteration ``c`` where the slowest worker that still works has pushed at least ``c - s``
+times; ``s`` is the bound:
+
+=====  ==============  ====================================================================
+bsp    s = 0           every iteration sees all pushes of all iterations before it, only these
+ssp    s = 1, 2, ...   it sees all pushes of iterations before ``c - s``, and some later ones
+asp    no bound        it sees what has arrived
+=====  ==============  ====================================================================
+
+Under bsp pushes of an iteration are applied together; otherwise each is applied as it comes.
+
+Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+Consistency = Literal["bsp", "ssp", "asp"]
+CONSISTENCIES: tuple[Consistency, ...] = get_args(Consistency)
+
+
+def bound_of(consistency: Consistency, staleness: int = 0) -> int | None:
+    """The iterations that a worker may be ahead of the slowest; None where there is no bound.
+
+    >>> bound_of("bsp"), bound_of("ssp", 2), bound_of("asp")
+    (0, 2, None)
+    """
+    return {"bsp": 0, "ssp": staleness, "asp": None}[consistency]
+
+
+class Clocks:
+    """The clocks of the workers at one piece of the weights.
+
+    >>> clocks = Clocks(range(2), bound=1)
+    >>> clocks.may_begin(0), clocks.push(0), clocks.may_begin(0), clocks.push(0)
+    (True, 1, True, 2)
+    >>> clocks.may_begin(0), clocks.push(1), clocks.may_begin(0)
+    (False, 1, True)
+    """
+
+    def __init__(self, workers: Iterable[int], bound: int | None) -> None:
+        self.bound = bound
+        self._clocks = dict.fromkeys(workers, 0)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Those that still work."""
+        return tuple(self._clocks)
+
+    def clock(self, worker: int) -> int:
+        """How often a worker has pushed."""
+        return self._clocks[worker]
+
+    @property
+    def slowest(self) -> int:
+        """The clock of the slowest worker; 0 where none is left."""
+        return min(self._clocks.values(), default=0)
+
+    def may_begin(self, worker: int) -> bool:
+        """Whether a worker may begin its next iteration; never one that has left."""
+        if worker not in self._clocks:
+            return False
+        return self.bound is None or self._clocks[worker] - self.slowest <= self.bound
+
+    def push(self, worker: int) -> int:
+        """Count a worker's push, for an iteration that it was allowed to begin; its new clock."""
+        self._clocks[worker] += 1
+        return self._clocks[worker]
+
+    def leave(self, worker: int) -> None:
+        """Nobody waits for this worker any more: it is done, or lost."""
+        self._clocks.pop(worker, None)

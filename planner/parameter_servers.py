@@ -1,0 +1,202 @@
+"""Parameter servers in a plan: who is a server, what a step takes, what cannot be.
+
+In: a plan of one stage on one device, which every worker runs on its micro-batches, and a
+``ServerPlan``. Out: the step's seconds and the bytes of the fullest rank. ``evaluate`` prices by
+it, and so does whoever makes such a plan: there is one price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..cost_model.cluster import Cluster
+from ..cost_model.consistency import bound_of
+from ..cost_model.server_simulation import ServerJob, simulate_servers
+from .errors import UsageError
+from .graph import Blocks, Graph
+from .plan import Plan, ServerPlan
+from .pricing.stage_cost import StageCost
+from .requests.request import Forced
+from .server_shards import elements_of, shards_of
+
+ITERATIONS = 12
+"""So many iterations are simulated: the first ones have nothing to wait for."""
+
+MEANINGS = {
+    "bsp": "equal to one device: every step sums the gradients of all workers",
+    "ssp": "not equal to one device: each worker's gradient is an update of its own, taken at "
+    "weights that may lack the last {staleness} iterations of other workers",
+    "asp": "not equal to one device: each worker's gradient is an update of its own, taken at "
+    "weights that may lack any number of updates of other workers",
+}
+
+
+def served(plan: Plan) -> str:
+    """What a plan with servers computes, in words; "" for others."""
+    if plan.servers is None:
+        return ""
+    return MEANINGS[plan.servers.consistency].format(staleness=plan.servers.staleness)
+
+
+def server_plan(forced: Forced, cluster: Cluster, num_microbatches: int) -> ServerPlan:
+    """The roles of a cluster's ranks: servers are the last ranks, or the first beside workers.
+
+    Raises UsageError AP950 where there are too few ranks, AP951 where micro-batches do not divide.
+    """
+    assert forced.servers is not None
+    total, count = cluster.num_devices, forced.servers
+    consistency = forced.consistency or "bsp"
+    num_workers = total if forced.place == "beside" else total - count
+    if num_workers < 1 or count > total:
+        raise UsageError(
+            "AP950", f"servers={count} leaves no worker on {total} devices",
+            where="--parallel", fix="fewer servers, or place=beside",
+        )  # fmt: skip
+    workers = tuple(range(num_workers))
+    ranks = tuple(range(count)) if forced.place == "beside" else tuple(range(num_workers, total))
+    if num_microbatches < num_workers or (consistency != "bsp" and num_microbatches % num_workers):
+        raise UsageError(
+            "AP951", f"{num_microbatches} micro-batches cannot be given to {num_workers} workers",
+            why="each worker has one or more, and without bsp all have as many",
+            where="--parallel", fix=f"microbatches={num_workers}, or a multiple of it",
+        )  # fmt: skip
+    least, more = divmod(num_microbatches, num_workers)
+    shares = tuple(least + (worker < more) for worker in workers)
+    return ServerPlan(
+        workers, ranks, shares, consistency, forced.staleness or 0, replicas=count > 1
+    )
+
+
+def one_device(cluster: Cluster) -> Cluster:
+    """A cluster of the first device alone."""
+    host = cluster.hosts[0].part(1)
+    return replace(cluster, hosts=(host,), name=f"1 of {cluster.name}")
+
+
+def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
+    """Raises UsageError AP952 for what servers cannot be combined with, AP953 for GPUs."""
+    if forced.servers is None:
+        return
+    others = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "chunks": 1}
+    for name, least in others.items():
+        if (getattr(forced, name) or least) > least:
+            raise UsageError(
+                "AP952", f"servers={forced.servers} with {name}={getattr(forced, name)}",
+                why="every worker of parameter servers runs the whole model on its own samples, "
+                "and the servers hold the states of the optimizer",
+                where="--parallel", fix=f"remove {name}",
+            )  # fmt: skip
+    if forced.schedule is not None:
+        raise UsageError(
+            "AP952", f"servers={forced.servers} with schedule={forced.schedule}",
+            why="a worker has no pipeline", where="--parallel", fix="remove schedule",
+        )  # fmt: skip
+    if any(host.device.kind != "cpu" for host in cluster.hosts):
+        raise UsageError(
+            "AP953", "parameter servers run on CPU devices only",
+            where="--parallel", fix="a cluster such as cpu:4, or a plan without servers",
+        )  # fmt: skip
+
+
+def check_served_model(graph: Graph, precision: str) -> None:
+    """Raises UsageError AP954 for buffers that training changes, AP956 for half precision."""
+    if graph.updates:
+        raise UsageError(
+            "AP954", f"parameter servers cannot train the buffer {min(graph.updates)}",
+            why="each worker would keep running statistics of its own samples",
+            fix="a model without running statistics (LayerNorm, GroupNorm, or "
+            "track_running_stats=False), or a plan without servers",
+        )  # fmt: skip
+    if precision not in ("fp32", "fp64"):
+        raise UsageError(
+            "AP956", f"parameter servers do not train in {precision}",
+            why="what is pushed and pulled are the weights that are stepped",
+            where="--precision", fix="fp32",
+        )  # fmt: skip
+
+
+def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
+    """For each trained parameter its block; 0 for one that several blocks use."""
+    found: dict[str, int] = {}
+    for index, block in enumerate(blocks.blocks):
+        for node in block.nodes:
+            for ref in graph[node].inputs:
+                source = graph[ref.name]
+                if source.kind == "parameter" and source.spec.requires_grad:
+                    found[ref.name] = 0 if found.get(ref.name, index) != index else index
+    return found
+
+
+def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks) -> ServerJob:
+    """What is simulated; ``costs`` are of a micro-batch on each worker."""
+    servers, cluster = plan.servers, plan.cluster
+    assert servers is not None
+    count = len(servers.servers)
+    block_of = blocks_of_parameters(graph, blocks)
+    sizes = {name: graph[name].spec.numel for name in block_of}
+    held = elements_of(shards_of(sizes, count), block_of, count)
+    num_blocks = len(blocks.blocks)
+    element = 8 if plan.model.precision == "fp64" else 4
+    elements = [held.get(block, [0] * count) for block in range(num_blocks)]
+    per_element = costs[0].seconds.optimizer / max(1, sum(sizes.values()))
+    ranks = sorted({*servers.workers, *servers.servers})
+    links = [cluster.link(rank, other) for rank in ranks for other in ranks if rank != other]
+    rate = {
+        rank: min(cluster.link(rank, other).bytes_per_second for other in ranks if other != rank)
+        for rank in ranks
+    }
+    return ServerJob(
+        servers.workers,
+        servers.servers,
+        forward=tuple(_by_block(c, num_blocks, is_forward=True) for c in costs),
+        between=tuple(
+            (share - 1) * (cost.forward_seconds + cost.backward_seconds)
+            for share, cost in zip(servers.shares, costs, strict=True)
+        ),
+        backward=tuple(_by_block(c, num_blocks, is_forward=False) for c in costs),
+        block_bytes=tuple(tuple(float(n * element) for n in row) for row in elements),
+        update_seconds=tuple(tuple(n * per_element for n in row) for row in elements),
+        bytes_per_second=tuple(rate.get(rank, 1.0) for rank in range(cluster.num_devices)),
+        latency_seconds=max((link.alpha_seconds for link in links), default=0.0),
+        bound=bound_of(servers.consistency, servers.staleness),
+        replica=tuple((k + 1) % count for k in range(count))
+        if servers.replicas and count > 1 else (),
+    )  # fmt: skip
+
+
+def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[float, ...]:
+    """The seconds of a pass, block by block."""
+    seconds = cost.forward_seconds if is_forward else cost.backward_seconds
+    shares = cost.buckets.forward if is_forward else cost.buckets.backward
+    if len(shares) != num_blocks:
+        return (seconds / num_blocks,) * num_blocks
+    return tuple(share * seconds for share in shares)
+
+
+def served_step_seconds(
+    plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks
+) -> float:
+    """Seconds in which all workers together compute a global batch."""
+    job = server_job(plan, costs, graph, blocks)
+    return len(job.worker_ranks) / simulate_servers(job, ITERATIONS).iterations_per_second()
+
+
+def served_peak_bytes(plan: Plan, costs: Sequence[StageCost]) -> int:
+    """The most that a rank holds: as a worker all but the optimizer's states, as a server its part
+    of weights, gradients and states, with those of the server that it is the replica of.
+
+    Under bsp a server holds the weights before the last update too, and a gradient per worker.
+    """
+    servers = plan.servers
+    assert servers is not None
+    of_worker = max(cost.total_bytes - cost.memory_bytes["optimizer"] for cost in costs)
+    held: Mapping[str, float] = costs[0].memory_bytes
+    gradients = len(servers.workers) + 1 if servers.consistency == "bsp" else 2
+    versions = 2 if servers.consistency == "bsp" else 1
+    whole = versions * held["parameters"] + held["optimizer"] + gradients * held["gradients"]
+    copies = 2 if servers.replicas and len(servers.servers) > 1 else 1
+    of_server = copies * whole / len(servers.servers)
+    if set(servers.servers) & set(servers.workers):
+        return round(of_worker + of_server)
+    return round(max(of_worker, of_server))

@@ -1,0 +1,89 @@
+"""Which server holds which part of which parameter, balanced by bytes.
+
+In: the elements of every parameter, by name and block, the number of servers. Out: runs of
+elements (``Shard``), each on one server. A parameter of more than a part of a server's even share
+is cut into pieces of equal size; then every piece, the largest first, goes to the server that
+holds the least (longest processing time first). A piece is at most ``1 / PIECES`` of an even
+share, so the fullest server holds at most that much more than the emptiest one.
+
+Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; Li et al. 2014, "Scaling
+Distributed Machine Learning with the Parameter Server", section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+PIECES = 32
+"""A piece is at most an even share divided by this: 3 % at most between servers."""
+LEAST_ELEMENTS = 1024
+"""A parameter is not cut into smaller pieces: each costs a request's bookkeeping."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """Elements ``start`` to ``stop`` of a parameter, as they lie in memory, on ``server``."""
+
+    parameter: str
+    start: int
+    stop: int
+    server: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def shards_of(sizes: Mapping[str, int], num_servers: int) -> tuple[Shard, ...]:
+    """The shards of parameters of so many elements, in the order of the parameters.
+
+    >>> [shard.server for shard in shards_of({"a": 10, "b": 6, "c": 5}, 2)]
+    [0, 1, 1]
+    """
+    most = max(LEAST_ELEMENTS, sum(sizes.values()) // num_servers // PIECES)
+    pieces = [
+        (name, start, stop)
+        for name, size in sizes.items()
+        for start, stop in _pieces(size, most if num_servers > 1 else size)
+    ]
+    loads = [0] * num_servers
+    found = {}
+    for piece in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
+        server = min(range(num_servers), key=loads.__getitem__)
+        loads[server] += piece[2] - piece[1]
+        found[piece] = server
+    return _joined([Shard(*piece, found[piece]) for piece in pieces])
+
+
+def _pieces(size: int, most: int) -> list[tuple[int, int]]:
+    """Cuts of ``size`` elements into as few equal pieces of at most ``most`` as there can be."""
+    count = max(1, -(-size // max(1, most)))
+    cuts = [size * index // count for index in range(count + 1)]
+    return [pair for pair in pairwise(cuts) if pair[0] < pair[1] or not size]
+
+
+def _joined(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Neighbouring pieces of a parameter on one server as one shard."""
+    found: list[Shard] = []
+    for shard in shards:
+        last = found[-1] if found else None
+        if last is not None and (last.parameter, last.stop, last.server) == (
+            shard.parameter, shard.start, shard.server,
+        ):  # fmt: skip
+            found[-1] = Shard(last.parameter, last.start, shard.stop, last.server)
+        else:
+            found.append(shard)
+    return tuple(found)
+
+
+def elements_of(
+    shards: Sequence[Shard], block_of: Mapping[str, int], num_servers: int
+) -> dict[int, list[int]]:
+    """For each block that has parameters the elements on each server."""
+    found: dict[int, list[int]] = {}
+    for shard in shards:
+        held = found.setdefault(block_of[shard.parameter], [0] * num_servers)
+        held[shard.server] += shard.size
+    return found

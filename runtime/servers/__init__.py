@@ -1,0 +1,1 @@
+"""Training with parameter servers: channels, servers, workers."""

@@ -1,0 +1,175 @@
+"""A parameter server: pieces of the weights, and a thread for each channel that asks for them.
+
+In: requests. Out: replies. A push is forwarded to the server that holds the replica before it is
+acknowledged, in the order in which it is applied; when that server is lost the rest goes on
+without. A worker that is lost leaves the clocks of ssp and asp; under bsp those who wait for its
+part are told.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from .channels import (
+    BYE,
+    COPY,
+    GRADIENT,
+    LOSS,
+    LOST,
+    PULL,
+    PUSH,
+    READ_LOSS,
+    READY,
+    Channel,
+    PeerChannel,
+    PeerLostError,
+    Reply,
+    Request,
+)
+from .served_piece import ServedPiece
+
+TICK_SECONDS = 1.0
+"""How often a server that waits for requests says that it goes on."""
+
+
+class Server:
+    """``pieces`` are by home server and block: its own, and replicas of another one's.
+
+    ``replica`` is the channel to the server that holds the replicas of its own.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        pieces: Mapping[tuple[int, int], ServedPiece],
+        num_parts: int,
+        replica: Channel | None,
+    ) -> None:
+        self.index, self.pieces = index, pieces
+        self._num_parts, self._replica = num_parts, replica
+        self._changed = threading.Condition()
+        self._forwarding = threading.Lock()
+        self._lost = 0
+        self._losses: dict[int, dict[int, Tensor]] = {}
+        self._of_workers: list[threading.Thread] = []
+        self._of_servers: list[threading.Thread] = []
+
+    def serve(self, channel: PeerChannel, worker: int | None) -> None:
+        """Answer a channel in a thread of its own; ``worker`` is None for another server's."""
+        thread = threading.Thread(target=self._answer_all, args=(channel, worker), daemon=True)
+        thread.start()
+        (self._of_workers if worker is not None else self._of_servers).append(thread)
+
+    def finish(self, progress: Callable[[str], None] | None = None) -> None:
+        """Wait until all workers have said that they are done, or are lost; then for the server
+        whose replicas this one holds."""
+        _join(self._of_workers, progress)
+        if self._replica is not None:
+            try:
+                self._replica.call(Request(BYE), None, None)
+            except PeerLostError:
+                self._replica = None
+        _join(self._of_servers, progress)
+
+    def _answer_all(self, channel: PeerChannel, worker: int | None) -> None:
+        try:
+            while (request := channel.next_request()).operation != BYE:
+                payload = self._memory(request)
+                if payload is not None:
+                    channel.receive(payload)
+                channel.answer(self.handle(request, payload))
+        except PeerLostError:
+            if worker is not None:
+                self.lose(worker)
+
+    def _memory(self, request: Request) -> Tensor | None:
+        if request.operation == LOSS:
+            return torch.zeros((), dtype=torch.float64)
+        if request.operation in (PUSH, COPY):
+            return torch.empty_like(self.pieces[request.home, request.block].weights)
+        return None
+
+    def lose(self, worker: int) -> None:
+        """Go on without a worker."""
+        with self._changed:
+            self._lost |= 1 << worker
+            for piece in self.pieces.values():
+                if piece.clocks.bound != 0:
+                    piece.clocks.leave(worker)
+            self._changed.notify_all()
+
+    def handle(self, request: Request, payload: Tensor | None) -> Reply:
+        """The reply to a request, when it can be given."""
+        if request.operation == LOSS:
+            assert payload is not None
+            with self._changed:
+                self._losses.setdefault(request.clock, {})[request.part] = payload
+                self._changed.notify_all()
+            return Reply(READY)
+        if request.operation == READ_LOSS:
+            return self._read_loss(request)
+        piece = self.pieces[request.home, request.block]
+        if request.operation == PULL:
+            return self._pull(request, piece)
+        if request.operation == GRADIENT:
+            with self._changed:
+                return Reply(READY, self._lost, piece.gradient.clone())
+        assert payload is not None
+        if request.operation == COPY or request.home != self.index:
+            with self._changed:
+                self._apply(piece, request, payload)
+            return Reply(READY)
+        with self._forwarding:  # replicas see pushes in the order of their home
+            with self._changed:
+                is_new = self._apply(piece, request, payload)
+            if is_new:
+                self._forward(request, payload)
+        return Reply(READY)
+
+    def _apply(self, piece: ServedPiece, request: Request, gradient: Tensor) -> bool:
+        is_new = piece.push(request.clock, request.part, gradient)
+        self._changed.notify_all()
+        return is_new
+
+    def _forward(self, request: Request, payload: Tensor) -> None:
+        if self._replica is None:
+            return
+        try:
+            self._replica.call(request._replace(operation=COPY), payload, None)
+        except PeerLostError:
+            self._replica = None
+
+    def _pull(self, request: Request, piece: ServedPiece) -> Reply:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: piece.is_ready(request.clock, request.part) or self._is_news(request)
+            )
+            if piece.is_ready(request.clock, request.part):
+                return Reply(READY, self._lost, piece.read(request.clock).clone())
+            return Reply(LOST, self._lost)
+
+    def _read_loss(self, request: Request) -> Reply:
+        with self._changed:
+            losses = self._losses.setdefault(request.clock, {})
+            self._changed.wait_for(lambda: len(losses) == self._num_parts or self._is_news(request))
+            if len(losses) < self._num_parts:
+                return Reply(LOST, self._lost)
+            total = torch.stack([losses[part] for part in sorted(losses)]).sum()
+            for old in [clock for clock in self._losses if clock < request.clock]:
+                del self._losses[old]
+            return Reply(READY, self._lost, total)
+
+    def _is_news(self, request: Request) -> bool:
+        return bool(self._lost & ~request.known)
+
+
+def _join(threads: Iterable[threading.Thread], progress: Callable[[str], None] | None) -> None:
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(TICK_SECONDS)
+            if progress is not None:
+                progress("serving weights")

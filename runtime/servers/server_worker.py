@@ -1,0 +1,276 @@
+"""A worker of parameter servers: micro-batches of its part, pushes beside the backward, pulls.
+
+In: global batches, of which a worker computes its part. Out: gradients at the servers, block by
+block as the backward leaves them; each block's forward waits for its own weights only. Under bsp
+the parts of a lost worker are taken over by the next one that is left, which gets the weights of
+the unfinished iteration once more, so every iteration is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...planner.graph import Graph
+from ...planner.plan import ServerPlan
+from ...planner.server_shards import Shard
+from ..data import microbatch_rows
+from ..executor import StageExecutor
+from ..parameters import StageParameter, attach_gradient_hook
+from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Request
+from .links import Key, Traffic
+
+SHARED = -1
+"""The block of parameters that several blocks use."""
+
+
+class LostWorkers(Exception):  # noqa: N818 — a signal inside this file
+    """Workers were lost while this one waited for their part."""
+
+
+class ServerWorker:
+    """Worker ``index``: ``executor`` runs the whole model on it."""
+
+    def __init__(
+        self,
+        index: int,
+        servers: ServerPlan,
+        executor: StageExecutor,
+        pieces: Mapping[Key, Sequence[Shard]],
+        traffic: Traffic,
+        graph: Graph,
+    ) -> None:
+        """``graph`` has the rows of a global batch."""
+        self._graph = graph
+        self.index, self.servers, self.executor = index, servers, executor
+        self._pieces, self._traffic = pieces, traffic
+        self._known = 0
+        self._clock = 0
+        self._blocks = sorted({block for _, block in pieces})
+        self._have = dict.fromkeys(self._blocks, 0)
+        self._batch: Mapping[str, Tensor] = {}
+        self._part = index
+        self._is_pushing = False
+        self._waiting: dict[int, set[str]] = {}
+        self._names: dict[int, set[str]] = {block: set() for block in self._blocks}
+        for name, parameter in executor.parameters.items():
+            if parameter.spec.requires_grad:
+                self._names[_block(parameter)].add(name)
+        for parameter in executor.parameters.values():
+            attach_gradient_hook(parameter, self._arrived)
+        for position, block in enumerate(executor.stage.blocks):
+            if position in self._have:
+                block.register_forward_pre_hook(self._waiter(position))
+
+    @property
+    def is_bsp(self) -> bool:
+        return self.servers.consistency == "bsp"
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """One iteration; the loss of the global batch, or without bsp that of the own part."""
+        before, self._batch = self._batch, self._rows(batch)
+        while True:
+            try:
+                losses = [self._run(part) for part in self._parts()]
+                break
+            except LostWorkers:
+                self._take_over(before)
+        self._clock += 1
+        self._request()
+        is_chief = self.is_bsp and self.index == self._owner(0)
+        return self._whole_loss() if is_chief else sum(losses)
+
+    def _rows(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The batch, or without bsp the rows of the own part, which are an update of their own."""
+        if self.is_bsp:
+            return batch
+        graph, count = self._graph, len(self.servers.workers)
+        return {
+            name: microbatch_rows(name, tensor, graph[name].spec, self.index, count)
+            for name, tensor in batch.items()
+        }
+
+    def finish(self) -> None:
+        """Wait for the weights after the last iteration, and hold them."""
+        while True:
+            try:
+                for block in self._blocks:
+                    self._wait_for(block)
+                return
+            except LostWorkers:
+                self._take_over(self._batch)
+
+    def close(self) -> None:
+        """Say to the servers that nothing more comes."""
+        self._traffic.flush()
+        self._traffic.close()
+
+    def take_gradients(self) -> None:
+        """Hold the gradient of the last update, whole."""
+        self._traffic.forget_pulls()
+        for home, block in self._pieces:
+            self._traffic.pull(Request(GRADIENT, home, block, self._clock, self.index))
+        for block in self._blocks:
+            for parameter in self.executor.parameters.values():
+                if _block(parameter) == block and parameter.gradient is None:
+                    parameter.gradient = torch.zeros_like(parameter.local)
+            self._wait_until_here(block)
+            self._fill(block, gradients=True)
+
+    def _parts(self) -> list[int]:
+        """Its own part, and those of lost workers that it is the next after."""
+        if not self.is_bsp:
+            return [self.index]
+        return [
+            part for part in range(len(self.servers.workers)) if self._owner(part) == self.index
+        ]
+
+    def _owner(self, part: int) -> int:
+        count = len(self.servers.workers)
+        order = [(part + offset) % count for offset in range(count)]
+        return next(worker for worker in order if not self._known >> worker & 1)
+
+    def _run(self, part: int) -> float:
+        """Forwards and backwards of a part's micro-batches; its share of the loss."""
+        executor, shares = self.executor, self.servers.shares
+        if not self.is_bsp:
+            part, shares = 0, shares[:1]
+        if SHARED in self._have:
+            self._wait_for(SHARED)
+        executor.steps_begun = self._clock
+        executor.begin_step(self._batch)
+        first = sum(shares[:part])
+        self._part = part if self.is_bsp else self.index
+        units = range(first, first + shares[part])
+        for unit in units:
+            executor.forward(unit, {})
+            self._is_pushing = unit == units[-1]
+            self._waiting = {block: set(names) for block, names in self._names.items()}
+            executor.backward(unit, {}, last=self._is_pushing)
+        self._is_pushing = False
+        for block in reversed(self._blocks):  # what got no gradient, and what blocks share
+            if block in self._waiting:
+                self._push(block)
+        losses = [loss for unit in units if (loss := executor.loss(unit)) is not None]
+        total = sum(float(loss) for loss in losses)
+        if not self.is_bsp:
+            return total / len(units)
+        for home in range(len(self.servers.servers)):
+            value = torch.tensor(total / executor.num_microbatches, dtype=torch.float64)
+            self._traffic.push(Request(LOSS, home, 0, self._clock, part), value)
+        return total / executor.num_microbatches
+
+    def _arrived(self, parameter: StageParameter) -> None:
+        """Push a block when its last gradient has come."""
+        block = _block(parameter)
+        if not self._is_pushing or block == SHARED or block not in self._waiting:
+            return
+        self._waiting[block].discard(parameter.name)
+        if not self._waiting[block]:
+            self._push(block)
+
+    def _push(self, block: int) -> None:
+        del self._waiting[block]
+        for (home, own), shards in self._pieces.items():
+            if own == block:
+                payload = torch.cat([self._gradient(shard) for shard in shards])
+                self._traffic.push(Request(PUSH, home, block, self._clock, self._part), payload)
+
+    def _gradient(self, shard: Shard) -> Tensor:
+        parameter = self.executor.parameters[shard.parameter]
+        gradient = parameter.gradient
+        if gradient is None:
+            return parameter.local.new_zeros(shard.size)
+        return gradient.detach().reshape(-1)[shard.start : shard.stop]
+
+    def _request(self) -> None:
+        """Ask for the weights of the next iteration, in the order of first use."""
+        for block in self._blocks:
+            for home, own in self._pieces:
+                if own == block:
+                    self._traffic.pull(Request(PULL, home, block, self._clock, self.index))
+
+    def _waiter(self, block: int) -> Callable[[nn.Module, object], None]:
+        def wait(module: nn.Module, inputs: object) -> None:
+            self._wait_for(block)
+
+        return wait
+
+    def _wait_for(self, block: int) -> None:
+        """Have the weights of this iteration in a block."""
+        if self._have[block] != self._clock:
+            self._wait_until_here(block)
+            self._fill(block)
+            self._have[block] = self._clock
+
+    def _wait_until_here(self, block: int) -> None:
+        keys = [key for key in self._pieces if key[1] == block]
+
+        def is_here() -> bool:
+            return all(self._traffic.has(key, self._clock) for key in keys)
+
+        while not self._traffic.wait(is_here, self._known):
+            self._learn()
+
+    def _learn(self) -> None:
+        """Know of lost workers. Raises LostWorkers where this one is to do their part."""
+        before = self._parts()
+        self._known |= self._traffic.lost
+        if self._parts() != before:
+            raise LostWorkers
+        self._traffic.know(self._known)
+
+    def _fill(self, block: int, *, gradients: bool = False) -> None:
+        with torch.no_grad():
+            for key, shards in self._pieces.items():
+                if key[1] != block:
+                    continue
+                values, start = self._traffic.arrived[key][1], 0
+                for shard in shards:
+                    parameter = self.executor.parameters[shard.parameter]
+                    memory = parameter.gradient if gradients else parameter.local
+                    assert memory is not None
+                    stop = start + shard.size
+                    memory.view(-1)[shard.start : shard.stop].copy_(values[start:stop])
+                    start = stop
+                if not gradients:
+                    for shard in shards:
+                        self.executor.parameters[shard.parameter].refresh()
+
+    def _take_over(self, batch: Mapping[str, Tensor]) -> None:
+        """Compute the lost parts of the iteration before, with the weights that it began with."""
+        now, self._batch = self._batch, batch
+        self._clock -= 1
+        self._traffic.forget_pulls()
+        self._traffic.know(self._known)
+        self._request()
+        self._have = dict.fromkeys(self._blocks, -1)
+        for part in self._parts():
+            self._run(part)  # a server leaves what it had before
+        self._traffic.flush()
+        self._clock += 1
+        self._batch = now
+        self._traffic.forget_pulls()
+        self._request()
+
+    def _whole_loss(self) -> float:
+        clock = self._clock - 1
+        while True:
+            self._traffic.pull(Request(READ_LOSS, 0, -2, clock, self.index))
+            try:
+                while not self._traffic.wait(
+                    lambda: self._traffic.loss(clock) is not None, self._known
+                ):
+                    self._learn()
+            except LostWorkers:
+                self._take_over(self._batch)
+                continue
+            loss = self._traffic.loss(clock)
+            assert loss is not None
+            return loss
+
+
+def _block(parameter: StageParameter) -> int:
+    return SHARED if parameter.block is None else parameter.block

@@ -1,0 +1,179 @@
+"""Parameter servers on real processes, held to one device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_device import loss_of
+from processes import run_processes
+from test_verification import captured, target
+
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.passes.capture.counter_random import batch_dims
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.planner.plan import Plan, ServerPlan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.request import Forced
+from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.servers.server_trainer import ServerTrainer
+from autoparallel.runtime.verify import verify
+
+SEQ, GLOBAL_BATCH, STEPS = 16, 12, 4
+
+
+def grouped(named_parameters: Any) -> torch.optim.Optimizer:
+    """Adam with two groups, told apart by the shapes of whole parameters."""
+    pairs = list(named_parameters)
+    matrices = [p for _, p in pairs if p.ndim > 1]
+    vectors = [p for _, p in pairs if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-2}]
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+OPTIMIZERS = {"grouped": grouped, "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+
+
+@dataclass(frozen=True)
+class Case:
+    servers: ServerPlan
+    optimizer: str = "grouped"
+    model: str = "gpt"
+
+
+CASES = (
+    Case(ServerPlan((0, 1), (2, 3), (2, 2))),
+    Case(ServerPlan((0, 1), (2, 3), (3, 1), replicas=False), "momentum"),
+    Case(ServerPlan((0, 1, 2, 3), (0, 1, 2, 3), (1, 1, 1, 1)), model="dropout"),
+    Case(ServerPlan((0, 1, 2), (1, 3), (1, 2, 1))),
+)
+
+
+@cache
+def plan_text(case: Case) -> str:
+    _, program = captured(case.model, "fp32")
+    forced = Forced(num_microbatches=sum(case.servers.shares))
+    options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=forced)
+    plan = plan_program(program, target(case.model), parse_cluster("cpu:1"), options)
+    return dumps(replace(plan, cluster=parse_cluster("cpu:4"), servers=case.servers))
+
+
+def double(plan: Plan) -> Plan:
+    return replace(plan, model=replace(plan.model, precision="fp64"))
+
+
+def batches(model: str) -> list[dict[str, torch.Tensor]]:
+    graph = captured(model, "fp64")[1].graph.with_batch_size(GLOBAL_BATCH)
+    return [random_batch(graph, seed=step) for step in range(STEPS)]
+
+
+def reference(case: Case) -> Reference:
+    program, given = captured(case.model, "fp64")[1], batches(case.model)
+    model = plain_build(target(case.model).build_model, 0).double()
+    with promote_to_float64():
+        return run_reference(
+            model, given, loss=loss_of(target(case.model), program),
+            build_optimizer=OPTIMIZERS[case.optimizer],
+            random_dims=batch_dims(program.graph),
+        )  # fmt: skip
+
+
+def trainer_of(case: Case, text: str) -> ServerTrainer:
+    deferred, program = captured(case.model, "fp64")
+    return ServerTrainer(
+        program, double(loads(text)), deferred, device=torch.device("cpu"),
+        build=OPTIMIZERS[case.optimizer],
+    )  # fmt: skip
+
+
+def verified(cases: tuple[tuple[Case, str], ...]) -> list[dict[str, float]]:
+    found = []
+    for case, text in cases:
+        trainer = trainer_of(case, text)
+        result = verify(trainer, batches(case.model), partial(reference, case))
+        trainer.finish()
+        found.append({d.quantity: max(d.relative, 0.0) for d in result.differences})
+        assert result.passed, result.failures
+        assert max(d.relative for d in result.differences) < 1e-11
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bsp_trains_as_one_device_does(case: Case) -> None:
+    run_processes(4, verified, ((case, plan_text(case)),), timeout_seconds=60)
+
+
+def survived(
+    cases: tuple[tuple[Case, str, int], ...],
+) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Losses and weights where a rank is killed while it computes its second backward."""
+    ((case, text, victim),) = cases
+    trainer = trainer_of(case, text)
+    rank = dist.get_rank()
+    if rank == victim:
+        doom(trainer)
+    losses = [float(trainer.step(batch).loss) for batch in batches(case.model)]
+    trainer.finish()
+    weights = {n: p.local.clone() for n, p in trainer.model.parameters.items()}
+    return losses, weights
+
+
+def doom(trainer: ServerTrainer) -> None:
+    """This process is killed in the middle of a push of the second iteration: half a block has
+    left, or the other servers have not yet got it."""
+
+    def killed(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if trainer.worker is not None:
+        worker, push = trainer.worker, trainer.worker._push
+
+        def push_or_die(block: int) -> None:
+            if worker._clock == 1 and block <= 1:
+                killed()
+            push(block)
+
+        worker._push = push_or_die  # type: ignore[method-assign]
+    elif trainer.server is not None:
+        server, apply = trainer.server, trainer.server._apply
+
+        def apply_or_die(piece: Any, request: Any, gradient: torch.Tensor) -> bool:
+            if request.clock == 1 and request.part == 0 and request.block == 1:
+                killed()
+            return apply(piece, request, gradient)
+
+        server._apply = apply_or_die  # type: ignore[method-assign]
+
+
+DEATHS = (
+    (ServerPlan((0, 1, 2), (2, 3), (1, 1, 1)), 1),  # a worker
+    (ServerPlan((0, 1), (2, 3), (2, 1)), 2),  # a server
+    (ServerPlan((0, 1, 2, 3), (0, 1, 2, 3), (1, 1, 1, 1)), 3),  # both in one
+)
+
+
+@pytest.mark.parametrize(("servers", "victim"), DEATHS)
+def test_bsp_goes_on_exactly_when_a_worker_or_server_is_killed(
+    servers: ServerPlan, victim: int
+) -> None:
+    """Every rank that is left has the losses and weights of one device."""
+    case = Case(servers)
+    found = run_processes(
+        4, survived, ((case, plan_text(case), victim),), may_die=(victim,), timeout_seconds=90
+    )
+    assert found[victim] is None
+    expected = reference(case)
+    assert found[0][0] == pytest.approx(expected.losses, rel=1e-12)
+    for rank in servers.workers:
+        if rank != victim:
+            for name, weight in found[rank][1].items():
+                assert torch.allclose(weight, expected.weights[name], rtol=1e-11, atol=1e-13)
