@@ -83,8 +83,8 @@ def train_served(
         trainer.finish(worker.watchdog.progress)
         callback.on_end()
     if is_first:
-        print(summary(log.records, plan), flush=True)
-    return outcome(log.records, plan)
+        print(summary(log.figures, plan), flush=True)
+    return outcome(log.figures, plan)
 
 
 class _WholeBatches:

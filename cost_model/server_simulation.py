@@ -130,10 +130,9 @@ class _Simulation:
             process = self._ready.pop()
             self._step(process)
             if not self._ready:
-                held, waiting = [], []
-                for each in self._waiting:
-                    (held if each[0]() else waiting).append(each)
-                self._waiting = waiting
+                states = [(each, each[0]()) for each in self._waiting]
+                held = [each for each, is_held in states if is_held]
+                self._waiting = [each for each, is_held in states if not is_held]
                 self._ready = [process for _, process in reversed(held)]
 
     def _step(self, process: Process) -> None:

@@ -56,8 +56,8 @@ class OpCheck:
             self.forward = Found(words(node), microbatch)
         for tensor in values_of(made):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                see = partial(self._see_gradient, node, microbatch)
-                tensor.register_hook(see)  # type: ignore[no-untyped-call]
+                hook = partial(self._see_gradient, node, microbatch)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _see_gradient(self, node: fx.Node, microbatch: int, gradient: Tensor) -> None:
         if self.backward is None and not _is_finite(gradient):

@@ -94,9 +94,6 @@ class Trainer:
             self.steps.accumulate(batch)
         return self.steps.step(last)
 
-    def settle(self) -> None:
-        """Hold the weights and the gradient of the last step, as this rank always does."""
-
     def finish(self) -> None:
         """End a run: nothing is left to do."""
 

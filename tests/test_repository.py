@@ -30,7 +30,8 @@ PLANNER = (
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
     "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
     "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas",
-    "server_shards", "parameter_servers", "shares", "gradient_buckets", "gradient_sums", "stage_walk", "evaluate", "gradient_choice",
+    "server_shards", "parameter_servers", "shares", "gradient_buckets", "gradient_sums",
+    "stage_walk", "evaluate", "gradient_choice",
     "price_sources", "intra_op", "inter_op", "search", "proposers", "find_plan",
     "profiling_targets", "configured",
 )  # fmt: skip

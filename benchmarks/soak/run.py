@@ -74,6 +74,7 @@ def descendants(pid: int) -> list[int]:
 def read(pid: int, process: Process, began: float) -> None:
     """Adds a sample of a process; nothing if it ends meanwhile."""
     try:
+        process.name = rank_of(pid)  # a rank that was just forked has its launcher's environment
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         files = len(os.listdir(f"/proc/{pid}/fd"))
         threads = len(os.listdir(f"/proc/{pid}/task"))
@@ -114,9 +115,7 @@ def train(
         run = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
         while time.monotonic() - began < seconds and run.poll() is None:
             for pid in descendants(run.pid):
-                if pid not in processes:
-                    processes[pid] = Process(rank_of(pid))
-                read(pid, processes[pid], began)
+                read(pid, processes.setdefault(pid, Process("launcher")), began)
             time.sleep(SAMPLE_SECONDS)
         early = run.poll() is not None
         ranks = [pid for pid, process in processes.items() if process.name != "launcher"]
