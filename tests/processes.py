@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -75,7 +75,7 @@ def run_processes(
     *args: Any,
     timeout_seconds: float = 120.0,
     backend: str = BACKEND,
-    may_die: Container[int] = (),
+    may_die: Collection[int] = (),
 ) -> list[Any]:
     """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in rank order.
 
@@ -91,7 +91,17 @@ def run_processes(
             end, child_end = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank,
-                args=(child_end, store, rank, num_ranks, timeout_seconds, backend, function, args),
+                args=(
+                    child_end,
+                    store,
+                    rank,
+                    num_ranks,
+                    timeout_seconds,
+                    backend,
+                    function,
+                    args,
+                    not may_die,
+                ),
                 daemon=True,
             )
             process.start()
@@ -119,7 +129,7 @@ def forking_context() -> ForkServerContext:
     return context
 
 
-def _collect(ends: list[Connection], deadline: float, may_die: Container[int] = ()) -> list[Any]:
+def _collect(ends: list[Connection], deadline: float, may_die: Collection[int] = ()) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ends):
         pending = [end for rank, end in enumerate(ends) if rank not in results]
@@ -166,6 +176,7 @@ def _rank(
     backend: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    meets: bool,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -185,7 +196,8 @@ def _rank(
             timeout=timedelta(seconds=timeout_seconds),
         )
         value = function(*args)
-        dist.barrier()
+        if meets:
+            dist.barrier()
         dist.destroy_process_group()
         end.send((True, value))
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
