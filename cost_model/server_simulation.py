@@ -130,7 +130,8 @@ class _Simulation:
             process = self._ready.pop()
             self._step(process)
             if not self._ready:
-                held, waiting = [], []
+                held: list[tuple[Callable[[], bool], Process]] = []
+                waiting: list[tuple[Callable[[], bool], Process]] = []
                 for each in self._waiting:
                     (held if each[0]() else waiting).append(each)
                 self._waiting = waiting

@@ -87,21 +87,12 @@ def run_processes(
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes, ends = [], []
+        job = (function, args, not may_die)
         for rank in range(num_ranks):
             end, child_end = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank,
-                args=(
-                    child_end,
-                    store,
-                    rank,
-                    num_ranks,
-                    timeout_seconds,
-                    backend,
-                    function,
-                    args,
-                    not may_die,
-                ),
+                args=(child_end, store, rank, num_ranks, timeout_seconds, backend, job),
                 daemon=True,
             )
             process.start()
@@ -174,10 +165,10 @@ def _rank(
     num_ranks: int,
     timeout_seconds: float,
     backend: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    meets: bool,
+    job: tuple[Callable[..., Any], tuple[Any, ...], bool],
 ) -> None:
+    """``job``: the function, its arguments, and whether all ranks meet at the end."""
+    function, args, meets = job
     import torch
     import torch.distributed as dist
 
