@@ -130,9 +130,11 @@ class _Simulation:
             process = self._ready.pop()
             self._step(process)
             if not self._ready:
-                states = [(each, each[0]()) for each in self._waiting]
-                held = [each for each, is_held in states if is_held]
-                self._waiting = [each for each, is_held in states if not is_held]
+                held: list[tuple[Callable[[], bool], Process]] = []
+                waiting: list[tuple[Callable[[], bool], Process]] = []
+                for each in self._waiting:
+                    (held if each[0]() else waiting).append(each)
+                self._waiting = waiting
                 self._ready = [process for _, process in reversed(held)]
 
     def _step(self, process: Process) -> None:

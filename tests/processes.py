@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -75,7 +75,7 @@ def run_processes(
     *args: Any,
     timeout_seconds: float = 120.0,
     backend: str = BACKEND,
-    may_die: Container[int] = (),
+    may_die: Collection[int] = (),
 ) -> list[Any]:
     """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in rank order.
 
@@ -87,11 +87,12 @@ def run_processes(
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes, ends = [], []
+        job = (function, args, not may_die)
         for rank in range(num_ranks):
             end, child_end = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank,
-                args=(child_end, store, rank, num_ranks, timeout_seconds, backend, function, args),
+                args=(child_end, store, rank, num_ranks, timeout_seconds, backend, job),
                 daemon=True,
             )
             process.start()
@@ -119,7 +120,7 @@ def forking_context() -> ForkServerContext:
     return context
 
 
-def _collect(ends: list[Connection], deadline: float, may_die: Container[int] = ()) -> list[Any]:
+def _collect(ends: list[Connection], deadline: float, may_die: Collection[int] = ()) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ends):
         pending = [end for rank, end in enumerate(ends) if rank not in results]
@@ -164,9 +165,10 @@ def _rank(
     num_ranks: int,
     timeout_seconds: float,
     backend: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    job: tuple[Callable[..., Any], tuple[Any, ...], bool],
 ) -> None:
+    """``job``: the function, its arguments, and whether all ranks meet at the end."""
+    function, args, meets = job
     import torch
     import torch.distributed as dist
 
@@ -185,7 +187,8 @@ def _rank(
             timeout=timedelta(seconds=timeout_seconds),
         )
         value = function(*args)
-        dist.barrier()
+        if meets:
+            dist.barrier()
         dist.destroy_process_group()
         end.send((True, value))
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it

@@ -73,10 +73,8 @@ class PeerChannel:
 
     def __init__(self, name: str, *, asks: bool) -> None:
         """Both ends make it, under the same name."""
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            name, dist.distributed_c10d._get_default_store()
-        )
-        self._group = dist.ProcessGroupGloo(store, 0 if asks else 1, 2, NEVER)
+        store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._group: dist.ProcessGroup = dist.ProcessGroupGloo(store, 0 if asks else 1, 2, NEVER)
         self._other = 1 if asks else 0
 
     def send(self, tensor: Tensor) -> None:
