@@ -74,18 +74,19 @@ class PeerChannel:
     def __init__(self, name: str, *, asks: bool) -> None:
         """Both ends make it, under the same name."""
         store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self._group: dist.ProcessGroup = dist.ProcessGroupGloo(store, 0 if asks else 1, 2, NEVER)
+        group = dist.ProcessGroupGloo(store, 0 if asks else 1, 2, NEVER)
+        self._group: dist.ProcessGroup = group  # type: ignore[assignment]
         self._other = 1 if asks else 0
 
     def send(self, tensor: Tensor) -> None:
         try:
-            self._group.send([tensor], self._other, 0).wait()  # type: ignore[attr-defined]
+            self._group.send([tensor], self._other, 0).wait()
         except RuntimeError as error:
             raise PeerLostError from error
 
     def receive(self, tensor: Tensor) -> Tensor:
         try:
-            self._group.recv([tensor], self._other, 0).wait()  # type: ignore[attr-defined]
+            self._group.recv([tensor], self._other, 0).wait()
         except RuntimeError as error:
             raise PeerLostError from error
         return tensor
