@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
+from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
@@ -125,9 +126,12 @@ def train(
         worker.watchdog.progress("waiting for the last checkpoint")
         trainer.checkpoints.wait()
         callback.on_end()
+    found = outcome(log.records, plan, asked.accumulate)
     if worker.rank == 0:
         print(summary(log.records, plan, asked.accumulate), flush=True)
-    return outcome(log.records, plan, asked.accumulate)
+        saved = [Path(how.folder) / PLAN] if how is not None else []
+        keep_measurement(plan, log.records, asked.accumulate, [Path(plan_path), *saved])
+    return found
 
 
 def _save(how: Saving, step: int, trainer: Trainer, worker: Worker, log: StepLog) -> None:
