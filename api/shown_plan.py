@@ -27,6 +27,11 @@ class ShownPlan(Plan):
             return NotImplemented
         return all(getattr(self, each.name) == getattr(other, each.name) for each in fields(Plan))
 
+    def _repr_html_(self) -> str:
+        from autoparallel.html import notebook
+
+        return notebook(self)
+
     def to_frame(self, what: str = "stages") -> pandas.DataFrame:
         """A part of the plan as a pandas DataFrame, in seconds and bytes.
 

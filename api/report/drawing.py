@@ -11,6 +11,7 @@ from math import isclose
 
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import Buckets, StageCosts
+from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.step import message_seconds
@@ -22,8 +23,14 @@ MOST_ACTIONS = 100_000
 SAME = 0.01
 
 
-def drawing(plan: Plan, width: int) -> str | None:
-    """A line per pipeline rank, ``width`` characters of time wide."""
+def drawing(plan: Plan, width: int, *, limit: int = 16) -> str | None:
+    """A line per pipeline rank, ``width`` characters of time wide; see ``draw``."""
+    timeline = timeline_of(plan)
+    return None if timeline is None else "\n".join(draw(timeline, width, limit=limit))
+
+
+def timeline_of(plan: Plan) -> Timeline | None:
+    """The plan's step, as far as the plan alone tells it; None where that is another step."""
     stages = len(plan.stages)
     if not plan.has_pipeline or stages * plan.num_microbatches > MOST_ACTIONS:
         return None
@@ -33,7 +40,7 @@ def drawing(plan: Plan, width: int) -> str | None:
     timeline = simulate(schedule, _costs(plan))
     if not isclose(timeline.step_seconds, plan.prediction.step_seconds, rel_tol=SAME):
         return None
-    return "\n".join(draw(timeline, width))
+    return timeline
 
 
 def _costs(plan: Plan) -> StageCosts:

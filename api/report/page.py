@@ -25,7 +25,6 @@ from autoparallel.planner.summary import (
 from autoparallel.report.confidence import confidence, gap_text, simplest_text, source_lines
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
-    MEMORY_ORDER,
     AxisUse,
     KindSplit,
     axis_uses,
@@ -35,6 +34,7 @@ from autoparallel.report.facts import (
     fullest_rank,
     merged_alternatives,
     merged_splits,
+    ordered_memory,
     rank_seconds,
     usable_bytes,
 )
@@ -322,9 +322,7 @@ def memory(plan: Plan) -> tuple[str, RenderableType]:
     stages, found = fullest_rank(plan)
     stage = plan.stages[stages[0]]
     limit = usable_bytes(plan, stage)
-    ordered = [name for name in MEMORY_ORDER if name in found]
-    ordered += [name for name in found if name not in MEMORY_ORDER]
-    values = {name: float(found[name]) for name in ordered if found[name]}
+    values = {name: float(size) for name, size in ordered_memory(found).items()}
     total = sum(values.values())
     where = f"rank {stage.devices[0]}" + (f", {stages_text(stages)}" if plan.has_pipeline else "")
     title = f"Peak memory ({where}): {of_text(total, limit)}"
