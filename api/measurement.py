@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
+from autoparallel.report.words import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autoparallel.callbacks import StepRecord
@@ -113,3 +114,13 @@ def load_measurement(plan_path: str | Path) -> Measurement | None:
             fix="run the plan again, or delete the file",
         ) from error
     return found
+
+
+def measured_text(found: Measurement, plan: Plan) -> str:
+    """What was measured beside what was predicted, in a line."""
+    predicted = plan.prediction.step_seconds * found.num_batches
+    other = "" if found.plan == checksum(plan) else ", of another plan: the file has changed since"
+    return (
+        f"measured: step {seconds_text(found.step_seconds)} (predicted {seconds_text(predicted)}), "
+        f"memory {bytes_text(found.memory_bytes)} on {found.device}, {found.date[:10]}{other}"
+    )

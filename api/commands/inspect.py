@@ -24,7 +24,7 @@ CandidatesOption = Annotated[
 LayoutsOption = Annotated[
     bool, typer.Option("--layouts", help="add the layout of every weight, and what it costs")
 ]
-AllOption = Annotated[bool, typer.Option("--all", help="add all of these, and the sources")]
+AllOption = Annotated[bool, typer.Option("--all", help="all of these, and the sources")]
 HtmlOption = Annotated[
     str | None,
     typer.Option("--html", metavar="FILE", help="write the report as one page of HTML"),
@@ -51,9 +51,10 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Show a plan: what, where, how fast, how sure, what next; details on request."""
+    from autoparallel.measurement import load_measurement, measured_text
     from autoparallel.plan_io import load_plan
     from autoparallel.planner.plan_file import dumps
-    from autoparallel.report import print_report
+    from autoparallel.report import Details, print_report
 
     loaded = load_plan(plan)
     if html is not None:
@@ -61,8 +62,27 @@ def inspect(
         return
     if json:
         typer.echo(dumps(loaded), nl=False)
-    else:
-        print_report(loaded, stdout_console())
+        return
+    found = load_measurement(plan)
+    details = Details(
+        stages or everything, memory or everything, candidates or everything,
+        layouts or everything, everything,
+    )  # fmt: skip
+    print_report(
+        loaded, stdout_console(), details,
+        next_steps=() if everything else next_steps(plan),
+        measured=measured_text(found, loaded) if found is not None else "",
+    )  # fmt: skip
+
+
+def next_steps(plan_path: str) -> list[tuple[str, str]]:
+    """What to do with a plan: commands, and what they are for."""
+    page = Path(plan_path).with_suffix(".html").name
+    return [
+        (f"autoparallel inspect {plan_path} --html {page}", "the whole report as a page"),
+        (f"autoparallel verify {plan_path}", "compare with one device"),
+        (f"autoparallel run {plan_path}", "train, and keep what is measured"),
+    ]
 
 
 def write_page(plan: Plan, plan_path: str, html: str, *, loads_target: bool) -> None:

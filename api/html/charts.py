@@ -171,7 +171,8 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
     front = pareto_front([each for each in placed if each[1] <= limit] or placed)
     x_high = max(limit, *(held for _, held in placed)) * 1.05
     low, high = min(step for step, _ in placed), max(step for step, _ in placed)
-    x = Scale(0, x_high, LEFT, WIDTH - RIGHT)
+    x_low = min(held for _, held in placed) * 0.95
+    x = Scale(x_low, x_high, LEFT, WIDTH - RIGHT)
     pad = max(high - low, 0.02 * high) * 0.12
     y = Scale(low - pad, high + pad, HEIGHT - BOTTOM, TOP)
     candidates = tuple(
@@ -191,7 +192,9 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
     return CandidateChart(
         candidates,
         "M" + "L".join(f"{number(a)} {number(b)}" for a, b in corners),
-        tuple(Tick(number(x(v * gib)), f"{v:g} {unit}") for v in ticks(0, x_high / gib, 7)),
+        tuple(
+            Tick(number(x(v * gib)), f"{v:g} {unit}") for v in ticks(x_low / gib, x_high / gib, 7)
+        ),
         tuple(Tick(number(y(v)), seconds_text(v)) for v in ticks(y.low, y.high, 5)),
         number(x(limit)), f"limit {bytes_text(limit)}",
     )  # fmt: skip

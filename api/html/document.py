@@ -128,7 +128,8 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "stages_folded": len(plan.stages) > MOST_STAGE_ROWS,
         "communication": _communication(plan),
         "memory_chart": _memory_chart(plan, priced, limit),
-        "memory_rank": stages,
+        "memory_rank": ranks.index(stages),
+        "memory_device": plan.stages[stages[0]].devices[0],
         "memory_rows": ordered_memory(held),
         "memory_total": sum(held.values()),
         "memory_limit": limit,
@@ -157,13 +158,15 @@ def _schedule(plan: Plan, timeline: Timeline | None) -> ScheduleView | None:
     return schedule_view(timeline, [rank_name(rank, size) for rank, size in enumerate(sizes)])
 
 
-def _communication(plan: Plan) -> list[tuple[int, Any]]:
-    """The collectives of the stages, with each stage's number."""
-    return [
-        (index, each)
-        for index, stage in enumerate(plan.stages)
-        for each in communication(plan, stage)
-    ]
+def _communication(plan: Plan) -> list[tuple[str, Any]]:
+    """The collectives of the stages, equal ones once, with the numbers of their stages."""
+    found: dict[tuple[str, ...], tuple[list[int], Any]] = {}
+    for index, stage in enumerate(plan.stages):
+        for each in communication(plan, stage):
+            key = (each.what, each.beside, seconds_text(each.seconds),
+                   seconds_text(each.exposed_seconds))  # fmt: skip
+            found.setdefault(key, ([], each))[0].append(index)
+    return [(ranks_text(stages), each) for stages, each in found.values()]
 
 
 def _memory_chart(plan: Plan, priced: PricedAgain | None, limit: int) -> Any:

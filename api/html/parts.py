@@ -50,9 +50,7 @@ def cluster_hosts(plan: Plan) -> list[Hosts]:
     found, at = [], 0
     for (device, ranks, link, rack), same in groupby(rows):
         count = len(list(same))
-        found.append(
-            Hosts(ranks_text(range(at, at + count)), count, device, ranks, link, rack)
-        )
+        found.append(Hosts(ranks_text(range(at, at + count)), count, device, ranks, link, rack))
         at += count
     return found
 
@@ -86,9 +84,7 @@ class BlockCell:
 
 def block_cells(plan: Plan) -> list[BlockCell]:
     """Where each block of the model runs, in the model's order."""
-    rank_of = {
-        stage: rank for rank, stages in enumerate(stages_of_ranks(plan)) for stage in stages
-    }
+    rank_of = {stage: rank for rank, stages in enumerate(stages_of_ranks(plan)) for stage in stages}
     found, at = [], 0
     for index, stage in enumerate(plan.stages):
         for mode, run in groupby(stage.blocks, key=lambda block: block.recompute):

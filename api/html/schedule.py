@@ -20,6 +20,7 @@ UNITS = 100_000
 
 COMPUTE_HEIGHT, LANE_HEIGHT, GAP = 22, 5, 8
 KINDS = ("F", "B", "I", "W", "STEP", "SEND_F", "SEND_B", "REDUCE", "GATHER")
+MOST_WITH_EDGES = 300
 LEAST_WAIT = 1e-4
 """Waits shorter than this share of a step are not listed."""
 
@@ -58,6 +59,11 @@ class ScheduleView:
     streams: tuple[str, ...]
     kinds: tuple[str, ...]
     data: Mapping[str, Any]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether boxes are too narrow for edges."""
+        return max(len(rank["events"]) for rank in self.data["ranks"]) > MOST_WITH_EDGES
 
 
 def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:

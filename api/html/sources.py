@@ -84,7 +84,7 @@ def source_rows(plan: Plan, missing: str) -> list[SourceRow]:
         SourceRow("memory", bytes_text(own.peak_memory_bytes), memory_source(plan)),
         SourceRow("gap", gap_text(plan), "lower bound of the search, docs/planning.md"),
     ]  # fmt: skip
-    model_rows = "the plan's model, loaded and priced again" if not missing else missing
+    model_rows = missing or "the plan's model, loaded and priced again"
     rows.append(SourceRow("baselines, roofline, memory in time", "", model_rows))
     for device in {host.device.name: host.device for host in plan.cluster.hosts}.values():
         rows += _device_rows(device)

@@ -37,13 +37,13 @@ def timeline_of(plan: Plan) -> Timeline | None:
     schedule = build_schedule(
         plan.schedule, stages, plan.num_microbatches, num_chunks=plan.num_chunks
     )
-    timeline = simulate(schedule, _costs(plan))
+    timeline = simulate(schedule, stage_costs_of(plan))
     if not isclose(timeline.step_seconds, plan.prediction.step_seconds, rel_tol=SAME):
         return None
     return timeline
 
 
-def _costs(plan: Plan) -> StageCosts:
+def stage_costs_of(plan: Plan) -> StageCosts:
     """What the plan holds of its stages; a message there and back is what its receiver waits."""
 
     def each(name: str) -> list[float]:

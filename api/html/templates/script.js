@@ -2,6 +2,7 @@
 (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const seconds = (value) => {
+    if (Math.abs(value) < 5e-10) return "0 s";
     for (const [scale, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]])
       if (Math.abs(value) >= scale || unit === "µs") {
         const scaled = value / scale;
@@ -50,7 +51,7 @@
 
     function draw() {
       svg.setAttribute("viewBox", `${from} 0 ${to - from} ${height}`);
-      const width = plot.clientWidth, span = time(to - from), step = round(span, Math.max(2, width / 130));
+      const width = plot.clientWidth, span = time(to - from), step = round(span, Math.max(3, width / 110));
       const marks = [];
       for (let at = Math.ceil(time(from) / step - 1e-9) * step; at <= time(to) + 1e-12; at += step) {
         const left = percent((at / data.step) * units);
