@@ -22,7 +22,9 @@ from autoparallel.report.facts import MEMORY_ORDER, merged_alternatives
 from autoparallel.report.words import bytes_text, count_text, percent_text, rate_text, seconds_text
 
 WIDTH, HEIGHT = 960, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 84, 24, 12, 34
+MOST_OF_LIMIT = 1.3
+"""Candidates that need more memory than this times the limit are drawn at the edge."""
 LEAST_SHARE = 0.01
 """Categories of memory below this share of the peak are drawn as one, "other"."""
 
@@ -138,6 +140,7 @@ class Candidate:
     is_on_front: bool = False
     x: str = ""
     y: str = ""
+    is_beyond: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
     ]  # fmt: skip
     placed = [(step, held) for _, _, step, held, _ in rows if step and held]
     front = pareto_front([each for each in placed if each[1] <= limit] or placed)
-    x_high = max(limit, *(held for _, held in placed)) * 1.05
+    x_high = min(max(limit, *(held for _, held in placed)) * 1.05, MOST_OF_LIMIT * limit)
     low, high = min(step for step, _ in placed), max(step for step, _ in placed)
     x_low = min(held for _, held in placed) * 0.95
     x = Scale(x_low, x_high, LEFT, WIDTH - RIGHT)
@@ -178,8 +181,8 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
     candidates = tuple(
         Candidate(
             name, kind, step or None, held or None, step / best - 1 if step else None, reason,
-            (step, held) in front, number(x(held)) if step and held else "",
-            number(y(step)) if step and held else "",
+            (step, held) in front, number(x(min(held, x_high))) if step and held else "",
+            number(y(step)) if step and held else "", held > x_high,
         )
         for name, kind, step, held, reason in rows
     )  # fmt: skip
@@ -294,8 +297,8 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
     roofs = (
         Roof(memory, number(x(middle) - 8), number(y(middle * rate) - 8),
              f"memory {rate_text(rate, 'B/s')}", "end"),
-        Roof(compute, number(x(x.high)), number(y(peak) - 7),
-             f"{dtype} peak {rate_text(peak, 'FLOP/s')}", "end"),
+        Roof(compute, number(x(x.high)), number(y(peak) + 16),
+             f"{dtype} {rate_text(peak, 'FLOP/s')}", "end"),
     )  # fmt: skip
     rows = tuple(_row(op, total, peak, rate) for op in ops[:MOST_ROWS])
     return Roofline(
