@@ -16,7 +16,6 @@ from autoparallel.cost_model.actions import Action
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import ConfigurationPricer
-from autoparallel.planner.errors import PlanError
 from autoparallel.planner.evaluate import Evaluator, at_microbatch
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import NodeLayout, local_shape
@@ -77,6 +76,7 @@ def price_again(plan: Plan, plan_path: str, observe: Observe = ignore) -> Priced
     """
     from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
     from autoparallel.planning import PlanOptions, capture_target, priced
+    from autoparallel.runtime.membership import check_model
     from autoparallel.worker import batch_seq, load_plan_target
 
     target = load_plan_target(plan, plan_path)
@@ -89,14 +89,7 @@ def price_again(plan: Plan, plan_path: str, observe: Observe = ignore) -> Priced
     )  # fmt: skip
     program = capture_target(target, options, observe)
     graph, basis = priced(program, target, plan.cluster, options)
-    if graph.fingerprint != model.fingerprint:
-        raise PlanError(
-            "AP550",
-            "the plan was made for another model",
-            why=f"the plan's model is {model.fingerprint}, this one {graph.fingerprint}",
-            where=model.target,
-            fix="plan again",
-        )
+    check_model(program, plan)
     observe("pricing", 0, 1)
     blocks = program.blocks
     timeline = _timeline(plan, graph, blocks, basis)
