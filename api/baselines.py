@@ -32,10 +32,10 @@ from autoparallel.planner.summary import RankSummary, schedule_text, summary_tex
 NUM_REFINED = 3
 """So many of the fastest 3-D configurations are also tried with other micro-batches and chunks."""
 
-LIMIT_SECONDS = 40.0
-"""To price the configurations of one kind; the first is always priced."""
+LIMIT_SECONDS = 60.0
+"""Of the processor, to price the configurations of one kind; the first is always priced."""
 
-GRID_SHARE = 0.6
+GRID_SHARE = 0.7
 """Of this time, what the degrees of 3-D parallelism may take; the rest is for refining the best."""
 
 STATES_SHARE = 0.8
@@ -72,7 +72,7 @@ def baselines(
     }
     found = []
     for name, price_all in kinds.items():
-        pricing = _Pricing(pricer, plan, time.monotonic() + limit_seconds)
+        pricing = _Pricing(pricer, plan, time.process_time() + limit_seconds)
         price_all(pricing)
         found.append(pricing.answer(name))
     return tuple(found)
@@ -155,7 +155,7 @@ class _Pricing:
                     yield tp, pp
 
     def _left(self) -> float:
-        return max(0.0, self._until - time.monotonic())
+        return max(0.0, self._until - time.process_time())
 
     def _may_fit(self, tp: int, pp: int) -> bool:
         """Whether the states of an even part of the parameters fit a device, under ZeRO 1."""
@@ -200,7 +200,7 @@ class _Pricing:
     def _price(self, configuration: Configuration | None) -> PricedStep | None:
         if configuration is None:
             return None
-        if (self._fitting or self._others) and time.monotonic() > self._until:
+        if (self._fitting or self._others) and time.process_time() > self._until:
             self._is_cut_short = True
             return None
         try:

@@ -20,8 +20,10 @@ from autoparallel.baselines import fastest
 from autoparallel.cost_model.memory import policy
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.trace import NAMES, rank_name
-from autoparallel.html.charts import candidate_chart, memory_chart, roofline
+from autoparallel.html.candidates import candidate_chart
+from autoparallel.html.memory_chart import memory_chart
 from autoparallel.html.parts import between_hosts, block_cells, cluster_hosts, weight_groups
+from autoparallel.html.roofline import roofline
 from autoparallel.html.schedule import ScheduleView, schedule_view
 from autoparallel.html.sources import headline, source_rows
 from autoparallel.measurement import Measurement, checksum

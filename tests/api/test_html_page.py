@@ -13,7 +13,7 @@ from handmade import flat_plan, pipeline_plan
 from pages import BASELINES, SECTIONS, drawn_plan, full_page, full_sources
 
 from autoparallel.html import Sources, notebook, page
-from autoparallel.html.charts import candidate_chart, pareto_front
+from autoparallel.html.candidates import candidate_chart, pareto_front
 from autoparallel.html.parts import block_cells, cluster_hosts, weight_groups
 from autoparallel.html.schedule import UNITS, WAITS, schedule_view
 from autoparallel.planner.plan import Plan

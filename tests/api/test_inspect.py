@@ -69,7 +69,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "deep.py").write_text(MODEL)
     path = folder / "plan.json"
     found = run_command(
-        ["plan", str(folder / "deep.py"), "--cluster", "4xA100-80GB", "--global-batch", "32",
+        ["plan", str(folder / "deep.py"), "--cluster", "4xA100-80GB", "--global-batch", "8",
          "--profile", "analytic", "--parallel", "dp=2,pp=2,microbatches=4,schedule=1f1b",
          "--processes", "1", "--no-cache", "-o", str(path)]
     )  # fmt: skip
@@ -172,7 +172,7 @@ def test_the_memory_of_a_rank_is_known_at_each_of_its_actions(
 ) -> None:
     """Under 1F1B rank 0 holds two micro-batches' activations in the middle, none at the end."""
     plan = load_plan(plan_file)
-    program = capture_target(load_target(plan.model.target), PlanOptions(global_batch=32))
+    program = capture_target(load_target(plan.model.target), PlanOptions(global_batch=8))
     held = memory_by_action(plan, program.graph, program.blocks, 0)
     acts = [action for action, _ in held]
     assert [str(action) for action in acts if action.kind in COMPUTE] == [
@@ -186,13 +186,13 @@ def test_the_memory_of_a_rank_is_known_at_each_of_its_actions(
 
 
 def test_the_flops_of_the_ops_are_those_of_the_model(plan_file: Path, priced: PricedAgain) -> None:
-    """Eight linear layers of 64 × 256 weights, 32 samples: 2 FLOPs forward, 4 backward, of which
+    """Eight linear layers of 64 × 256 weights, 8 samples: 2 FLOPs forward, 4 backward, of which
     the first layer needs no gradient of its input. On 4 devices each does a half of a stage's."""
     plan = load_plan(plan_file)
     linear = [op for op in priced.ops if op.family == "matmul"]
     per_device = sum(op.count * op.flops for op in linear) * plan.num_microbatches
     products = 8 * 3 - 1
-    assert per_device == pytest.approx(products * 2 * 32 * 64 * 256 / 2)
+    assert per_device == pytest.approx(products * 2 * 8 * 64 * 256 / 2)
     assert priced.shapes["layers.0.up.weight"] == (256, 64)
 
 
@@ -214,7 +214,7 @@ def test_baselines_are_what_their_configurations_cost(plan_file: Path, priced: P
 def test_a_batch_too_small_for_data_parallelism_is_said(plan_file: Path) -> None:
     plan = load_plan(plan_file)
     few = replace(plan, model=replace(plan.model, global_batch=2))
-    program = capture_target(load_target(plan.model.target), PlanOptions(global_batch=32))
+    program = capture_target(load_target(plan.model.target), PlanOptions(global_batch=8))
     found = baselines(ConfigurationPricer(program.graph, program.blocks), few)
     assert found[0] == Baseline(
         "DDP", reason="a batch of 2 samples cannot be divided over dp=4"
