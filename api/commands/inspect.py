@@ -79,9 +79,9 @@ def next_steps(plan_path: str) -> list[tuple[str, str]]:
     """What to do with a plan: commands, and what they are for."""
     page = Path(plan_path).with_suffix(".html").name
     return [
-        (f"autoparallel inspect {plan_path} --html {page}", "the whole report as a page"),
+        (f"autoparallel inspect {plan_path} --html {page}", "the report as a page"),
         (f"autoparallel verify {plan_path}", "compare with one device"),
-        (f"autoparallel run {plan_path}", "train, and keep what is measured"),
+        (f"autoparallel run {plan_path}", "train and measure"),
     ]
 
 

@@ -58,7 +58,7 @@ MAX_WIDTH = 120
 SHORT_STAGES, SHORT_RANKS = 4, 4
 """Stages, and ranks of the drawing, that one screen shows."""
 MOST_RANKS = 16
-SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 4
+SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
 SHORT_SHARE = 0.005
 """Of the step: what takes less is one row."""
 
@@ -157,6 +157,7 @@ def commands(next_steps: Sequence[tuple[str, str]]) -> RenderableType:
     """Commands, and what each does."""
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
+    table.columns[1].no_wrap = True
     for command, what in next_steps:
         table.add_row(Text(command, style="cyan"), Text(what, style="dim"))
     return table
