@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import mesh_text, plan_summary
 from autoparallel.priced_again import PricedAgain
 from autoparallel.report.confidence import gap_text, simplest_text
-from autoparallel.report.drawing import timeline_of
+from autoparallel.report.drawing import SAME, timeline_of
 from autoparallel.report.facts import (
     communication,
     fullest_rank,
@@ -105,6 +106,7 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
     stages, held = fullest_rank(plan)
     limit = usable_bytes(plan, plan.stages[stages[0]])
     found = priced.baselines if priced is not None else ()
+    again = priced.step_seconds if priced is not None else plan.prediction.step_seconds
     ranks = stages_of_ranks(plan)
     return {
         "plan": plan,
@@ -112,8 +114,10 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "configuration": plan_summary(plan),
         "devices": device_text(plan),
         "precision": precision_text(plan),
-        "figures": headline(plan, fastest(found)),
+        "figures": headline(plan, fastest(found), again),
         "best": fastest(found),
+        "again_seconds": again,
+        "is_priced_alike": isclose(again, plan.prediction.step_seconds, rel_tol=SAME),
         "baselines": found,
         "missing": sources.missing,
         "priced": priced,

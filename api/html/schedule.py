@@ -122,7 +122,7 @@ def _drawn(
         kind = event.action.kind
         hidden = 0.0
         if event.stream == "compute":
-            look = "B" if kind == "I" else kind
+            look: str = "B" if kind == "I" else kind
             look += " odd" if stages.index(event.action.stage) % 2 else ""
             paths.setdefault(look, []).append(_box(start, length, y, height, scale))
         else:

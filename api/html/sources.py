@@ -28,8 +28,9 @@ class Figure:
     remark: str = ""
 
 
-def headline(plan: Plan, best: Baseline | None) -> list[Figure]:
-    """The plan's own figures; ``best`` is the fastest baseline."""
+def headline(plan: Plan, best: Baseline | None, again_seconds: float) -> list[Figure]:
+    """The plan's own figures; ``best`` is the fastest baseline, ``again_seconds`` the plan's step
+    priced together with it."""
     own, limit = plan.prediction, plan.cluster.usable_memory_bytes
     unit = "tokens" if plan.model.seq else "samples"
     found = [
@@ -47,7 +48,7 @@ def headline(plan: Plan, best: Baseline | None) -> list[Figure]:
         bound = f"no plan is below {seconds_text(plan.solver.bound_seconds)}"
         found.append(Figure("gap", percent_text(plan.solver.gap), bound))
     if best is not None:
-        gain = best.step_seconds / own.step_seconds
+        gain = best.step_seconds / again_seconds
         found.append(Figure("against baselines", f"{gain:.2f} ×", f"as fast as {best.name}"))
     return found
 

@@ -126,6 +126,17 @@ def test_the_headline_compares_with_the_fastest_baseline_that_fits() -> None:
     assert "the time to price configurations ended after 30" in text
 
 
+def test_a_plan_that_is_priced_otherwise_now_is_compared_as_it_is_now() -> None:
+    """12 s now, not 15: the baseline of 16.5 s is 1.375 times as long."""
+    plan = drawn_plan()
+    sources = full_sources(plan)
+    assert sources.priced is not None
+    assert "Priced again now" not in page(plan, sources)
+    text = page(plan, replace(sources, priced=replace(sources.priced, step_seconds=12.0)))
+    assert "Priced again now, the plan takes 12.0 s a step" in text
+    assert "1.38 ×" in text
+
+
 def test_what_is_missing_is_said_with_the_reason() -> None:
     text = page(pipeline_plan(), Sources(None, "there is no file llama.py (AP101)"))
     assert text.count("there is no file llama.py (AP101)") >= 4
