@@ -133,6 +133,7 @@ class _Pricing:
 
     def three_dimensional(self) -> None:
         """Tensor parallelism in a host, pipelines, and the rest of the devices on "dp"."""
+        self._reason = "no degrees leave room for the states of the parameters"
         until, self._until = self._until, self._until - (1 - GRID_SHARE) * self._left()
         for tp, pp in self._degrees():
             dp = self._cluster.num_devices // (tp * pp)

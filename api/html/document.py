@@ -76,7 +76,7 @@ def page(plan: Plan, sources: Sources = NOTHING) -> str:
 
 
 def notebook(plan: Plan) -> str:
-    """What a notebook shows of a plan: headline, stages, memory, time and candidates."""
+    """What a notebook shows of a plan: headline, stages and candidates."""
     return _environment().get_template("notebook.html").render(**_context(plan, NOTHING))
 
 

@@ -258,3 +258,19 @@ def test_a_model_that_has_changed_is_said_in_the_page(plan_file: Path) -> None:
     other = replace(plan, model=replace(plan.model, fingerprint="0" * 16))
     found = page_sources(other, str(plan_file), loads_target=True)
     assert found.missing == "the plan was made for another model (AP550)"
+
+
+def test_where_nothing_fits_the_baseline_says_so_and_that_time_ended(plan_file: Path) -> None:
+    """On devices of one byte nothing fits; without time one configuration of each is priced."""
+    plan = load_plan(plan_file)
+    host = plan.cluster.hosts[0]
+    device = replace(host.device, usable_memory_bytes=1)
+    small = replace(plan, cluster=replace(plan.cluster, hosts=(replace(host, device=device),)))
+    program = capture_target(load_target(plan.model.target), PlanOptions(global_batch=8))
+    pricer = ConfigurationPricer(program.graph, program.blocks)
+    ddp, fsdp, grid = baselines(pricer, small, limit_seconds=0.0)
+    for each in (ddp, fsdp):
+        assert (each.fits, each.num_priced, each.is_cut_short) == (False, 1, True)
+        assert each.reason == "none fits; this one exceeds the memory least"
+    assert grid.reason == "no degrees leave room for the states of the parameters"
+    assert fastest((ddp, fsdp, grid)) is None
