@@ -14,8 +14,9 @@ interleaved stages.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.memory import policy, state_bytes
@@ -65,10 +66,10 @@ def baselines(
     pricer: ConfigurationPricer, plan: Plan, limit_seconds: float = LIMIT_SECONDS
 ) -> tuple[Baseline, ...]:
     """DDP, FSDP and 3-D parallelism on the plan's cluster, for its batch and precision."""
-    kinds = {
-        "DDP": lambda pricing: pricing.data_parallel(zero=0),
-        "FSDP": lambda pricing: pricing.data_parallel(zero=3),
-        "3-D (Megatron)": lambda pricing: pricing.three_dimensional(),
+    kinds: dict[str, Callable[[_Pricing], None]] = {
+        "DDP": partial(_Pricing.data_parallel, zero=0),
+        "FSDP": partial(_Pricing.data_parallel, zero=3),
+        "3-D (Megatron)": _Pricing.three_dimensional,
     }
     found = []
     for name, price_all in kinds.items():

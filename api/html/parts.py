@@ -48,9 +48,9 @@ def cluster_hosts(plan: Plan) -> list[Hosts]:
         for host, first in zip(cluster.hosts, cluster.first_ranks, strict=True)
     ]  # fmt: skip
     found, at = [], 0
-    for (device, ranks, link, rack), same in groupby(rows):
+    for (name, ranks, link, rack), same in groupby(rows):
         count = len(list(same))
-        found.append(Hosts(ranks_text(range(at, at + count)), count, device, ranks, link, rack))
+        found.append(Hosts(ranks_text(range(at, at + count)), count, name, ranks, link, rack))
         at += count
     return found
 
