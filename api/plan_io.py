@@ -8,12 +8,13 @@ from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.shown_plan import ShownPlan, shown
 
 PLAN = "plan.json"
 """What ``run --save`` calls the plan beside its checkpoints."""
 
 
-def load_plan(path: str | Path) -> Plan:
+def load_plan(path: str | Path) -> ShownPlan:
     """The plan in the file ``path``.
 
     Raises UsageError AP101 where there is no such file, PlanError where it is damaged or of
@@ -35,7 +36,7 @@ def load_plan(path: str | Path) -> Plan:
         raise PlanError(
             "AP501", f"{path} is not a plan", why="it is not UTF-8 text", where=str(path)
         ) from error
-    return loads(text, str(path))
+    return shown(loads(text, str(path)))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:

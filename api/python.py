@@ -34,9 +34,9 @@ from autoparallel.environment import under_torchrun
 from autoparallel.module import adopt, parallel_class
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.pretrained import load_pretrained
+from autoparallel.shown_plan import ShownPlan, shown
 from autoparallel.targets import (
     Batch,
     LossFn,
@@ -74,7 +74,7 @@ def plan(
     seq: int | None = None,
     loss_fn: LossFn | None = None,
     **options: Unpack[SearchOptions],
-) -> Plan:
+) -> ShownPlan:
     """The fastest plan found for training ``model`` on ``cluster``; needs no process group.
 
     ``model`` is a module, a function that builds one, or the text of a target
@@ -87,7 +87,7 @@ def plan(
     """
     target = make_target(model, example_batch, loss_fn)
     rows = global_batch if global_batch is not None else batch_rows(example_batch)
-    return make_plan(target, cluster, plan_options(rows or 32, seq, options))
+    return shown(make_plan(target, cluster, plan_options(rows or 32, seq, options)))
 
 
 def plan_options(global_batch: int, seq: int | None, options: SearchOptions) -> PlanOptions:

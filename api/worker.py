@@ -20,6 +20,7 @@ from autoparallel.attempts import begin_attempt
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
+from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
@@ -135,9 +136,12 @@ def train(
             steps=range(done + 1, last + 1), num_batches=asked.accumulate,
         )  # fmt: skip
         callback.on_end()
+    found = outcome(log.figures, plan, asked.accumulate)
     if worker.rank == 0 and log.figures.seconds:
         print(summary(log.figures, plan, asked.accumulate), flush=True)
-    return outcome(log.figures, plan, asked.accumulate)
+        saved = [Path(how.folder) / PLAN] if how is not None else []
+        keep_measurement(plan, log.figures, asked.accumulate, [Path(plan_path), *saved])
+    return found
 
 
 def keep_plan(plan: Plan, folder: str) -> None:

@@ -321,14 +321,14 @@ def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
 
 
 def stdout_console() -> Console:
-    """A console on stdout: 80 columns where there is no terminal, 100 at most."""
+    """A console on stdout: 80 columns where there is no terminal, 120 at most."""
     import shutil
     import sys
 
     from rich.console import Console
 
     columns = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
-    return Console(width=max(60, min(columns, 100)), highlight=False)
+    return Console(width=max(60, min(columns, 120)), highlight=False)
 
 
 def print_json(value: object) -> None:

@@ -74,13 +74,13 @@ def show(plan: Plan, *, output: str | None, json: bool) -> None:
     """The short report, or JSON, on stdout; the plan's file if one is asked for."""
     from autoparallel.plan_io import save_plan
     from autoparallel.planner.plan_file import dumps
-    from autoparallel.report import print_report
+    from autoparallel.report import ONE_SCREEN, print_report
 
     if output is not None:
         save_plan(plan, output)
     if json:
         typer.echo(dumps(plan), nl=False)
         return
-    print_report(plan, stdout_console(), short=True)
+    print_report(plan, stdout_console(), ONE_SCREEN)
     if output is not None:
         typer.echo(f"\nwritten to {output}; next: autoparallel run {output}", err=True)

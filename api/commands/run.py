@@ -268,14 +268,14 @@ def plan_path(
         )
     from autoparallel.planning import make_plan
     from autoparallel.progress import progress
-    from autoparallel.report import print_report
+    from autoparallel.report import ONE_SCREEN, print_report
     from autoparallel.targets import load_target
 
     loaded = load_target(source, parse_settings(settings or ()))
     with progress() as observe:
         plan = make_plan(loaded, cluster, options, observe)
     if not quiet:
-        print_report(plan, stdout_console(), short=True)
+        print_report(plan, stdout_console(), ONE_SCREEN)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(output) if output is not None else Path(folder) / "plan.json"
         save_plan(plan, path)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoparallel.report.page import describe, print_report
+from autoparallel.report.page import EVERYTHING, ONE_SCREEN, Details, describe, print_report
 
-__all__ = ["describe", "print_report"]
+__all__ = ["EVERYTHING", "ONE_SCREEN", "Details", "describe", "print_report"]

@@ -11,6 +11,7 @@ from math import isclose
 
 from autoparallel.cost_model.simulator import simulate
 from autoparallel.cost_model.stage_costs import Buckets, StageCosts
+from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.timeline_text import draw
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.step import message_seconds
@@ -22,21 +23,27 @@ MOST_ACTIONS = 100_000
 SAME = 0.01
 
 
-def drawing(plan: Plan, width: int) -> str | None:
-    """A line per pipeline rank, ``width`` characters of time wide."""
+def drawing(plan: Plan, width: int, *, limit: int = 16) -> str | None:
+    """A line per pipeline rank, ``width`` characters of time wide; see ``draw``."""
+    timeline = timeline_of(plan)
+    return None if timeline is None else "\n".join(draw(timeline, width, limit=limit))
+
+
+def timeline_of(plan: Plan) -> Timeline | None:
+    """The plan's step, as far as the plan alone tells it; None where that is another step."""
     stages = len(plan.stages)
     if not plan.has_pipeline or stages * plan.num_microbatches > MOST_ACTIONS:
         return None
     schedule = build_schedule(
         plan.schedule, stages, plan.num_microbatches, num_chunks=plan.num_chunks
     )
-    timeline = simulate(schedule, _costs(plan))
+    timeline = simulate(schedule, stage_costs_of(plan))
     if not isclose(timeline.step_seconds, plan.prediction.step_seconds, rel_tol=SAME):
         return None
-    return "\n".join(draw(timeline, width))
+    return timeline
 
 
-def _costs(plan: Plan) -> StageCosts:
+def stage_costs_of(plan: Plan) -> StageCosts:
     """What the plan holds of its stages; a message there and back is what its receiver waits."""
 
     def each(name: str) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autoparallel.planner.asynchronous import num_updates
@@ -48,6 +48,13 @@ def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
 def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
     """The predicted bytes, by category, of a pipeline rank that runs ``stages``."""
     return together((plan.stages[stage].prediction.memory_bytes for stage in stages), BRIEF)
+
+
+def ordered_memory(held: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by category in the order of reports, without what is 0."""
+    names = [name for name in MEMORY_ORDER if name in held]
+    names += [name for name in held if name not in MEMORY_ORDER]
+    return {name: held[name] for name in names if held[name]}
 
 
 def usable_bytes(plan: Plan, stage: StagePlan) -> int:
@@ -147,11 +154,14 @@ def busiest_rank(plan: Plan) -> tuple[int, ...]:
 class KindSplit:
     """How the parameters of one kind of block lie in one stage.
 
-    ``groups`` maps a layout in words to the parameters that have it, named within the block.
+    ``groups`` maps a layout in words to the parameters that have it, named within the block;
+    ``layouts`` has these layouts. ``first`` is the block whose parameters stand for the kind's.
     """
 
     blocks: tuple[str, ...]
     groups: Mapping[str, tuple[str, ...]]
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    first: str = ""
 
 
 def kind_splits(plan: Plan, stage: StagePlan) -> tuple[tuple[KindSplit, ...], KindSplit]:
@@ -169,31 +179,37 @@ def kind_splits(plan: Plan, stage: StagePlan) -> tuple[tuple[KindSplit, ...], Ki
         members.setdefault(block.kind, []).append(block.name)
     groups: dict[str, dict[str, list[str]]] = {kind: {} for kind in members}
     elsewhere: dict[str, list[str]] = {}
+    layouts: dict[str, Layout] = {}
     for name, held in _parameters(stage.layouts):
         kind = _kind_of(name, {first[kind]: kind for kind in members})
         owner = groups[kind] if kind else elsewhere
         inside = name.removeprefix(f"{first[kind]}.") if kind else name
-        owner.setdefault(held_text(held, stage.mesh), []).append(inside)
+        text = held_text(held, stage.mesh)
+        owner.setdefault(text, []).append(inside)
+        layouts[text] = held
     kinds = tuple(
-        KindSplit(tuple(members[kind]), {text: tuple(names) for text, names in found.items()})
+        KindSplit(
+            tuple(members[kind]), {text: tuple(names) for text, names in found.items()}, layouts,
+            first[kind],
+        )
         for kind, found in groups.items()
-    )
+    )  # fmt: skip
     empty = tuple(name for kind in kinds if not kind.groups for name in kind.blocks)
-    rest = KindSplit(empty, {text: tuple(names) for text, names in elsewhere.items()})
+    rest = KindSplit(empty, {text: tuple(names) for text, names in elsewhere.items()}, layouts)
     return tuple(kind for kind in kinds if kind.groups), rest
 
 
 def merged_splits(plan: Plan, members: list[StagePlan]) -> tuple[KindSplit, ...]:
     """The splits of several stages, those that are equal merged into one."""
     merged: dict[tuple[str, ...], list[str]] = {}
-    groups: dict[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {}
+    splits: dict[tuple[str, ...], KindSplit] = {}
     for stage in members:
         kinds, rest = kind_splits(plan, stage)
         for split in (*kinds, *((rest,) if rest.groups else ())):
             key = (_kind_name(plan, split), *map(repr, split.groups.items()))
             merged.setdefault(key, []).extend(split.blocks)
-            groups[key] = split.groups
-    return tuple(KindSplit(tuple(blocks), groups[key]) for key, blocks in merged.items())
+            splits[key] = split
+    return tuple(replace(splits[key], blocks=tuple(blocks)) for key, blocks in merged.items())
 
 
 def _kind_name(plan: Plan, split: KindSplit) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -28,7 +29,6 @@ from autoparallel.planner.summary import (
 from autoparallel.report.confidence import confidence, gap_text, simplest_text, source_lines
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
-    MEMORY_ORDER,
     AxisUse,
     KindSplit,
     axis_uses,
@@ -38,6 +38,7 @@ from autoparallel.report.facts import (
     fullest_rank,
     merged_alternatives,
     merged_splits,
+    ordered_memory,
     rank_seconds,
     usable_bytes,
 )
@@ -56,50 +57,115 @@ WIDTH = 80
 BAR_WIDTH = 28
 INDENT = 2
 DRAWING_MARGIN = 12
-MOST_STAGES = 16
-"""That the short report shows one by one."""
+MAX_WIDTH = 120
+SHORT_STAGES, SHORT_RANKS = 4, 4
+"""Stages, and ranks of the drawing, that one screen shows."""
+MOST_RANKS = 16
+SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
+SHORT_SHARE = 0.005
+"""Of the step: what takes less is one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a report has besides its one screen, each in place of the short form.
+
+    ``stages``: all of them; ``memory``: every category; ``candidates``: all, with what they lose
+    by; ``layouts``: of every parameter, and the collectives; ``sources``: how every figure was
+    found.
+    """
+
+    stages: bool = False
+    memory: bool = False
+    candidates: bool = False
+    layouts: bool = False
+    sources: bool = False
+
+
+ONE_SCREEN = Details()
+EVERYTHING = Details(True, True, True, True, True)
 
 
 def describe(plan: Plan, *, short: bool = False) -> str:
-    """The report of ``plan`` as plain text, 80 columns wide."""
+    """The report of ``plan`` as plain text, 80 columns wide: everything, or one screen."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
-    print_report(plan, console, short=short)
+    print_report(plan, console, ONE_SCREEN if short else EVERYTHING)
     stream = console.file
     assert isinstance(stream, io.StringIO)
     return stream.getvalue()
 
 
-def print_report(plan: Plan, console: Console, *, short: bool = False) -> None:
-    """Prints the report; ``short`` leaves out the splits of each parameter, the sources, and
-    most of very many stages."""
+def print_report(
+    plan: Plan,
+    console: Console,
+    details: Details = EVERYTHING,
+    *,
+    next_steps: Sequence[tuple[str, str]] = (),
+    measured: str = "",
+) -> None:
+    """Prints the report: what, where, how fast, how sure, what next.
+
+    ``next_steps`` are commands and what they do; ``measured`` says what a run measured.
+    """
+    width = min(console.width, MAX_WIDTH)
     parts: list[RenderableType] = [header(plan), headline(plan)]
     if plan.goal is not None:
         parts.append(section(goal_title(plan.goal), goal_lines(plan)))
     if plan.servers is not None:
         parts.append(section("Parameter servers", server_lines(plan.servers)))
-    parts.append(section("Stages", stages(plan, limit=MOST_STAGES if short else len(plan.stages))))
-    if not short:
+    parts.append(_where(plan, details))
+    if details.layouts:
         parts.append(section("Sharding", splits(plan)))
-    parts.append(section(*memory(plan)))
-    parts.append(section(*time(plan)))
-    if not short:
-        parts.append(section("Communication of a step, hidden and exposed", communications(plan)))
-    drawn = drawing(plan, WIDTH - DRAWING_MARGIN)
+    parts.append(section(*(memory(plan) if details.memory else short_memory(plan))))
+    parts.append(section(*time(plan, least=0.0 if details.sources else SHORT_SHARE)))
+    if details.layouts:
+        title = "Communication of a step, hidden and exposed"
+        parts.append(section(title, communications(plan)))
+    most = len(plan.stages) if details.stages else SHORT_RANKS
+    drawn = drawing(plan, width - DRAWING_MARGIN, limit=min(most, MOST_RANKS))
     if drawn is not None:
         parts.append(section("Timeline of a step (F forward, B backward)", Text(drawn)))
-    if short:
-        sure = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
-        sure += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
-        parts.append(Padding(Group(*sure), (1, 0, 0, INDENT)))
-    if plan.alternatives:
-        parts.append(section("Alternatives", alternatives(plan, limit=3 if short else 10)))
-    if not short:
+    if details.sources:
         parts.append(section("Confidence", confidence(plan)))
+    else:
+        parts.append(section("How sure", sureness(plan)))
+    if measured:
+        parts.append(Padding(Text(measured), (0, 0, 0, INDENT)))
+    if plan.alternatives:
+        parts.append(section(*alternatives(plan, all_of_them=details.candidates)))
+    if next_steps:
+        parts.append(section("Next", commands(next_steps)))
     with console.capture() as captured:
         for part in parts:
-            console.print(part, width=min(console.width, 100))
+            console.print(part, width=width)
     lines = captured.get().splitlines()
     console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def _where(plan: Plan, details: Details) -> RenderableType:
+    """The stages, and in one screen what the axes of their meshes are for."""
+    table = stages(plan, limit=len(plan.stages) if details.stages else SHORT_STAGES)
+    if details.layouts:
+        return section("Stages", table)
+    axes = dict.fromkeys(line for line in axis_lines(list(plan.stages)))
+    return section("Stages", Group(table, *(Text(line, style="dim") for line in axes)))
+
+
+def sureness(plan: Plan) -> RenderableType:
+    """Where the times come from, the gap, and why this plan, in short."""
+    lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
+    lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
+    return Group(*lines)
+
+
+def commands(next_steps: Sequence[tuple[str, str]]) -> RenderableType:
+    """Commands, and what each does."""
+    table = plain_table(("", "left"), ("", "left"))
+    table.show_header = False
+    table.columns[1].no_wrap = True
+    for command, what in next_steps:
+        table.add_row(Text(command, style="cyan"), Text(what, style="dim"))
+    return table
 
 
 def section(title: str, body: RenderableType) -> RenderableType:
@@ -255,7 +321,7 @@ def stages(plan: Plan, *, limit: int) -> RenderableType:
     left = len(plan.stages) - len(shown)
     if not left:
         return table
-    return Group(table, Text(f"and {left} stages between them (inspect shows all)", style="dim"))
+    return Group(table, Text(f"and {left} stages between them (--stages shows all)", style="dim"))
 
 
 def shown_stages(plan: Plan, limit: int) -> list[int]:
@@ -267,7 +333,7 @@ def shown_stages(plan: Plan, limit: int) -> list[int]:
     passes = [own.seconds.get("forward", 0.0) + own.seconds.get("backward", 0.0) for own in parts]
     held = [sum(own.memory_bytes.values()) for own in parts]
     slowest, fullest = passes.index(max(passes)), held.index(max(held))
-    return sorted({*every[: limit - 3], slowest, fullest, every[-1]})
+    return sorted({*every[: max(1, limit - 3)], slowest, fullest, every[-1]})
 
 
 def splits(plan: Plan) -> RenderableType:
@@ -348,13 +414,20 @@ def memory(plan: Plan) -> tuple[str, RenderableType]:
     stages, found = fullest_rank(plan)
     stage = plan.stages[stages[0]]
     limit = usable_bytes(plan, stage)
-    ordered = [name for name in MEMORY_ORDER if name in found]
-    ordered += [name for name in found if name not in MEMORY_ORDER]
-    values = {name: float(found[name]) for name in ordered if found[name]}
+    values = {name: float(size) for name, size in ordered_memory(found).items()}
     total = sum(values.values())
     where = f"rank {stage.devices[0]}" + (f", {stages_text(stages)}" if plan.has_pipeline else "")
     title = f"Peak memory ({where}): {of_text(total, limit)}"
     return title, bars(values, bytes_text, MEMORY_STYLES)
+
+
+def short_memory(plan: Plan) -> tuple[str, RenderableType]:
+    """The worst rank's memory: the largest categories in a line."""
+    title, _ = memory(plan)
+    found = sorted(ordered_memory(fullest_rank(plan)[1]).items(), key=lambda each: -each[1])
+    shown = [f"{name} {bytes_text(size)}" for name, size in found[:SHORT_CATEGORIES]]
+    rest = sum(size for _, size in found[SHORT_CATEGORIES:])
+    return title, Text(", ".join([*shown, *([f"other {bytes_text(rest)}"] if rest else [])]))
 
 
 MEMORY_STYLES = {
@@ -364,16 +437,23 @@ MEMORY_STYLES = {
 
 def stages_text(stages: Sequence[int]) -> str:
     """
-    >>> stages_text((1,)), stages_text((0, 2))
-    ('stage 1', 'stages 0 and 2')
+    >>> stages_text((1,)), stages_text((0, 2)), stages_text((1, 5, 9, 13))
+    ('stage 1', 'stages 0 and 2', 'stages 1, 5, … 13')
     """
+    if len(stages) > 3:
+        return f"stages {stages[0]}, {stages[1]}, … {stages[-1]}"
     return f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
 
 
-def time(plan: Plan) -> tuple[str, RenderableType]:
-    """Where the step's time goes on the rank that sets the pace."""
+def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
+    """Where the step's time goes on the rank that sets the pace; what takes less than the share
+    ``least`` is added up."""
     stages = busiest_rank(plan)
     values = rank_seconds(plan, stages)
+    small = [name for name in values if values[name] < least * plan.prediction.step_seconds]
+    if len(small) > 1:
+        rest = sum(values.pop(name) for name in small)
+        values["rest"] = rest
     where = f" of the slowest rank ({stages_text(stages)})" if plan.has_pipeline else ""
     title = f"Step time{where}: {seconds_text(plan.prediction.step_seconds)}"
     return title, bars(
@@ -417,15 +497,16 @@ def bar(fraction: float, style: str) -> Text:
     return Text("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else ""), style=style)
 
 
-def alternatives(plan: Plan, *, limit: int) -> RenderableType:
-    """Other plans: how much slower they are, and the main difference."""
+def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]:
+    """Other plans: how much slower they are, and, of ``all_of_them``, the main difference."""
     table = plain_table(
         ("configuration (micro-batches × size)", "left"), ("step", "right"), ("", "right"),
         ("memory", "right"),
     )  # fmt: skip
     best = plan.prediction.step_seconds
     others = merged_alternatives(plan.alternatives)
-    for other in others[:limit]:
+    shown = others if all_of_them else others[:SHORT_ALTERNATIVES]
+    for other in shown:
         slower = other.step_seconds / best - 1 if best and other.step_seconds else 0.0
         table.add_row(
             other.summary,
@@ -433,8 +514,7 @@ def alternatives(plan: Plan, *, limit: int) -> RenderableType:
             f"{slower:+.1%}".replace("%", " %") if other.step_seconds else "",
             bytes_text(other.peak_memory_bytes) if other.peak_memory_bytes else "—",
         )
-        table.add_row(Text(f"  {other.reason}", style="dim"), "", "", "")
-    left = len(others) - limit
-    if left > 0 and limit > 3:
-        table.add_row(Text(f"and {left} more (--json has all)", style="dim"), "", "", "")
-    return table
+        if all_of_them:
+            table.add_row(Text(f"  {other.reason}", style="dim"), "", "", "")
+    some = f" ({len(shown)} of {len(others)}, --candidates shows all)"
+    return "Alternatives" + (some if len(shown) < len(others) else ""), table

@@ -14,7 +14,7 @@ that its forward or backward needs at once. Messages are those of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...cost_model.actions import (
@@ -62,13 +62,24 @@ def fullest_moment(
 ) -> dict[int, Bytes]:
     """By stage, as numbered in the schedule, the bytes by category. ``most``: see
     ``messages_held``."""
+    found = (held for _, held in moments(schedule, rank, stages, messages, most))
+    return max(found, key=lambda held: sum(sum(own.values()) for own in held.values()), default={})
+
+
+def moments(
+    schedule: Schedule,
+    rank: int,
+    stages: Mapping[int, StageBytes],
+    messages: MessageBytes,
+    most: int,
+) -> Iterator[tuple[Action, dict[int, Bytes]]]:
+    """At each action of the rank that computes or steps, in order, what its stages hold."""
     row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
     for action, num_bytes in messages_held(schedule, rank, messages, most):
         if action.kind in COMPUTE:
-            row.compute(action, num_bytes)
+            yield action, row.compute(action, num_bytes)
         elif action.kind == STEP:
-            row.step(action, num_bytes if schedule.is_asynchronous else 0.0)
-    return row.fullest
+            yield action, row.step(action, num_bytes if schedule.is_asynchronous else 0.0)
 
 
 @dataclass
@@ -78,35 +89,36 @@ class _Row:
     schedule: Schedule
     stages: Mapping[int, StageBytes]
     lasts: frozenset[Action]
-    peak: float = -1.0
-    fullest: dict[int, Bytes] = field(default_factory=dict)
     waiting: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     late: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     with_gradients: set[int] = field(default_factory=set)
     updated: set[int] = field(default_factory=set)
 
-    def compute(self, action: Action, message_bytes: float) -> None:
+    def compute(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
+        """What the stages hold while the action computes."""
         run = self.stages[action.stage].run(self._moment(action))
         stage, share = action.stage, self._share(action)
         if action.kind == FORWARD:
-            self._note(stage, _of_slice(run.forward, share), message_bytes)
+            held = self._held(stage, _of_slice(run.forward, share), message_bytes)
             self.waiting[stage] += share
-            return
+            return held
         if action.kind == WEIGHT_BACKWARD:
             self.late[stage] -= share
-            self._note(stage, _of_slice(run.weights, share), message_bytes)
+            held = self._held(stage, _of_slice(run.weights, share), message_bytes)
         else:
             self.waiting[stage] -= share
-            self._note(stage, _of_slice(run.backward, share), message_bytes)
+            held = self._held(stage, _of_slice(run.backward, share), message_bytes)
             if action.kind == INPUT_BACKWARD:
                 self.late[stage] += share
-                return
+                return held
         self.with_gradients.add(stage)
         self.updated.discard(stage)
+        return held
 
-    def step(self, action: Action, message_bytes: float) -> None:
+    def step(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
+        """What the stages hold while the action updates the weights of its stage."""
         self.updated.add(action.stage)
-        self._note(None, {}, message_bytes)
+        return self._held(None, {}, message_bytes)
 
     def _moment(self, action: Action) -> Moment:
         """Where in the step the action is: gradients may be there, or complete after it."""
@@ -124,17 +136,17 @@ class _Row:
         slices = self.schedule.slices
         return slices[action.slice] / sum(slices) if slices else 1
 
-    def _note(self, running: int | None, taken: Mapping[str, float], message_bytes: float) -> None:
-        """The moment, if it is the fullest so far."""
+    def _held(
+        self, running: int | None, taken: Mapping[str, float], message_bytes: float
+    ) -> dict[int, Bytes]:
+        """What each stage holds, with what the one that is ``running`` takes."""
         found = {stage: self._resting(stage, stage == running) for stage in self.stages}
         last = found[next(iter(found)) if running is None else running]
         for name, size in taken.items():
             if name != INPUTS:
                 last[name] = last.get(name, 0.0) + size
         last[COMMUNICATION] = last.get(COMMUNICATION, 0.0) + message_bytes
-        total = sum(sum(own.values()) for own in found.values())
-        if total > self.peak:
-            self.peak, self.fullest = total, found
+        return found
 
     def _resting(self, stage: int, runs: bool) -> Bytes:
         """What a stage holds, but for what the micro-batch takes that it ``runs``."""

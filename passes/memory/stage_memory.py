@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from ...cost_model.actions import Schedule
+from ...cost_model.actions import Action, Schedule
 from ...cost_model.memory import (
     PrecisionPolicy,
     communicator_bytes,
@@ -46,7 +46,7 @@ from ..local.stage_cut import (
 )
 from .communicators import num_communicators
 from .priced_activations import WORKING, PricedStage
-from .rank_memory import Bytes, StageBytes, fullest_moment
+from .rank_memory import Bytes, StageBytes, fullest_moment, moments
 from .saved_tensors import Moment, StageActivations, run_microbatch
 from .state_traffic import GATHERED, GRADIENTS, padded_numel
 
@@ -101,29 +101,11 @@ def stage_memory(
     dtype. ``graph`` may be at any batch size. ``is_gpu``: sends are kept as on GPUs, by default
     where the plan's devices are.
     """
-    graph = at_microbatch(graph, plan)
-    crossing = boundaries(graph, blocks, plan)
-    schedule = schedule_of(plan, {(b.source_stage, b.target_stage) for b in crossing})
-    known: dict[object, StageActivations] = {}
-    walks = cache(lambda: walked_stages(graph, blocks, plan))
-    stages = [
-        _Stage(
-            plan, graph, blocks, index, crossing, known, walks,
-            splits=splits_backward(schedule, index), runs=runs,
-        )
-        for index in range(len(plan.stages))
-    ]  # fmt: skip
-    is_gpu = stages[0].kind != "cpu" if is_gpu is None else is_gpu
-    most = sends_kept(schedule, is_gpu=is_gpu)
-    messages = _message_bytes(plan, schedule, crossing)
-    groups = num_communicators(plan, crossing)
+    memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     found: list[Bytes] = [{}] * len(plan.stages)
-    for rank in range(schedule.num_ranks):
-        own = {each: stages[schedule.part(each)] for each in schedule.stages(rank)}
-        held = {each: stage.bytes() for each, stage in own.items()}
-        for each, moment in fullest_moment(schedule, rank, held, messages, most).items():
-            part = schedule.part(each)
-            bytes_of = own[each].with_reserves(moment, groups)
+    for rank in range(memory.schedule.num_ranks):
+        for each, moment in fullest_moment(*memory.of_rank(rank)).items():
+            part, bytes_of = memory.schedule.part(each), memory.with_reserves(each, moment)
             if sum(bytes_of.values()) > sum(found[part].values()):
                 found[part] = bytes_of
     return tuple(found)
@@ -158,6 +140,57 @@ def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
                 fix="zero=1 or more, more devices, or host_memory_bytes of the device in a cluster "
                 "file, if the host has more",
             )  # fmt: skip
+
+
+def memory_by_action(
+    plan: Plan, graph: Graph, blocks: Blocks, rank: int, *, is_gpu: bool | None = None,
+    runs: bool = True,
+) -> list[tuple[Action, Bytes]]:  # fmt: skip
+    """What a pipeline rank holds at each action that computes or steps: of ``stage_memory`` the
+    whole course instead of its fullest moment. What is transient, of the fullest of its stages."""
+    memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
+    return [
+        (action, together((memory.with_reserves(each, own) for each, own in held.items()), BRIEF))
+        for action, held in moments(*memory.of_rank(rank))
+    ]
+
+
+class _PlanMemory:
+    """What the walks of all ranks of a plan need."""
+
+    def __init__(
+        self, plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None, runs: bool
+    ) -> None:
+        graph = at_microbatch(graph, plan)
+        crossing = boundaries(graph, blocks, plan)
+        self.schedule = schedule_of(plan, {(b.source_stage, b.target_stage) for b in crossing})
+        known: dict[object, StageActivations] = {}
+        walks = cache(lambda: walked_stages(graph, blocks, plan))
+        self._stages = [
+            _Stage(
+                plan, graph, blocks, index, crossing, known, walks,
+                splits=splits_backward(self.schedule, index), runs=runs,
+            )
+            for index in range(len(plan.stages))
+        ]  # fmt: skip
+        is_gpu = self._stages[0].kind != "cpu" if is_gpu is None else is_gpu
+        self._most = sends_kept(self.schedule, is_gpu=is_gpu)
+        self._messages = _message_bytes(plan, self.schedule, crossing)
+        self._groups = num_communicators(plan, crossing)
+
+    def of_rank(
+        self, rank: int
+    ) -> tuple[Schedule, int, Mapping[int, StageBytes], MessageBytes, int]:
+        """What ``moments`` takes."""
+        held = {each: self._of(each).bytes() for each in self.schedule.stages(rank)}
+        return self.schedule, rank, held, self._messages, self._most
+
+    def with_reserves(self, stage: int, found: Bytes) -> Bytes:
+        """What a stage, as the schedule numbers it, holds, with its device's reserves."""
+        return self._of(stage).with_reserves(found, self._groups)
+
+    def _of(self, stage: int) -> _Stage:
+        return self._stages[self.schedule.part(stage)]
 
 
 def _message_bytes(plan: Plan, schedule: Schedule, crossing: Sequence[Boundary]) -> MessageBytes:

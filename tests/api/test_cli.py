@@ -109,7 +109,8 @@ def test_inspect_prints_the_report(plan_file: Path, capsys: pytest.CaptureFixtur
     assert run("inspect", str(plan_file)) == 0
     text = capsys.readouterr().out
     assert "dp=2 tp=2 pp=2" in text
-    assert "Confidence" in text
+    assert "How sure" in text
+    assert "Next" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

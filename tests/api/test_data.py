@@ -18,7 +18,9 @@ from test_batches import BOTH, DP, PLANNED, PP, Case, make_trainer, planned
 from test_verification_shares import batch_of, captured, target
 from torch.utils.data import DataLoader, Dataset
 
+from autoparallel import load_plan
 from autoparallel.data import TrainingData
+from autoparallel.measurement import checksum, load_measurement
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.runtime.verify import verify
 
@@ -230,6 +232,10 @@ def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Pa
         assert done.returncode == 0, done.stderr
 
     run("dp=2,microbatches=2,pp=1", "--save", str(tmp_path / "saved"))
+    measured = load_measurement(tmp_path / "saved" / "plan.json")
+    assert measured is not None
+    assert measured.plan == checksum(load_plan(tmp_path / "saved" / "plan.json"))
+    assert measured.num_steps == len(measured.each_step_seconds) == 2
     run("tp=2,pp=1,dp=1", "--resume", str(tmp_path / "saved"))
     lines = [line.split(": ") for line in log.read_text().splitlines()]
     made = [(place.split()[1], tuple(eval(rows))) for place, rows in lines]

@@ -1,0 +1,7 @@
+"""A Plan in, a page of HTML out that needs nothing but a browser, and a short one for notebooks."""
+
+from __future__ import annotations
+
+from autoparallel.html.document import MISSING, Sources, notebook, page
+
+__all__ = ["MISSING", "Sources", "notebook", "page"]

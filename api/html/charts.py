@@ -1,0 +1,18 @@
+"""The frame of a page's charts: their size, and ticks on their axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 960, 300
+LEFT, RIGHT, TOP, BOTTOM = 84, 24, 12, 34
+FAR = 2.5
+"""A limit that is so many times what is needed is not drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A place on an axis."""
+
+    at: str
+    text: str

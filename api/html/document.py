@@ -1,0 +1,189 @@
+"""The page: what a plan says, and what its model and a run of it add, put into templates.
+
+In: a plan, and as far as they are known the plan priced again and what a run measured. Out: one
+HTML text that refers to no other file: styles, script, drawings and data are inside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from autoparallel.baselines import fastest
+from autoparallel.cost_model.memory import policy
+from autoparallel.cost_model.timeline import Timeline
+from autoparallel.cost_model.trace import NAMES, rank_name
+from autoparallel.html.candidates import candidate_chart
+from autoparallel.html.memory_chart import memory_chart
+from autoparallel.html.parts import between_hosts, block_cells, cluster_hosts, weight_groups
+from autoparallel.html.roofline import roofline
+from autoparallel.html.schedule import ScheduleView, schedule_view
+from autoparallel.html.sources import headline, source_rows
+from autoparallel.measurement import Measurement, checksum
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.summary import mesh_text, plan_summary
+from autoparallel.priced_again import PricedAgain
+from autoparallel.report.confidence import gap_text, simplest_text
+from autoparallel.report.drawing import SAME, timeline_of
+from autoparallel.report.facts import (
+    communication,
+    fullest_rank,
+    ordered_memory,
+    rank_seconds,
+    usable_bytes,
+)
+from autoparallel.report.page import axis_lines, device_text, precision_text, stages_text
+from autoparallel.report.words import (
+    bytes_text,
+    count_text,
+    names_text,
+    percent_text,
+    ranks_text,
+    rate_text,
+    seconds_text,
+)
+
+TEMPLATES = Path(__file__).parent / "templates"
+MISSING = "the model was not loaded (--no-target)"
+MOST_STAGE_ROWS = 16
+"""Stages that the tables list before they are folded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a page shows besides the plan. ``missing`` says why ``priced`` is None."""
+
+    priced: PricedAgain | None = None
+    missing: str = MISSING
+    measured: Measurement | None = None
+
+
+NOTHING = Sources()
+
+
+def page(plan: Plan, sources: Sources = NOTHING) -> str:
+    """The whole page."""
+    return _environment().get_template("report.html").render(**_context(plan, sources))
+
+
+def notebook(plan: Plan) -> str:
+    """What a notebook shows of a plan: headline, stages and candidates."""
+    return _environment().get_template("notebook.html").render(**_context(plan, NOTHING))
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters.update(
+        seconds=seconds_text, bytes=bytes_text, count=count_text, percent=percent_text,
+        rate=rate_text, ranks=ranks_text, names=names_text, json=_json, mesh=mesh_text,
+        stages=stages_text, wide=lambda share: f"{100 * share:.2f}%",
+    )  # fmt: skip
+    made.globals["include_text"] = lambda name: Markup((TEMPLATES / name).read_text("utf-8"))
+    return made
+
+
+def _json(value: Any) -> Markup:
+    """Data for a script element, which ends at no text inside."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
+    priced, measured = sources.priced, sources.measured
+    timeline = priced.timeline if priced is not None else timeline_of(plan)
+    stages, held = fullest_rank(plan)
+    limit = usable_bytes(plan, plan.stages[stages[0]])
+    found = priced.baselines if priced is not None else ()
+    again = priced.step_seconds if priced is not None else plan.prediction.step_seconds
+    ranks = stages_of_ranks(plan)
+    return {
+        "plan": plan,
+        "model_name": plan.model.target or "a model",
+        "configuration": plan_summary(plan),
+        "devices": device_text(plan),
+        "precision": precision_text(plan),
+        "figures": headline(plan, fastest(found), again),
+        "best": fastest(found),
+        "again_seconds": again,
+        "is_priced_alike": isclose(again, plan.prediction.step_seconds, rel_tol=SAME),
+        "baselines": found,
+        "missing": sources.missing,
+        "priced": priced,
+        "hosts": cluster_hosts(plan),
+        "links": between_hosts(plan.cluster),
+        "ranks": ranks,
+        "cells": block_cells(plan),
+        "num_blocks": sum(len(stage.blocks) for stage in plan.stages),
+        "weights": weight_groups(plan, priced.shapes if priced is not None else {}),
+        "axes": list(dict.fromkeys(axis_lines(list(plan.stages)))),
+        "schedule": _schedule(plan, timeline),
+        "stream_names": STREAM_NAMES,
+        "kind_names": NAMES,
+        "stages_folded": len(plan.stages) > MOST_STAGE_ROWS,
+        "communication": _communication(plan),
+        "memory_chart": _memory_chart(plan, priced, limit),
+        "memory_rank": ranks.index(stages),
+        "memory_device": plan.stages[stages[0]].devices[0],
+        "memory_rows": ordered_memory(held),
+        "memory_total": sum(held.values()),
+        "memory_limit": limit,
+        "spent": [(stages, rank_seconds(plan, stages)) for stages in ranks],
+        "roofline": _roofline(plan, priced),
+        "chart": candidate_chart(plan, found, limit),
+        "gap": gap_text(plan),
+        "simplest": simplest_text(plan),
+        "source_rows": source_rows(plan, sources.missing if priced is None else ""),
+        "measured": measured,
+        "is_same_plan": measured is not None and measured.plan == checksum(plan),
+    }
+
+
+STREAM_NAMES = {
+    "compute": "compute", "send forward": "activations to later stages",
+    "send backward": "gradients to earlier stages", "gradient sync": "sums of gradients",
+    "parameter gather": "gathering of parameters",
+}  # fmt: skip
+
+
+def _schedule(plan: Plan, timeline: Timeline | None) -> ScheduleView | None:
+    if timeline is None:
+        return None
+    sizes = [len(plan.stages[stages[0]].devices) for stages in stages_of_ranks(plan)]
+    return schedule_view(timeline, [rank_name(rank, size) for rank, size in enumerate(sizes)])
+
+
+def _communication(plan: Plan) -> list[tuple[str, Any]]:
+    """The collectives of the stages, equal ones once, with the numbers of their stages."""
+    found: dict[tuple[str, ...], tuple[list[int], Any]] = {}
+    for index, stage in enumerate(plan.stages):
+        for each in communication(plan, stage):
+            key = (each.what, each.beside, seconds_text(each.seconds),
+                   seconds_text(each.exposed_seconds))  # fmt: skip
+            found.setdefault(key, ([], each))[0].append(index)
+    return [(ranks_text(stages), each) for stages, each in found.values()]
+
+
+def _memory_chart(plan: Plan, priced: PricedAgain | None, limit: int) -> Any:
+    if priced is None or not priced.memory:
+        return None
+    events = priced.timeline.events[priced.fullest]
+    return memory_chart(priced.memory, events, priced.timeline.step_seconds, limit)
+
+
+def _roofline(plan: Plan, priced: PricedAgain | None) -> Any:
+    if priced is None or not priced.ops:
+        return None
+    dtype = policy(plan.model.precision, plan.model.optimizer).compute_dtype
+    return roofline(priced.ops, plan.cluster.slowest_device(plan.stages[0].devices), dtype)

@@ -1,0 +1,163 @@
+"""What the drawings of a page show of a plan: its cluster, its blocks, its weights, its memory.
+
+Each function takes a plan and returns plain values for a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner.layout import Layout, Mesh
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.summary import mesh_text
+from autoparallel.report.facts import merged_splits
+from autoparallel.report.words import names_text, ranks_text, rate_text
+
+MOST_STRIPS = 8
+"""A weight that is cut into more parts is drawn with so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Neighbouring hosts that are alike: ``devices`` are the pipeline ranks of each one's slots,
+    None where a device is idle."""
+
+    names: str
+    number: int
+    device: str
+    devices: tuple[int | None, ...]
+    link: str
+    rack: str
+
+
+def cluster_hosts(plan: Plan) -> list[Hosts]:
+    """The hosts in order, neighbours that are alike as one."""
+    rank_of: dict[int, int] = {}
+    for rank, stages in enumerate(stages_of_ranks(plan)):
+        for device in plan.stages[stages[0]].devices:
+            rank_of.setdefault(device, rank)
+    cluster = plan.cluster
+    rows = [
+        (host.device.name, tuple(rank_of.get(first + slot) for slot in range(host.num_devices)),
+         link_text(host.link.name, host.link.bytes_per_second) if host.num_devices > 1 else "",
+         host.rack)
+        for host, first in zip(cluster.hosts, cluster.first_ranks, strict=True)
+    ]  # fmt: skip
+    found, at = [], 0
+    for (name, ranks, link, rack), same in groupby(rows):
+        count = len(list(same))
+        found.append(Hosts(ranks_text(range(at, at + count)), count, name, ranks, link, rack))
+        at += count
+    return found
+
+
+def link_text(name: str, bytes_per_second: float) -> str:
+    return f"{name}, {rate_text(bytes_per_second, 'B/s')} per device"
+
+
+def between_hosts(cluster: Cluster) -> list[str]:
+    """The links between hosts, in words."""
+    if len(cluster.hosts) < 2:
+        return []
+    links = [("between hosts", cluster.inter_link)]
+    if cluster.rack_link is not None:
+        links.append(("between racks", cluster.rack_link))
+    return [f"{where}: {link_text(link.name, link.bytes_per_second)}" for where, link in links]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCell:
+    """A run of neighbouring blocks on one rank with one way of recomputing: columns
+    [start, start + length) of the drawing."""
+
+    start: int
+    length: int
+    rank: int
+    stage: int
+    recompute: str
+    title: str
+
+
+def block_cells(plan: Plan) -> list[BlockCell]:
+    """Where each block of the model runs, in the model's order."""
+    rank_of = {stage: rank for rank, stages in enumerate(stages_of_ranks(plan)) for stage in stages}
+    found, at = [], 0
+    for index, stage in enumerate(plan.stages):
+        for mode, run in groupby(stage.blocks, key=lambda block: block.recompute):
+            names = [block.name for block in run]
+            again = "" if mode == "none" else f", {mode} recomputation"
+            title = f"{names_text(names)}: stage {index}, pipeline rank {rank_of[index]}{again}"
+            found.append(BlockCell(at, len(names), rank_of[index], index, mode, title))
+            at += len(names)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter's layout: into how many parts each of its two drawn sides is cut, by which axes,
+    and its shapes where the model is known."""
+
+    name: str
+    rows: int
+    columns: int
+    layout: str
+    shape: str
+    local_shape: str
+    num_copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """The weights of equal blocks on one mesh."""
+
+    blocks: str
+    count: int
+    mesh: str
+    weights: tuple[Weight, ...]
+
+
+def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[WeightGroup]:
+    """How the weights of each kind of block lie; ``shapes`` by name, as far as they are known."""
+    found = []
+    for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
+        members = [stage for stage in plan.stages if stage.mesh == mesh]
+        for split in merged_splits(plan, members):
+            prefix = f"{split.first}." if split.first else ""
+            weights = [
+                _weight(name, text, split.layouts[text], mesh, shapes.get(prefix + name, ()))
+                for text, names in split.groups.items()
+                for name in names
+            ]
+            found.append(
+                WeightGroup(
+                    names_text(split.blocks) or "shared", max(1, len(split.blocks)),
+                    mesh_text(mesh), tuple(weights),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _weight(
+    name: str, layout_text: str, layout: Layout, mesh: Mesh, shape: Sequence[int]
+) -> Weight:
+    parts: dict[int, int] = {}
+    for placement, size in zip(layout, mesh.shape, strict=True):
+        if placement.is_shard:
+            parts[placement.dim] = parts.get(placement.dim, 1) * size
+    local = [size // parts.get(dim, 1) for dim, size in enumerate(shape)]
+    num_parts = 1
+    for size in parts.values():
+        num_parts *= size
+    # a matrix is drawn as it is; of tensors of more dimensions all after the first as one side
+    columns = 1
+    for dim, size in parts.items():
+        columns *= size if dim else 1
+    return Weight(
+        name, min(parts.get(0, 1), MOST_STRIPS), min(columns, MOST_STRIPS), layout_text,
+        " × ".join(f"{size:,}" for size in shape), " × ".join(f"{size:,}" for size in local),
+        mesh.size // num_parts,
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""The ops of a plan in a roofline (Williams, Waterman, Patterson, CACM 52(4), 2009).
+
+In: the ops on one device, the device. Out: a circle per op by its FLOPs per byte and its predicted
+rate, the roofs, and the longest ops as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
+
+from autoparallel.cost_model.cluster import Device
+from autoparallel.cost_model.compute import peak_flops
+from autoparallel.html.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
+from autoparallel.html.scales import Scale, number, powers
+from autoparallel.priced_again import OpWork
+from autoparallel.report.words import count_text, percent_text, rate_text, seconds_text
+
+
+@dataclass(frozen=True, slots=True)
+class OpPoint:
+    """Ops in the roofline; ``radius`` grows with their share of the compute."""
+
+    x: str
+    y: str
+    radius: str
+    family: str
+    direction: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """A line of the roofline, and its label's place."""
+
+    path: str
+    x: str
+    y: str
+    text: str
+    anchor: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """A row of the table of ops."""
+
+    op: OpWork
+    share: float
+    intensity: float
+    of_roof: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The ops by arithmetic intensity and rate, under what the device can do."""
+
+    points: tuple[OpPoint, ...]
+    roofs: tuple[Roof, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    rows: tuple[OpRow, ...]
+    num_rows: int
+
+
+MOST_ROWS = 24
+
+
+def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
+    """The roofline of ops on a device, whose products compute in ``dtype``."""
+    peak, rate = peak_flops(device, dtype), device.memory_bytes_per_second
+    total = sum(op.total_seconds for op in ops) or 1.0
+    counted = [op for op in ops if op.flops > 0 and op.num_bytes > 0]
+    intensities = [op.flops / op.num_bytes for op in counted] or [1.0]
+    rates = [op.flops / op.seconds for op in counted] or [peak]
+    x = Scale(
+        10 ** _power(floor, min(*intensities, peak / rate)),
+        10 ** _power(ceil, max(*intensities, peak / rate)),
+        LEFT, WIDTH - RIGHT, is_log=True,
+    )  # fmt: skip
+    low = max(10 ** _power(floor, min(rates)), peak * 1e-6)
+    y = Scale(low, 10 ** _power(ceil, peak * 1.01), HEIGHT + 40 - BOTTOM, TOP, is_log=True)
+    points = [
+        OpPoint(
+            number(x(op.flops / op.num_bytes)), number(y(max(op.flops / op.seconds, low))),
+            number(2 + 20 * (op.total_seconds / total) ** 0.5), op.family, _direction(op),
+            f"{op.name}, {_direction(op)}, {op.module}: {percent_text(op.total_seconds / total)} "
+            f"of compute, {seconds_text(op.seconds)} each, "
+            f"{count_text(op.flops / op.num_bytes)} FLOP per byte, "
+            f"{rate_text(op.flops / op.seconds, 'FLOP/s')}",
+        )
+        for op in counted
+    ]  # fmt: skip
+    ridge = peak / rate
+    start = max(x.low, low / rate)
+    memory = f"M{_at(x, y, start, start * rate)}L{_at(x, y, ridge, peak)}"
+    compute = f"M{_at(x, y, ridge, peak)}L{_at(x, y, x.high, peak)}"
+    middle = (start * ridge) ** 0.5
+    roofs = (
+        Roof(memory, number(x(middle) - 8), number(y(middle * rate) - 8),
+             f"memory {rate_text(rate, 'B/s')}", "end"),
+        Roof(compute, number(x(x.high)), number(y(peak) + 16),
+             f"{dtype} {rate_text(peak, 'FLOP/s')}", "end"),
+    )  # fmt: skip
+    rows = tuple(_row(op, total, peak, rate) for op in ops[:MOST_ROWS])
+    return Roofline(
+        tuple(points), roofs,
+        tuple(Tick(number(x(v)), count_text(v) if v >= 1 else f"{v:g}")
+              for v in powers(x.low, x.high)),
+        tuple(Tick(number(y(v)), rate_text(v, "FLOP/s")) for v in powers(y.low, y.high)),
+        rows, len(ops),
+    )  # fmt: skip
+
+
+def _row(op: OpWork, total: float, peak: float, rate: float) -> OpRow:
+    intensity = op.flops / op.num_bytes if op.num_bytes else 0.0
+    least = max(op.flops / peak, op.num_bytes / rate)
+    bound = "compute" if op.flops / peak >= op.num_bytes / rate else "memory"
+    if op.seconds > 3 * least:
+        bound = "launch" if op.seconds < 3e-5 else f"{bound}, far below"
+    return OpRow(op, op.total_seconds / total, intensity, least / op.seconds, bound)
+
+
+def _direction(op: OpWork) -> str:
+    return "backward" if op.is_backward else "forward"
+
+
+def _at(x: Scale, y: Scale, intensity: float, rate: float) -> str:
+    return f"{number(x(intensity))} {number(y(rate))}"
+
+
+def _power(rounded: Callable[[float], int], value: float) -> int:
+    """A power of ten near a value."""
+    return rounded(log10(value))

@@ -1,0 +1,241 @@
+"""The step as it runs: what each pipeline rank computes, sends and waits for, drawn in time.
+
+In: a timeline. Out: shapes of a drawing, one row of lanes per rank, and the same events as numbers
+for a page that says what lies under the pointer: what it is, how long it takes, and of a wait why.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoparallel.cost_model.actions import SENDS, Action
+from autoparallel.cost_model.timeline import STREAMS, Event, Timeline
+from autoparallel.html.scales import box
+
+UNITS = 100_000
+"""The width of the drawing: so many units are a step."""
+
+COMPUTE_HEIGHT, LANE_HEIGHT, GAP = 22, 5, 8
+KINDS = ("F", "B", "I", "W", "STEP", "SEND_F", "SEND_B", "REDUCE", "GATHER")
+MOST_WITH_EDGES = 300
+LEAST_WAIT = 1e-4
+"""Waits shorter than this share of a step are not listed."""
+
+WAITS = ("message", "compute", "gather", "sync", "start", "end")
+"""Why a rank waits: a message is on its way; the rank it needs still computes; parameters are
+gathered; gradients are summed; the pipeline fills; the step ends for all ranks at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Boxes of one look: a CSS class and an SVG path."""
+
+    look: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """A pipeline rank's lanes; ``busy`` and ``exposed`` are shares of the step."""
+
+    name: str
+    top: int
+    height: int
+    lanes: tuple[tuple[str, int, int], ...]
+    shapes: tuple[Shape, ...]
+    busy: float
+    exposed: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleView:
+    """The drawing, and ``data`` for the page's script."""
+
+    rows: tuple[RankRow, ...]
+    height: int
+    streams: tuple[str, ...]
+    kinds: tuple[str, ...]
+    data: Mapping[str, Any]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether boxes are too narrow for edges."""
+        return max(len(rank["events"]) for rank in self.data["ranks"]) > MOST_WITH_EDGES
+
+
+def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
+    """The drawing of a step; ``names`` are those of its ranks."""
+    scale = UNITS / timeline.step_seconds
+    ends = _Ends(timeline)
+    used = [s for s in STREAMS if any(e.stream == s for events in timeline.events for e in events)]
+    rows, tables, top = [], [], 0
+    for rank, events in enumerate(timeline.events):
+        lanes, y = [], top
+        for stream in used:
+            height = COMPUTE_HEIGHT if stream == "compute" else LANE_HEIGHT
+            lanes.append((stream, y, height))
+            y += height + 1
+        waits = _waits(timeline, rank, ends)
+        compute = [e for e in events if e.stream == "compute"]
+        shapes, table = _drawn(events, compute, lanes, scale)
+        table["waits"] = [
+            [round(w.start * scale), round((w.end - w.start) * scale), WAITS.index(w.why), w.stage,
+             w.microbatch]
+            for w in waits
+        ]  # fmt: skip
+        busy = sum(e.end_seconds - e.start_seconds for e in compute) / timeline.step_seconds
+        exposed = timeline.exposed_seconds[rank] / timeline.step_seconds
+        rows.append(RankRow(names[rank], top, y - top, tuple(lanes), shapes, busy, exposed))
+        tables.append(table)
+        top = y + GAP
+    kinds = {e.action.kind for events in timeline.events for e in events}
+    data = {
+        "units": UNITS, "step": timeline.step_seconds, "kinds": KINDS, "waits": WAITS,
+        "ranks": [
+            {"name": row.name, "top": row.top, "height": row.height,
+             "lanes": [[y, height] for _, y, height in row.lanes], **table}
+            for row, table in zip(rows, tables, strict=True)
+        ],
+    }  # fmt: skip
+    return ScheduleView(
+        tuple(rows), max(top - GAP, 1), tuple(used), tuple(k for k in KINDS if k in kinds), data
+    )
+
+
+def _drawn(
+    events: Sequence[Event],
+    compute: Sequence[Event],
+    lanes: Sequence[tuple[str, int, int]],
+    scale: float,
+) -> tuple[tuple[Shape, ...], dict[str, Any]]:
+    """The boxes by look, and the rows [start, length, kind, stage, micro-batch, lane, hidden]."""
+    paths: dict[str, list[str]] = {}
+    table = []
+    stages = sorted({event.action.stage for event in events})
+    for event in events:
+        lane = next(at for at, (stream, _, _) in enumerate(lanes) if stream == event.stream)
+        _, y, height = lanes[lane]
+        start, length = event.start_seconds, event.end_seconds - event.start_seconds
+        kind = event.action.kind
+        hidden = 0.0
+        if event.stream == "compute":
+            look: str = "B" if kind == "I" else kind
+            look += " odd" if stages.index(event.action.stage) % 2 else ""
+            paths.setdefault(look, []).append(_box(start, length, y, height, scale))
+        else:
+            covered = _covered(event, compute)
+            hidden = sum(b - a for a, b in covered)
+            paths.setdefault("hidden", []).append(_box(start, length, y, height, scale))
+            for a, b in _rest(event, covered):
+                paths.setdefault("exposed", []).append(_box(a, b - a, y, height, scale))
+        table.append([
+            round(start * scale), max(1, round(length * scale)), KINDS.index(kind),
+            event.action.stage, event.action.microbatch, lane, round(hidden * scale),
+        ])  # fmt: skip
+    shapes = tuple(Shape(look, "".join(parts)) for look, parts in paths.items())
+    return shapes, {"events": table}
+
+
+def _box(start: float, length: float, y: int, height: int, scale: float) -> str:
+    return box(round(start * scale), y, max(1, round(length * scale)), height)
+
+
+def _covered(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
+    """The parts of an event during which its rank computes."""
+    starts = [each.start_seconds for each in compute]
+    at = max(0, bisect_left(starts, event.start_seconds) - 1)
+    found = []
+    for other in compute[at:]:
+        if other.start_seconds >= event.end_seconds:
+            break
+        start = max(event.start_seconds, other.start_seconds)
+        end = min(event.end_seconds, other.end_seconds)
+        if end > start:
+            found.append((start, end))
+    return found
+
+
+def _rest(event: Event, covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The other parts."""
+    found, now = [], event.start_seconds
+    for start, end in covered:
+        if start > now:
+            found.append((now, start))
+        now = max(now, end)
+    if event.end_seconds > now:
+        found.append((now, event.end_seconds))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank does not compute from ``start`` to ``end``; ``stage`` and ``microbatch`` say what it
+    waits for, -1 where that is no action."""
+
+    start: float
+    end: float
+    why: str
+    stage: int = -1
+    microbatch: int = -1
+
+
+class _Ends:
+    """When messages arrive, and when what they carry was computed."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.messages: dict[tuple[str, int, int, int], tuple[float, Action]] = {}
+        for events in timeline.events:
+            for event in events:
+                action = event.action
+                if action.kind in SENDS:
+                    way = "F" if action.kind == "SEND_F" else "B"
+                    key = (way, event.to, action.microbatch, action.slice)
+                    if key not in self.messages or self.messages[key][0] < event.end_seconds:
+                        self.messages[key] = event.end_seconds, action
+        self.computed = {
+            (("F" if e.action.kind == "F" else "B"), *e.action[1:]): e.end_seconds
+            for events in timeline.events
+            for e in events
+            if e.action.kind in ("F", "B", "I")
+        }
+
+
+def _waits(timeline: Timeline, rank: int, ends: _Ends) -> list[Wait]:
+    """When a rank does not compute, and why, in order."""
+    events = timeline.events[rank]
+    compute = [event for event in events if event.stream == "compute"]
+    least = LEAST_WAIT * timeline.step_seconds
+    found: list[Wait] = []
+    now = 0.0
+    for event in compute:
+        if event.start_seconds - now > least:
+            found.append(_wait(events, now, event, ends))
+        now = max(now, event.end_seconds)
+    if timeline.step_seconds - now > least:
+        busy = _busy_after(events, now)
+        found.append(Wait(now, timeline.step_seconds, "sync" if busy else "end"))
+    return found
+
+
+def _busy_after(events: Sequence[Event], now: float) -> bool:
+    return any(e.end_seconds > now and e.action.kind == "REDUCE" for e in events)
+
+
+def _wait(events: Sequence[Event], start: float, event: Event, ends: _Ends) -> Wait:
+    """Why nothing is computed from ``start`` until ``event``."""
+    kind, stage, microbatch, part = event.action
+    end = event.start_seconds
+    if kind == "STEP":
+        return Wait(start, end, "sync", stage)
+    way = "F" if kind == "F" else "B"
+    message = ends.messages.get((way, stage, microbatch, part)) if kind != "W" else None
+    if message is not None and message[0] > start:
+        sender = message[1]
+        computed = ends.computed.get((way, sender.stage, sender.microbatch, sender.slice), 0.0)
+        why = "start" if start == 0 else "compute" if computed > start else "message"
+        return Wait(start, end, why, sender.stage, microbatch)
+    gathers = any(e.action.kind == "GATHER" and e.end_seconds > start for e in events)
+    return Wait(start, end, "gather" if gathers else "message", stage, microbatch)
