@@ -291,12 +291,12 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
     >>> match_gpu_name("NVIDIA H100 PCIe", 85 * 10**9).device.name
     'H100-PCIe'
 
-    None for a slice of a GPU, which has a part of its units.
+    None for a slice of a GPU, which has a part of its units, and for its siblings (Ti, laptops).
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 21 * 10**9)
     """
     words = name.upper().replace("GEFORCE RTX ", "RTX").replace("-", " ").split()
-    if "MIG" in words:
+    if {"MIG", "TI", "D", "LAPTOP"} & set(words):
         return None
     is_pcie = any(word.startswith("PCIE") for word in words)
     is_nvl = "NVL" in words
