@@ -33,6 +33,7 @@ import typer
 from autoparallel import __version__
 from autoparallel.commands.cache import cache
 from autoparallel.commands.cluster import cluster
+from autoparallel.commands.estimate import estimate
 from autoparallel.commands.export import export
 from autoparallel.commands.inspect import inspect
 from autoparallel.commands.ops import ops
@@ -55,7 +56,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    plan, inspect, run, verify, export, profile, simulate, schedules, cluster, ops, cache,
+    plan, estimate, inspect, run, verify, export, profile, simulate, schedules, cluster, ops, cache,
     program,
 ):  # fmt: skip
     app.command()(command)
