@@ -33,6 +33,7 @@ import typer
 from autoparallel import __version__
 from autoparallel.commands.cache import cache
 from autoparallel.commands.cluster import cluster
+from autoparallel.commands.compare import compare
 from autoparallel.commands.estimate import estimate
 from autoparallel.commands.export import export
 from autoparallel.commands.inspect import inspect
@@ -56,8 +57,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    plan, estimate, inspect, run, verify, export, profile, simulate, schedules, cluster, ops, cache,
-    program,
+    plan, estimate, inspect, compare, run, verify, export, profile, simulate, schedules, cluster,
+    ops, cache, program,
 ):  # fmt: skip
     app.command()(command)
 
