@@ -22,7 +22,8 @@ import psutil
 
 from .cluster import Cluster, ClusterError, Device, Host, Link
 from .link_presets import LINKS
-from .presets import PRESETS, Preset
+from .preset_parts import Preset
+from .presets import PRESETS
 from .profile.torch_tf32 import torch_computing
 from .tf32 import TFLOAT32
 

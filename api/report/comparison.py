@@ -40,6 +40,8 @@ SAME = 5e-4
 LEAST_SHARE = 1e-3
 """Seconds and bytes below this part of the whole, in every item, have no row."""
 
+SECONDS_ORDER = ("compute", "communication", "sends", "gradients", "optimizer", "waiting")
+
 Value = float | None
 Figure = Callable[[Item], Value]
 
@@ -180,8 +182,9 @@ def difference(value: Value, first: Value) -> float | None:
 def _part_rows(
     parts: Sequence[Mapping[str, float]], whole: float, write: Callable[[float], str]
 ) -> list[Row]:
+    order = (*SECONDS_ORDER, *MEMORY_ORDER)
     names = list(dict.fromkeys(name for own in parts for name in own))
-    names.sort(key=lambda name: MEMORY_ORDER.index(name) if name in MEMORY_ORDER else -1)
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
     shown = [
         name for name in names
         if max(own.get(name, 0.0) for own in parts) >= LEAST_SHARE * whole
