@@ -245,7 +245,7 @@ class _Search:
             time_limit_seconds=self.asked.seconds,
             num_candidates=1,
             goal=Goal(prices=self.asked.prices),
-            profile="analytic",
+            profile="auto",
         )
 
     def _program(self, method: Method, precision: Precision) -> tuple[Target, Program]:

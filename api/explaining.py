@@ -69,14 +69,16 @@ class _Explainer:
             + ", ".join(WORDS),
         )  # fmt: skip
 
-    def _with_stages(self, change: Callable[[StagePlan], StagePlan]) -> Plan:
-        return replace(self.plan, stages=tuple(change(stage) for stage in self.plan.stages))
+    def _with_zero(self, zero: int) -> Plan:
+        return replace(
+            self.plan, stages=tuple(replace(stage, zero=zero) for stage in self.plan.stages)
+        )
 
     def _zero(self) -> Explanation:
         own = {stage.zero for stage in self.plan.stages}
         found = []
         for zero in range(4):
-            variant = self._with_stages(lambda stage, zero=zero: replace(stage, zero=zero))
+            variant = self._with_zero(zero)
             found.append(self.priced(f"ZeRO {zero}", variant, is_chosen=own == {zero}))
         if len(own) > 1:
             words = "ZeRO " + "/".join(str(stage.zero) for stage in self.plan.stages)
@@ -104,7 +106,7 @@ class _Explainer:
             )
             return replace(stage, blocks=blocks)
 
-        return self._with_stages(change)
+        return replace(self.plan, stages=tuple(change(stage) for stage in self.plan.stages))
 
     def _schedule(self) -> Explanation:
         plan = self.plan

@@ -200,7 +200,7 @@ def _device(device: Device, name: str, text: str) -> Device:
     if name == "memory_bytes":
         usable = int(device.usable_memory_bytes * value / device.memory_bytes)
         return replace(device, memory_bytes=value, usable_memory_bytes=usable)
-    return replace(device, **{name: value})  # type: ignore[arg-type]
+    return replace(device, **{name: value})
 
 
 def _link(link: Link, name: str, text: str) -> Link:

@@ -49,6 +49,7 @@ class Preset:
     def host(self, num_devices: int, device: Device | None = None) -> Host:
         """So many of these devices, or of ``device``, as they are usually joined.
 
+        >>> from autoparallel.cost_model.presets import find_preset
         >>> find_preset("V100-16GB").host(4).link_among((0, 1)).num_links
         1
         """

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoparallel.commands.options import JsonOption, print_json, stdout_console
+from autoparallel.commands.options import DatabaseOption, JsonOption, print_json, stdout_console
 from autoparallel.planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoparallel.planner.plan import Plan
 
 PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="a plan file")]
 NameArgument = Annotated[
@@ -48,6 +51,7 @@ def explain(
     why_not: WhyNotOption = None,
     what_if: WhatIfOption = None,
     measured: MeasuredOption = None,
+    database: DatabaseOption = None,
     time_limit: LimitOption = 20.0,
     json: JsonOption = False,
 ) -> None:
@@ -62,14 +66,7 @@ def explain(
 
     loaded = load_plan(plan)
     if measured is not None:
-        from autoparallel.comparing import read_run
-        from autoparallel.report.explanation import measured_json, print_measured
-
-        run = read_run(Path(measured))
-        if json:
-            print_json(measured_json(loaded, run))
-        else:
-            print_measured(loaded, run, stdout_console())
+        _measured(loaded, plan, measured, database, json=json)
         return
     from autoparallel.cache import plan_cache
     from autoparallel.recaptured import recaptured
@@ -101,3 +98,23 @@ def explain(
                 print_json(pages.explanation_json(reasons))
             else:
                 pages.print_explanation(reasons, stdout_console())
+
+
+def _measured(plan: Plan, path: str, measured: str, database: str | None, *, json: bool) -> None:
+    """What was predicted beside a run, and beside the blocks that were measured, if any."""
+    from autoparallel.cache import plan_cache
+    from autoparallel.comparing import read_run
+    from autoparallel.measured_blocks import compute_errors
+    from autoparallel.profiles import find_profile
+    from autoparallel.recaptured import recaptured
+    from autoparallel.report.explanation import measured_json, print_measured
+
+    run, blocks = read_run(Path(measured)), None
+    if find_profile(plan.cluster, "auto", database) is not None:
+        with plan_cache() as cache:
+            model = recaptured(plan, path, profile="analytic", cache=cache.values)
+            blocks = compute_errors(model, database)
+    if json:
+        print_json(measured_json(plan, run, blocks))
+    else:
+        print_measured(plan, run, blocks, stdout_console())

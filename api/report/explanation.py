@@ -7,16 +7,18 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autoparallel.comparing import Item, MeasuredRun
+from autoparallel.measured_blocks import ComputeError
 from autoparallel.plan_variants import Explanation
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text, comparison_json, print_comparison
 from autoparallel.report.facts import bytes_of
-from autoparallel.report.page import plain_table
+from autoparallel.report.page import plain_table, section
 from autoparallel.report.words import bytes_text, percent_text, seconds_text
 from autoparallel.what_if import Changed, terms
 
@@ -138,24 +140,43 @@ def what_if_json(found: Changed) -> dict[str, Any]:
     return {"stays": found.stays, "plans": comparison_json(changed_items(found))}
 
 
+Errors = tuple[Sequence[ComputeError], Sequence[ComputeError]] | None
+"""Of blocks and of stages; None where nothing was measured."""
+
 UNMEASURED = (
-    "blocks and stages: not measured by a run, which records whole steps; autoparallel profile "
-    "measures blocks, and a plan made with its database says of each time where it is from"
+    "blocks and stages: nothing was measured for this cluster's devices, and a run records whole "
+    "steps; autoparallel profile TARGET measures blocks"
+)
+OF_BLOCKS = (
+    "compute of a micro-batch, from specifications and as autoparallel profile measured blocks and "
+    "ops; communication is measured by no run"
 )
 
 
-def print_measured(plan: Plan, run: MeasuredRun, console: Console) -> None:
+def print_measured(plan: Plan, run: MeasuredRun, errors: Errors, console: Console) -> None:
     """What was predicted beside what a run measured, the most wrong first."""
+    console.print(Text(f"{plan_summary(plan)}, {run.num_steps} steps measured", style="bold"))
+    console.print()
+    rows = [(name, own, other) for name, own, other, _ in measured_rows(plan, run)]
+    console.print(_error_table(rows))
+    if errors is None:
+        console.print(Text(f"\n{UNMEASURED}", style="dim"))
+        return
+    for title, found in zip(("Blocks", "Stages"), errors, strict=True):
+        own_rows = [(each.name, each.predicted_seconds, each.measured_seconds) for each in found]
+        console.print(section(title, _error_table(own_rows)))
+    console.print(Text(f"\n{OF_BLOCKS}", style="dim"))
+
+
+def _error_table(rows: Sequence[tuple[str, float, float]]) -> Table:
     table = plain_table(
         ("figure", "left"), ("predicted", "right"), ("measured", "right"), ("error", "right")
     )
-    for name, predicted, measured, error in measured_rows(plan, run):
-        write = seconds_text if name.startswith("step") else bytes_text
-        table.add_row(name, write(predicted), write(measured), change_text(error))
-    console.print(Text(f"{plan_summary(plan)}, {run.num_steps} steps measured", style="bold"))
-    console.print()
-    console.print(table)
-    console.print(Text(f"\n{UNMEASURED}", style="dim"))
+    for name, predicted, measured in rows:
+        write = bytes_text if name.startswith("memory") else seconds_text
+        error = change_text(predicted / measured - 1)
+        table.add_row(name, write(predicted), write(measured), error)
+    return table
 
 
 def measured_rows(plan: Plan, run: MeasuredRun) -> Sequence[tuple[str, float, float, float]]:
@@ -168,12 +189,16 @@ def measured_rows(plan: Plan, run: MeasuredRun) -> Sequence[tuple[str, float, fl
     return sorted(found, key=lambda row: -abs(row[3]))
 
 
-def measured_json(plan: Plan, run: MeasuredRun) -> Mapping[str, Any]:
-    """The same for programs."""
-    return {
+def measured_json(plan: Plan, run: MeasuredRun, errors: Errors) -> Mapping[str, Any]:
+    """The same for programs; ``blocks`` and ``stages`` are None where none was measured."""
+    found: dict[str, Any] = {
         "figures": [
             {"name": name, "predicted": own, "measured": other, "error": error}
             for name, own, other, error in measured_rows(plan, run)
-        ],
-        "not_measured": ["blocks", "stages"],
+        ]
     }
+    for number, name in enumerate(("blocks", "stages")):
+        found[name] = errors and [
+            {**asdict(each), "error": each.error} for each in errors[number]
+        ]  # fmt: skip
+    return found
