@@ -109,17 +109,14 @@ class Variants:
             return "TIE", ""
         if ratio > 1:
             return "SLOWER", ""
-        within = self._tolerance
-        if 1 - ratio <= within:
-            return "CHEAPER", f"within {within:.0%} of the fastest the simplest plan was chosen"
-        ended = self.plan.solver.stopped
-        why = f"the search was ended by {ended}" if ended else "it was denied, or not searched for"
-        return "CHEAPER", why
-
-    @property
-    def _tolerance(self) -> float:
         simplest = self.plan.solver.simplest
-        return 0.02 if simplest is None else simplest.tolerance
+        if simplest is not None and 1 - ratio <= simplest.tolerance:
+            why = f"within {simplest.tolerance:.0%} of the fastest the simplest plan was chosen"
+        elif self.plan.solver.stopped:
+            why = f"the search was ended by {self.plan.solver.stopped}"
+        else:
+            why = "fixed otherwise, denied, or not searched for"
+        return "CHEAPER", why
 
     def at(self, index: int, stage: StagePlan) -> Plan:
         stages = list(self.plan.stages)

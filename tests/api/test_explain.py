@@ -153,6 +153,19 @@ def test_what_is_cheaper_and_too_large_says_so(models: dict[str, Recaptured], fo
     assert "too much" in found["none"].why
 
 
+def test_what_is_cheaper_names_no_reason_that_the_plan_does_not_hold(
+    models: dict[str, Recaptured],
+) -> None:
+    """Two micro-batches were fixed where one is faster."""
+    found = by_name(models["dp"], "microbatches")["1 × 4096"]
+    assert found.standing == "CHEAPER"
+    assert found.why == "fixed otherwise, denied, or not searched for"
+    ended = replace(models["dp"].plan.solver, stopped="its time limit")
+    plan = replace(models["dp"].plan, solver=ended)
+    found = by_name(replace(models["dp"], plan=plan), "microbatches")["1 × 4096"]
+    assert found.why == "the search was ended by its time limit"
+
+
 def test_blocks_and_stages_have_alternatives(models: dict[str, Recaptured]) -> None:
     found = by_name(models["pp"], "stage 1")
     assert found["ZeRO 1"].standing == "CHOSEN"
