@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoparallel.checkpoints import load, save
     from autoparallel.distributed_loader import distribute
     from autoparallel.environment import one_process
+    from autoparallel.estimating import estimate
     from autoparallel.exporting import export
     from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases
     from autoparallel.module import ParallelModule
@@ -70,6 +71,7 @@ __all__ = [
     "__version__",
     "describe",
     "distribute",
+    "estimate",
     "export",
     "load",
     "load_plan",
@@ -91,6 +93,7 @@ _HOMES = {
     "WeightsAndBiases": "autoparallel.metrics",
     "describe": "autoparallel.report",
     "load": "autoparallel.checkpoints",
+    "estimate": "autoparallel.estimating",
     "export": "autoparallel.exporting",
     "distribute": "autoparallel.distributed_loader",
     "load_plan": "autoparallel.plan_io",

@@ -201,6 +201,29 @@ def parse_prices(
     return found
 
 
+_COUNT = re.compile(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
+_COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def parse_count(text: str, option: str) -> float:
+    """A number of tokens.
+
+    >>> parse_count("15e12", "--tokens"), parse_count("300B", "--tokens")
+    (15000000000000.0, 300000000000.0)
+    """
+    match = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    try:
+        count = float(match.group(1)) * _COUNT_UNITS[match.group(2).lower()] if match else 0.0
+    except ValueError:
+        count = 0.0
+    if not 0 < count < float("inf"):
+        raise UsageError(
+            "AP352", f"{option} {text!r} is not a number of tokens",
+            fix=f"for example: {option} 15e12, {option} 15T, {option} 300B",
+        )  # fmt: skip
+    return count
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """A sentence with the closest known name, or an empty one.
 

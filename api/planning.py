@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -171,7 +172,13 @@ def plan_on(
     capture_seconds = time.perf_counter() - started
     found = _plan_measured(program, target, cluster, options, observe, cache)
     started = time.perf_counter()
-    found = _within_limit(found, program, target, cluster, options, observe, cache)
+
+    def again(limit_bytes: int) -> Plan:
+        lower = replace(options, memory_limit_bytes=limit_bytes)
+        return plan_program(program, target, cluster, lower, observe, cache)
+
+    limit = options.memory_limit_bytes or cluster.usable_memory_bytes
+    found = within_limit(found, program, limit, again, cache)
     spent = {
         "capture": capture_seconds,
         **found.solver.seconds,
@@ -182,14 +189,13 @@ def plan_on(
     return replace(found, solver=replace(found.solver, seconds=spent))
 
 
-def _within_limit(
-    found: Plan, program: Program, target: Target, cluster: Cluster, options: PlanOptions,
-    observe: Observe, cache: Cache,
-) -> Plan:  # fmt: skip
+def within_limit(
+    found: Plan, program: Program, limit_bytes: int, search: Callable[[int], Plan], cache: Cache
+) -> Plan:
     """A found plan with its final memory, or, where that exceeds the limit, another one.
 
     The search counts no messages, inputs and communicators between stages. Where a plan exceeds
-    the limit by them, the search runs again, with a limit that is lower by their size. If no plan
+    the limit by them, ``search`` runs again, with a limit that is lower by their size. If no plan
     keeps the limit so, that which exceeds it least is returned; its report says so.
     """
     from autoparallel.cached_capture import with_kept_memory
@@ -197,19 +203,17 @@ def _within_limit(
     from autoparallel.planner.errors import InfeasibleError
 
     check_host_memory(found, program.graph, program.blocks)
-    limit = options.memory_limit_bytes or cluster.usable_memory_bytes
     tried: list[Plan] = []
     for left in reversed(range(1 + MOST_REPEATS)):
         plan = with_kept_memory(found, program, cache)
         tried.append(plan)
-        if plan.prediction.peak_memory_bytes <= limit:
+        if plan.prediction.peak_memory_bytes <= limit_bytes:
             return plan
         if not left:
             break
         uncounted = plan.prediction.peak_memory_bytes - found.prediction.peak_memory_bytes
-        lower = replace(options, memory_limit_bytes=max(1, limit - uncounted))
         try:
-            found = plan_program(program, target, cluster, lower, observe, cache)
+            found = search(max(1, limit_bytes - uncounted))
         except InfeasibleError:
             break
     return min(tried, key=lambda plan: plan.prediction.peak_memory_bytes)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError
-from autoparallel.planning import PlanOptions, capture_target, priced
+from autoparallel.recaptured import recaptured
 from autoparallel.trust import check_trusted
 
 if TYPE_CHECKING:
+    from autoparallel.planner.pricing.basis import Mode
     from autoparallel.planner.search.stage_program import Minimized, StageProgram
 
 FORMATS = (".lp", ".mps")
@@ -70,27 +71,13 @@ def plan_program(
     the model is not the plan's any more.
     """
     from autoparallel.planner.search.stage_program import stage_program
-    from autoparallel.runtime.membership import check_model
-    from autoparallel.worker import batch_seq, load_job
 
-    check_trusted(load_plan(plan_path), plan_path, trust=trust)
-    plan, target = load_job(plan_path)
-    options = PlanOptions(
-        global_batch=plan.model.global_batch,
-        seq=batch_seq(plan, target),
-        precision=plan.model.precision,
-        float32_ops=plan.model.float32_ops,
-        compiled=plan.compiled,
-        optimizer=plan.model.optimizer,
-        profile=profile,  # type: ignore[arg-type]
-        database=database,
-    )
-    program = capture_target(target, options)
-    check_model(program, plan)
-    graph, basis = priced(program, target, plan.cluster, options)
+    plan = load_plan(plan_path)
+    check_trusted(plan, plan_path, trust=trust)
+    made = recaptured(plan, plan_path, profile=cast("Mode", profile), database=database)
     return stage_program(
-        graph, program.blocks, plan, stage, minimized=minimized,
-        memory_limit_bytes=memory_limit_bytes, basis=basis,
+        made.graph, made.program.blocks, plan, stage, minimized=minimized,
+        memory_limit_bytes=memory_limit_bytes, basis=made.basis,
     )  # fmt: skip
 
 

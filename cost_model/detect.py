@@ -22,7 +22,8 @@ import psutil
 
 from .cluster import Cluster, ClusterError, Device, Host, Link
 from .link_presets import LINKS
-from .presets import PRESETS, Preset
+from .preset_parts import Preset
+from .presets import PRESETS
 from .profile.torch_tf32 import torch_computing
 from .tf32 import TFLOAT32
 
@@ -291,12 +292,12 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
     >>> match_gpu_name("NVIDIA H100 PCIe", 85 * 10**9).device.name
     'H100-PCIe'
 
-    None for a slice of a GPU, which has a part of its units.
+    None for a slice of a GPU, which has a part of its units, and for its siblings (Ti, laptops).
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 21 * 10**9)
     """
     words = name.upper().replace("GEFORCE RTX ", "RTX").replace("-", " ").split()
-    if "MIG" in words:
+    if {"MIG", "TI", "D", "LAPTOP"} & set(words):
         return None
     is_pcie = any(word.startswith("PCIE") for word in words)
     is_nvl = "NVL" in words

@@ -86,6 +86,12 @@ _LINKS = (
         base_seconds=28e-6, reduction_bytes_per_second=272e9,
     ),
     Link(
+        "nvlink4-h800", 1e-6, 160e9,
+        "160 GB/s: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.2.2, on H800; spec "
+        "200 GB/s; in-switch sums and latencies: NVLink 4's, by the spec's share of them",
+        base_seconds=28e-6, reduction_bytes_per_second=121e9,
+    ),
+    Link(
         "nvlink4-bridge", 1e-6, 240e9,
         "spec 300 GB/s between two cards x 0.8, the share that NVLink 4 reaches with a switch",
         base_seconds=28e-6,
@@ -100,6 +106,18 @@ _LINKS = (
         f"measured: ring all-reduce busbw 678 GB/s, in-switch sums 423 to 483 GB/s of tensor "
         f"(4 to 16 GiB), on 8 B200 ({_ML_ENGINEERING}); spec 900 GB/s; {_FIT}",
         base_seconds=45e-6, reduction_bytes_per_second=450e9,
+    ),
+    Link(
+        "infinity-fabric-2", 2e-6, 70e9,
+        "spec 50 GB/s per link (rocm.docs.amd.com MI250 microarchitecture), two links between "
+        "neighbouring dies of different modules, x 0.7: estimate; latencies estimated",
+        base_seconds=35e-6,
+    ),
+    Link(
+        "infinity-fabric-3", 2e-6, 365e9,
+        f"measured: all-reduce busbw 313 GB/s on 8 MI300X, whose rings use 6 of 7 links "
+        f"({_ML_ENGINEERING}); 47.7 GB/s on 2; spec 448 GB/s; latencies estimated",
+        base_seconds=35e-6, num_links=7,
     ),
     Link("pcie3", 8e-6, 12e9, "spec 15.8 GB/s (PCIe 3.0 x16) x 0.75; latency estimated", 20e-6),
     Link("pcie4", 8e-6, 24e9, "spec 31.5 GB/s (PCIe 4.0 x16) x 0.75; latency estimated", 20e-6),
@@ -165,6 +183,7 @@ PROTOCOLS: Mapping[str, Protocols] = {
     "nvlink3": _NVLINK3,
     "nvlink3-bridge": _NVLINK3,
     "nvlink4": _NVLINK4,
+    "nvlink4-h800": _NVLINK4,
     "nvlink4-bridge": replace(_NVLINK4, switch_fill_seconds=0.0),
     "nvlink5": replace(
         _NVLINK4, short_share=0.75, long_alpha_seconds=4e-6, switch_fill_seconds=80e-6
@@ -185,8 +204,8 @@ LINK_ALIASES: Mapping[str, str] = {
     "nvlink": "nvlink4", "nvswitch": "nvlink4", "pcie": "pcie4",
     "edr": "infiniband-edr", "hdr": "infiniband-hdr", "ndr": "infiniband-ndr",
     "xdr": "infiniband-xdr", "infiniband": "infiniband-ndr", "ib": "infiniband-ndr",
-    "ethernet": "ethernet-100g", "gloo": "loopback",
+    "xgmi": "infinity-fabric-3", "ethernet": "ethernet-100g", "gloo": "loopback",
 }  # fmt: skip
 
-INTRA_PREFIXES = ("nvlink", "pcie", "loopback")
+INTRA_PREFIXES = ("nvlink", "infinity-fabric", "pcie", "loopback")
 """Links within a host; all others join hosts."""

@@ -36,6 +36,7 @@ _HYBRID_CUBE_MESH: Wires = (
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
 _ALL_PAIRS_TWICE: Wires = tuple(tuple(2 * (i != j) for j in range(4)) for i in range(4))
+_ALL_PAIRS_ONCE: Wires = tuple(tuple(int(i != j) for j in range(8)) for i in range(8))
 
 MOST_STEPS = 100_000
 """Of looking for rings, each with one more ring tried."""
@@ -43,10 +44,11 @@ MOST_STEPS = 100_000
 WIRES: Mapping[str, Wires] = {
     "hybrid-cube-mesh": _HYBRID_CUBE_MESH,
     "all-pairs-twice": _ALL_PAIRS_TWICE,
+    "all-pairs-once": _ALL_PAIRS_ONCE,
 }
 """By name. ``hybrid-cube-mesh``: 8 V100 with 6 links each, as ``nvidia-smi topo -m`` shows them
 on DGX-1 and AWS p3.16xlarge; of fewer devices its first ones. ``all-pairs-twice``: 4 V100 with
-two links to each other one."""
+two links to each other one. ``all-pairs-once``: 8 MI300X with a link to each other one."""
 
 
 def are_wires(wires: Wires) -> bool:

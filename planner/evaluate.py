@@ -207,13 +207,15 @@ def priced_stages(
     return _stages(walked, plan, _edges(walked, plan), rules=rules, basis=basis)
 
 
-def walked_stages(graph: Graph, blocks: Blocks, plan: Plan) -> list[StageWalk]:
+def walked_stages(
+    graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
+) -> list[StageWalk]:
     """Each stage of a plan, walked: of unlike shares of the batch the one that keeps the most.
 
-    ``graph`` is ``at_microbatch``. Seconds are from specifications.
+    ``graph`` is ``at_microbatch``.
     """
     walked = walked_none(graph, blocks, default_rules)
-    walks = _walks(walked, plan, _edges(walked, plan), rules=default_rules, basis=DEFAULT)
+    walks = _walks(walked, plan, _edges(walked, plan), rules=default_rules, basis=basis)
     return [max(own, key=lambda walk: walk.cost().activation_bytes) for own in walks]
 
 

@@ -72,11 +72,16 @@ OTHER_SCHEDULES = PROPOSERS[6:]
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
-    """How a search is done: which proposers make candidates, and who searches the parts of the
-    micro-batch sizes."""
+    """How a search is done: which proposers make candidates, who searches the parts of the
+    micro-batch sizes, and whether the plan gets a lower bound, which takes about as long again."""
 
     proposers: tuple[Proposer, ...] = PROPOSERS
     start_workers: StartWorkers = serial
+    is_bounded: bool = True
+
+
+COARSE = SearchMethod((dynamic_program,), is_bounded=False)
+"""For a first answer: pipelines of one stage per rank, without a bound."""
 
 
 DEFAULT_METHOD = SearchMethod()
@@ -254,7 +259,8 @@ def search(
     if basis.mode == "measured":
         check_measured(basis, request)
     others = [each for _, (_, other) in done if other is not pool for each in other.known]
-    bounded = tuple(contexts) if not context.stopped or len(contexts) == 1 else ()
+    is_known = method.is_bounded and (not context.stopped or len(contexts) == 1)
+    bounded = tuple(contexts) if is_known else ()
     return Found(graph, blocks, cluster, request, order, context, pool, others, bounded)
 
 

@@ -81,7 +81,7 @@ def stage_program(
         plan.num_microbatches, stage.zero, _policy(run, stage), held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
     )  # fmt: skip
-    assembly, planned = _assembly(structure, run, stage, plan, rules, basis)
+    assembly, planned = assembly_of(structure, run, stage, plan, rules, basis)
     problem = assembly.problem(setting)
     if minimized == "memory":
         problem = _of_memory(problem)
@@ -138,7 +138,7 @@ def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
     return RecomputePolicy(full, selective) if any((*full, *selective)) else NO_RECOMPUTE
 
 
-def _assembly(
+def assembly_of(
     structure: Structure,
     run: Run,
     stage: StagePlan,

@@ -119,6 +119,34 @@ def test_the_measured_times_are_those_of_the_database(folder: Path) -> None:
     assert stage["compute"] == pytest.approx(sum(blocks))
 
 
+def test_blocks_are_sorted_by_how_wrong_their_prediction_was(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured is what the database has of whole blocks, predicted what specifications say."""
+    assert plan(folder, "specified.json", "--profile", "analytic") == 0
+    (folder / "run.jsonl").write_text('{"step": 1, "seconds": 0.5}\n')
+    capsys.readouterr()
+    arguments = [
+        "explain", str(folder / "specified.json"), "--measured", str(folder / "run.jsonl"),
+        "--database", str(folder / "profile.sqlite"),
+    ]  # fmt: skip
+    assert run(*arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    with sqlite3.connect(folder / "profile.sqlite") as connection:
+        rows = connection.execute("SELECT key, forward_seconds, backward_seconds FROM ops")
+        times = [own + other for key, own, other in rows if key.startswith("autoparallel.block")]
+    assert sorted(b["measured_seconds"] for b in found["blocks"]) == pytest.approx(sorted(times))
+    stage = load_plan(folder / "specified.json").stages[0].prediction.seconds
+    assert found["stages"][0]["measured_seconds"] == pytest.approx(sum(times))
+    assert found["stages"][0]["predicted_seconds"] == pytest.approx(stage["compute"])
+    errors = [abs(each["error"]) for each in found["blocks"]]
+    assert errors == sorted(errors, reverse=True)
+    assert run(*arguments) == 0
+    page = capsys.readouterr().out
+    assert "Blocks" in page
+    assert max(map(len, page.splitlines())) <= 80
+
+
 def test_analytic_ignores_the_database(folder: Path) -> None:
     assert plan(folder, "analytic.json", "--profile", "analytic") == 0
     found = load_plan(folder / "analytic.json").prediction

@@ -116,6 +116,40 @@ def test_an_h100_is_what_its_data_sheet_says() -> None:
     assert device.efficiency["matmul"] * 989 < 794.5
 
 
+def test_cards_without_a_format_are_refused_in_it() -> None:
+    """bf16 from compute capability 8.0, fp8 from 8.9; AMD's 8 bits until CDNA 3 are others."""
+    peaks = {name: set(preset.device.peak_flops) for name, preset in PRESETS.items()}
+    no_bf16 = {name for name, formats in peaks.items() if "bfloat16" not in formats}
+    assert no_bf16 == {"V100-16GB", "V100-32GB", "T4"}
+    fp8 = {name for name, formats in peaks.items() if "float8_e4m3fn" in formats}
+    assert {"L4", "RTX4090", "RTX5090", "H20", "H800", "B300", "L40S"} <= fp8
+    assert not {"A30", "A6000", "RTX3090", "MI250X", "MI300X", "MI325X", "T4"} & fp8
+
+
+def test_accelerators_wired_in_pairs_reach_a_link_of_seven_between_two() -> None:
+    """All-reduces on MI300X were measured at 313 GB/s of 8 devices and at 47.7 GB/s of 2."""
+    for count, measured in ((8, 312.9e9), (2, 47.7e9)):
+        link = parse_cluster(f"{count}xMI300X").hosts[0].link_among(range(count))
+        assert link.bytes_per_second == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shorthand", "name", "link"),
+    [
+        ("8xRTX4090", "RTX4090", "pcie4"), ("4xT4", "T4", "pcie3"), ("2x4xL4", "L4", "pcie4"),
+        ("8x3090", "RTX3090", "pcie4"), ("8x5090", "RTX5090", "pcie5"), ("8xH20", "H20", "nvlink4"),
+        ("8xH800", "H800", "nvlink4-h800"), ("8xB300", "B300", "nvlink5"),
+        ("8xMI250X", "MI250X", "infinity-fabric-2"), ("8xMI325X", "MI325X", "infinity-fabric-3"),
+        ("4xRTX-A6000", "A6000", "pcie4"), ("2xA30", "A30", "pcie4"),
+    ],
+)  # fmt: skip
+def test_a_word_gives_devices_and_the_link_between_them(
+    shorthand: str, name: str, link: str
+) -> None:
+    host = parse_cluster(shorthand).hosts[0]
+    assert (host.device.name, host.link.name) == (name, link)
+
+
 def test_hosts_that_differ_are_joined_by_a_plus() -> None:
     cluster = parse_cluster("2x8xA100 + 4xH100")
     assert is_shorthand("2x8xA100 + 4xH100")

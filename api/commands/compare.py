@@ -1,0 +1,32 @@
+"""``autoparallel compare``: plans, runs and usual configurations side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autoparallel.commands.options import JsonOption, print_json, stdout_console
+
+ItemsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ITEM…",
+        help="plan files, files of run --metrics, folders of run --save, or baselines: ddp, fsdp, "
+        "zero1, tp8, pp4, 3d:tp=8,pp=4",
+    ),
+]
+
+
+def compare(items: ItemsArgument, json: JsonOption = False) -> None:
+    """Compare plans, runs and baselines with the first of them."""
+    from autoparallel.cache import plan_cache
+    from autoparallel.comparing import load_items
+    from autoparallel.report.comparison import comparison_json, print_comparison
+
+    with plan_cache() as cache:
+        found = load_items(items, cache.values)
+    if json:
+        print_json(comparison_json(found))
+    else:
+        print_comparison(found, stdout_console())

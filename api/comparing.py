@@ -1,0 +1,172 @@
+"""What ``autoparallel compare`` compares: plans, runs, and named baselines, each as an item.
+
+In: the words of the command line. Out: for each a label, and a plan, or what a run measured. A
+baseline is a usual configuration of the first plan's model, batch and cluster, priced as
+``simulate`` prices it: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``, ``tp8``, ``pp4``, ``3d``; more
+degrees follow a colon (``3d:tp=8,pp=4``, ``fsdp:recompute=full``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.options import did_you_mean, parse_parallel
+from autoparallel.plan_io import PLAN, load_plan
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from autoparallel.cache import Cache
+    from autoparallel.planner.requests.request import Forced
+
+BASELINES = {
+    "ddp": {"zero": 0}, "fsdp": {"zero": 3}, "zero1": {"zero": 1}, "zero2": {"zero": 2},
+    "zero3": {"zero": 3}, "3d": {"zero": 1},
+}  # fmt: skip
+"""Names with what they set; ``tpN`` and ``ppN`` set a degree. ``3d`` needs degrees after it."""
+
+_DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
+WARM_UP = 1
+"""Steps at the start of a run that are left out of its figures, where there are others."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """What the steps of a run say: medians of seconds and throughput, the most memory of rank 0."""
+
+    num_steps: int
+    step_seconds: float
+    throughput: float | None
+    memory_bytes: int | None
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One column: what it was called, and the plan that it is or the run that was measured."""
+
+    name: str
+    plan: Plan | None
+    run: MeasuredRun | None = None
+
+
+def load_items(words: Sequence[str], cache: Cache) -> tuple[Item, ...]:
+    """The items that the words name. Raises UsageError.
+
+    AP353: a word is neither a file nor a baseline; AP354: a baseline without a plan; AP355: a
+    file of metrics without steps; AP356: fewer than two.
+    """
+    if len(words) < 2:
+        raise UsageError(
+            "AP356", "compare needs at least two plans, runs or baselines",
+            fix="for example: autoparallel compare plan.json fsdp",
+        )  # fmt: skip
+    degrees = {word: baseline(word) for word in words if not Path(word).exists()}
+    items = [Item(word, None) if word in degrees else _file_item(word) for word in words]
+    first = next((item.plan for item in items if item.plan is not None), None)
+    if degrees and first is None:
+        raise UsageError(
+            "AP354", f"the baseline {next(iter(degrees))} needs a plan to compare with",
+            fix="name a plan file too: its model and cluster are those of the baselines",
+        )  # fmt: skip
+    if first is None or not degrees:
+        return tuple(items)
+    from autoparallel.configured_plan import ConfiguredPlans
+    from autoparallel.recaptured import recaptured
+
+    path = next(item.name for item in items if item.plan is first)
+    model = recaptured(first, path, cache=cache)
+    made = ConfiguredPlans(first, model.program, model.basis, cache)
+    return tuple(
+        replace(item, plan=made.plan(degrees[item.name])) if item.name in degrees else item
+        for item in items
+    )
+
+
+def baseline(word: str) -> Forced:
+    """The degrees that a baseline's name stands for. Raises UsageError AP353.
+
+    >>> found = baseline("3d:tp=8,pp=4")
+    >>> found.tp, found.pp, found.zero
+    (8, 4, 1)
+    >>> baseline("fsdp").zero, baseline("tp8").tp
+    (3, 8)
+    """
+    name, _, more = word.partition(":")
+    given = parse_parallel(more) if more else parse_parallel(None)
+    match = _DEGREE.fullmatch(name.lower())
+    if match:
+        own: dict[str, Any] = {match.group(1): int(match.group(2))}
+    elif name.lower() in BASELINES:
+        own = dict(BASELINES[name.lower()])
+    else:
+        raise UsageError(
+            "AP353", f"{word!r} is neither a file nor a baseline",
+            fix=did_you_mean(name.lower(), tuple(BASELINES))
+            or f"a plan, a file of run --metrics, or {', '.join(BASELINES)}, tpN, ppN; degrees "
+            "follow a colon: 3d:tp=8,pp=4",
+        )  # fmt: skip
+    if name.lower() == "3d" and not (given.tp or given.pp):
+        raise UsageError("AP353", "the baseline 3d needs degrees", fix="for example: 3d:tp=8,pp=4")
+    fields = {name: value for name, value in own.items() if getattr(given, name) is None}
+    return replace(given, **fields)
+
+
+def _file_item(word: str) -> Item:
+    path = Path(word)
+    if path.is_dir():
+        if not (path / PLAN).exists():
+            raise UsageError(
+                "AP353", f"the folder {word} holds no {PLAN}",
+                fix="name a plan, or the file that run --metrics wrote",
+            )  # fmt: skip
+        return Item(word, load_plan(path / PLAN))
+    if path.suffix == ".jsonl" or _is_metrics(path):
+        return Item(word, None, read_run(path))
+    return Item(word, load_plan(path))
+
+
+def _is_metrics(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and "step" in first
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """The figures of a file of ``run --metrics``. Raises UsageError AP355 where it has no steps."""
+    records: list[dict[str, Any]] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("seconds"), int | float):
+                records.append(record)
+    except (OSError, ValueError) as error:
+        raise _no_steps(path, str(error)) from error
+    if not records:
+        raise _no_steps(path, "no line has the seconds of a step")
+    kept = records[WARM_UP:] or records
+    rates = [
+        record[name] for record in kept
+        for name in ("tokens_per_second", "samples_per_second") if record.get(name) is not None
+    ]  # fmt: skip
+    memory = [record["memory_bytes"] for record in kept if record.get("memory_bytes")]
+    return MeasuredRun(
+        len(records), median(record["seconds"] for record in kept),
+        median(rates) if rates else None, max(memory) if memory else None, records[-1].get("loss"),
+    )  # fmt: skip
+
+
+def _no_steps(path: Path, why: str) -> UsageError:
+    return UsageError(
+        "AP355", f"{path} is not what run --metrics writes", why=why, where=str(path),
+        fix="autoparallel run plan.json --metrics run.jsonl writes such a file",
+    )  # fmt: skip

@@ -1,0 +1,291 @@
+"""Plans and runs side by side: a column each, differences from the first marked.
+
+A figure that differs shows by how much; a choice that differs has ``*`` before it. What a run did
+not measure is ``—``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autoparallel.comparing import Item
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.summary import (
+    plan_summary,
+    rank_summaries,
+    schedule_text,
+    strategy_parts,
+)
+from autoparallel.report.facts import (
+    MEMORY_ORDER,
+    busiest_rank,
+    fullest_rank,
+    rank_seconds,
+    usable_bytes,
+)
+from autoparallel.report.page import device_text, plain_table, section
+from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
+
+MOST_COLUMNS = 4
+"""Items side by side; of more, the first is repeated beside the next ones."""
+
+SAME = 5e-4
+"""Figures that differ by less than this part are equal."""
+
+LEAST_SHARE = 1e-3
+"""Seconds and bytes below this part of the whole, in every item, have no row."""
+
+SECONDS_ORDER = ("compute", "communication", "sends", "gradients", "optimizer", "waiting")
+
+Value = float | None
+Figure = Callable[[Item], Value]
+
+
+def print_comparison(items: Sequence[Item], console: Console) -> None:
+    """The page: what each letter is, then figures, choices, seconds and bytes."""
+    letters = [_letter(index) for index in range(len(items))]
+    console.print(_legend(items, letters))
+    for start in range(1, len(items), MOST_COLUMNS - 1):
+        chosen = [0, *range(start, min(start + MOST_COLUMNS - 1, len(items)))]
+        own = [(letters[index], items[index]) for index in chosen]
+        _print_columns(own, console)
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else f"A{index}"
+
+
+def _legend(items: Sequence[Item], letters: Sequence[str]) -> Any:
+    table = plain_table(("", "left"), ("", "left"), ("", "left"))
+    table.show_header = False
+    names = {item.name: Path(item.name).name for item in items}
+    is_short = len(set(names.values())) == len(names)
+    for letter, item in zip(letters, items, strict=True):
+        if item.run is not None:
+            what = f"measured over {item.run.num_steps} steps"
+        else:
+            assert item.plan is not None
+            what = plan_summary(item.plan)
+            used = usable_bytes(item.plan, item.plan.stages[fullest_rank(item.plan)[0][0]])
+            if item.plan.prediction.peak_memory_bytes > used:
+                what += "; does not fit"
+        table.add_row(
+            Text(letter, style="bold"), Text(names[item.name] if is_short else item.name), what
+        )
+    return table
+
+
+def _print_columns(columns: Sequence[tuple[str, Item]], console: Console) -> None:
+    items = [item for _, item in columns]
+    letters = [letter for letter, _ in columns]
+    console.print(section("Figures", _figures(items, letters, _main_rows())))
+    choices = _choices(items, letters)
+    if choices is not None:
+        console.print(section("What differs in the plans (* from the first)", choices))
+    if sum(item.plan is not None for item in items) > 1:
+        rows = _part_rows([_seconds(item) for item in items], _whole_seconds(items), seconds_text)
+        title = "Seconds of the busiest rank"
+        console.print(section(title, _figures(items, letters, rows)))
+        rows = _part_rows([_bytes(item) for item in items], _whole_bytes(items), bytes_text)
+        title = "Memory of the fullest rank"
+        console.print(section(title, _figures(items, letters, rows)))
+
+
+Row = tuple[str, Sequence[Value] | Figure, Callable[[float], str], bool]
+"""A name; a value of each item, or how to find it; how to write one; whether less is better."""
+
+
+def _main_rows() -> list[Row]:
+    utilization = _of_plan(lambda plan: plan.prediction.model_flops_utilization)
+    bubble = _of_plan(lambda plan: plan.prediction.bubble_fraction)
+    return [
+        ("step", step_seconds, seconds_text, True),
+        ("throughput /s", throughput, count_text, False),
+        ("MFU", utilization, percent_text, False),
+        ("bubble", bubble, percent_text, True),
+        ("memory", memory_bytes, bytes_text, True),
+    ]
+
+
+def step_seconds(item: Item) -> Value:
+    """Predicted, or of a run the median of what was measured."""
+    if item.run is not None:
+        return item.run.step_seconds
+    return None if item.plan is None else item.plan.prediction.step_seconds
+
+
+def throughput(item: Item) -> Value:
+    """Tokens (samples where there are no sequences) per second."""
+    if item.run is not None:
+        return item.run.throughput
+    return None if item.plan is None else item.plan.prediction.tokens_per_second
+
+
+def memory_bytes(item: Item) -> Value:
+    """The fullest device's; of a run what rank 0 measured."""
+    if item.run is not None:
+        return None if item.run.memory_bytes is None else float(item.run.memory_bytes)
+    return None if item.plan is None else float(item.plan.prediction.peak_memory_bytes)
+
+
+def _of_plan(value: Callable[[Plan], float]) -> Figure:
+    return lambda item: None if item.plan is None else value(item.plan)
+
+
+def _figures(items: Sequence[Item], letters: Sequence[str], rows: Sequence[Row]) -> Any:
+    table = plain_table(("", "left"), *((letter, "right") for letter in letters))
+    for name, values, write, less_is_better in rows:
+        found = [values(item) for item in items] if callable(values) else list(values)
+        if any(value for value in found):
+            cells = [_cell(value, found[0], write, less_is_better) for value in found]
+            table.add_row(name, *cells)
+    return table
+
+
+def _cell(value: Value, first: Value, write: Callable[[float], str], less_is_better: bool) -> Text:
+    """
+    >>> _cell(1.1, 1.0, seconds_text, True).plain, _cell(None, 1.0, seconds_text, True).plain
+    ('1.10 s +10.0 %', '—')
+    """
+    if value is None:
+        return Text("—", style="dim")
+    text = Text(write(value))
+    change = difference(value, first)
+    if change is None:
+        return text
+    style = "green" if (change < 0) == less_is_better else "red"
+    return Text.assemble(text, (f" {change_text(change)}", style))
+
+
+def change_text(change: float) -> str:
+    """
+    >>> change_text(0.0456), change_text(-1.0), change_text(7.0)
+    ('+4.6 %', '-100 %', '+700 %')
+    """
+    digits = 1 if abs(change) < 0.995 else 0
+    return f"{100 * change:+.{digits}f} %"
+
+
+def difference(value: Value, first: Value) -> float | None:
+    """By which part of the first a value differs; None where it does not, or cannot be said."""
+    if value is None or not first:
+        return None
+    change = value / first - 1
+    return change if abs(change) >= SAME else None
+
+
+def _part_rows(
+    parts: Sequence[Mapping[str, float]], whole: float, write: Callable[[float], str]
+) -> list[Row]:
+    order = (*SECONDS_ORDER, *MEMORY_ORDER)
+    names = list(dict.fromkeys(name for own in parts for name in own))
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
+    shown = [
+        name for name in names
+        if max(own.get(name, 0.0) for own in parts) >= LEAST_SHARE * whole
+    ]  # fmt: skip
+    return [
+        (name, [own.get(name, 0.0) if own else None for own in parts], write, True)
+        for name in shown
+    ]  # fmt: skip
+
+
+def _seconds(item: Item) -> Mapping[str, float]:
+    if item.plan is None:
+        return {}
+    spent = rank_seconds(item.plan, busiest_rank(item.plan))
+    return {_short(name): value for name, value in spent.items()}
+
+
+def _short(name: str) -> str:
+    return {
+        "communication within the stage": "communication", "sends to the next stage": "sends",
+        "gradient synchronization": "gradients", "waiting for other stages": "waiting",
+    }.get(name, name)  # fmt: skip
+
+
+def _whole_seconds(items: Sequence[Item]) -> float:
+    return max((item.plan.prediction.step_seconds for item in items if item.plan), default=0.0)
+
+
+def _bytes(item: Item) -> Mapping[str, float]:
+    if item.plan is None:
+        return {}
+    held = fullest_rank(item.plan)[1]
+    order = [*MEMORY_ORDER, *(name for name in held if name not in MEMORY_ORDER)]
+    return {name: float(held[name]) for name in order if held.get(name)}
+
+
+def _whole_bytes(items: Sequence[Item]) -> float:
+    return max((float(memory_bytes(item) or 0) for item in items), default=0.0)
+
+
+def choices(plan: Plan) -> Mapping[str, str]:
+    """What a plan chose, and for what, by name."""
+    schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
+    parts = strategy_parts(rank_summaries(plan), schedule)
+    recompute = [part for part in parts if "recompute" in part]
+    return {
+        "model": f"{plan.model.target} {dict(plan.model.settings) or ''}".strip(),
+        "global batch": str(plan.model.global_batch),
+        "length": str(plan.model.seq or "—"),
+        "precision": plan.model.precision,
+        "optimizer": plan.model.optimizer,
+        "compiled": "yes" if plan.compiled else "no",
+        "cluster": f"{plan.cluster.name} ({device_text(plan)})",
+        "parallel": parts[0],
+        "ZeRO": "/".join(dict.fromkeys(str(stage.zero) for stage in plan.stages)),
+        "recompute": ", ".join(recompute).replace(" recompute", "") or "none",
+        "schedule": schedule if plan.has_pipeline else "one stage",
+        "micro-batches": f"{plan.num_microbatches} × {plan.microbatch_size}",
+        "blocks": " | ".join(str(len(stage.blocks)) for stage in plan.stages),
+    }
+
+
+def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
+    """A row per choice that is not the same in all plans; None where there is none."""
+    found = [None if item.plan is None else choices(item.plan) for item in items]
+    plans = [own for own in found if own is not None]
+    names = [name for name in (plans[0] if plans else {}) if len({own[name] for own in plans}) > 1]
+    if not names:
+        return None
+    table = plain_table(("", "left"), *((letter, "left") for letter in letters))
+    for name in names:
+        first = plans[0][name]
+        cells = []
+        for own in found:
+            text = "—" if own is None else own[name]
+            is_other = own is not None and own[name] != first
+            cells.append(Text(f"*{text}" if is_other else text, style="yellow" if is_other else ""))
+        table.add_row(name, *cells)
+    return table
+
+
+def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """One entry per item; ``difference`` has the parts by which figures differ from the first."""
+    figures: dict[str, Figure] = {
+        "step_seconds": step_seconds, "throughput": throughput, "memory_bytes": memory_bytes,
+    }  # fmt: skip
+    entries = []
+    for item in items:
+        entry: dict[str, Any] = {"name": item.name, "kind": "plan" if item.plan else "run"}
+        entry |= {name: value(item) for name, value in figures.items()}
+        entry["difference"] = {
+            name: difference(value(item), value(items[0])) or 0.0
+            for name, value in figures.items() if value(item) is not None
+        }  # fmt: skip
+        if item.plan is not None:
+            entry["choices"] = dict(choices(item.plan))
+            entry["model_flops_utilization"] = item.plan.prediction.model_flops_utilization
+            entry["bubble_fraction"] = item.plan.prediction.bubble_fraction
+            entry["rank_seconds"] = dict(_seconds(item))
+            entry["rank_memory_bytes"] = dict(_bytes(item))
+        if item.run is not None:
+            entry["num_steps"], entry["loss"] = item.run.num_steps, item.run.loss
+        entries.append(entry)
+    return entries

@@ -1,0 +1,165 @@
+"""Estimates as a page of 80 columns, and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autoparallel.estimating import Estimate
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.summary import plan_summary
+from autoparallel.report.facts import fullest_rank
+from autoparallel.report.page import plain_table, section
+from autoparallel.report.words import bytes_text, count_text
+
+METHODS = {"full": "train", "lora": "LoRA"}
+
+STATES = ("parameters", "master", "gradients", "optimizer")
+ACTIVATIONS = ("activations", "recomputation")
+"""Categories with a column of their own, in this order; all others are added up."""
+
+
+def print_estimates(found: Sequence[Estimate], console: Console) -> None:
+    """The table of devices, and the memory of the fullest device by category."""
+    console.print(_title(found))
+    console.print()
+    console.print(_table(found))
+    missing = [each for each in found if each.plan is None]
+    for each in missing:
+        console.print(f"{each.device} {METHODS[each.method]}: {each.why}", style="yellow")
+    if any(each.plan is not None for each in found):
+        console.print(section("Memory of the fullest device, GiB", _memory(found)))
+    if any(each.tokens is not None and each.dollars_per_hour is None for each in found):
+        console.print("\ndollars: give the price of a device and hour by --price", style="dim")
+    console.print(
+        "\na first answer: autoparallel plan searches longer for a cluster that you name",
+        style="dim",
+    )
+
+
+def _title(found: Sequence[Estimate]) -> Text:
+    plans = [each.plan for each in found if each.plan is not None]
+    if not plans:
+        return Text("no plan was found", style="bold")
+    model = next(iter(plans)).model
+    batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
+    precisions = "/".join(dict.fromkeys(plan.model.precision for plan in plans))
+    name = Path(model.target).name if model.target.endswith(".py") else model.target
+    tokens = found[0].tokens
+    unit = "tokens" if model.seq else "samples"
+    goal = f", {count_text(tokens)} {unit}" if tokens is not None else ""
+    return Text.assemble(
+        (name, "bold"), f"  {count_text(model.num_parameters)} parameters\n",
+        f"{batch}, {precisions}, {model.optimizer}{goal}",
+    )  # fmt: skip
+
+
+def _table(found: Sequence[Estimate]) -> Any:
+    plans = [each.plan for each in found if each.plan is not None]
+    rate = "tokens/s" if all(plan.model.seq for plan in plans) else "samples/s"
+    has_days = any(each.days is not None for each in found)
+    has_dollars = any(each.dollars is not None for each in found)
+    columns = [("device", "left"), ("", "left"), ("needs", "right"), ("memory", "right")]
+    columns += [(rate, "right")]
+    columns += [("days", "right")] if has_days else []
+    columns += [("dollars", "right")] if has_dollars else []
+    table = plain_table(*columns, ("configuration", "left"))
+    before = ""
+    for each in found:
+        shown = each.device if each.device != before else ""
+        before = each.device
+        plan = each.plan
+        if plan is None:
+            table.add_row(shown, METHODS[each.method], *("—" for _ in columns[2:]))
+            continue
+        figures = [str(each.num_devices), bytes_text(plan.prediction.peak_memory_bytes)]
+        figures += [count_text(plan.prediction.tokens_per_second)]
+        figures += [days_text(each.days)] if has_days else []
+        figures += [dollars_text(each.dollars)] if has_dollars else []
+        table.add_row(shown, METHODS[each.method], *figures, plan_summary(plan))
+    return table
+
+
+def days_text(days: float | None) -> str:
+    """
+    >>> days_text(1234.5), days_text(3.456), days_text(0.01), days_text(None)
+    ('1,234', '3.46', '0.01', '—')
+    """
+    if days is None:
+        return "—"
+    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+
+
+def dollars_text(dollars: float | None) -> str:
+    """
+    >>> dollars_text(12345.6), dollars_text(3.456), dollars_text(4.2e9), dollars_text(None)
+    ('12,346', '3.46', '4.20 B', '—')
+    """
+    if dollars is None:
+        return "—"
+    if dollars >= 1e7:
+        return count_text(dollars)
+    return f"{dollars:,.0f}" if dollars >= 100 else f"{dollars:.3g}"
+
+
+def memory_groups(plan: Plan) -> Mapping[str, float]:
+    """The bytes of the fullest device: states one by one, activations, and the rest."""
+    held = dict(fullest_rank(plan)[1])
+    groups: dict[str, float] = {name: held.pop(name, 0) for name in STATES}
+    groups["activations"] = sum(held.pop(name, 0) for name in ACTIVATIONS)
+    groups["other"] = sum(held.values())
+    return groups
+
+
+def _memory(found: Sequence[Estimate]) -> Any:
+    plans = [(each, each.plan) for each in found if each.plan is not None]
+    names = list(memory_groups(plans[0][1]))
+    short = {"parameters": "params", "gradients": "grads", "activations": "activ"}
+    titles = [(short.get(name, name), "right") for name in names]
+    table = plain_table(("", "left"), *titles, ("total", "right"), ("usable", "right"))
+    for each, plan in plans:
+        groups = memory_groups(plan)
+        values = [groups[name] for name in names]
+        values += [sum(groups.values()), plan.cluster.usable_memory_bytes]
+        label = f"{each.num_devices} × {each.device} {METHODS[each.method]}"
+        if each.device[0].isdigit():
+            label = f"{each.device} {METHODS[each.method]}"
+        table.add_row(label, *(f"{value / 2**30:.1f}" for value in values))
+    return table
+
+
+def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
+    """One entry per device and way to train."""
+    return [_entry(each) for each in found]
+
+
+def _entry(each: Estimate) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "device": each.device, "method": each.method, "fits": each.plan is not None,
+    }  # fmt: skip
+    plan = each.plan
+    if plan is None:
+        return {**entry, "why": each.why}
+    return {
+        **entry,
+        "num_devices": each.num_devices,
+        "cluster": plan.cluster.name,
+        "configuration": plan_summary(plan),
+        "precision": plan.model.precision,
+        "num_parameters": plan.model.num_parameters,
+        "global_batch": plan.model.global_batch,
+        "seq": plan.model.seq,
+        "step_seconds": plan.prediction.step_seconds,
+        "tokens_per_second": plan.prediction.tokens_per_second,
+        "model_flops_utilization": plan.prediction.model_flops_utilization,
+        "peak_memory_bytes": plan.prediction.peak_memory_bytes,
+        "usable_memory_bytes": plan.cluster.usable_memory_bytes,
+        "memory_bytes": dict(fullest_rank(plan)[1]),
+        "days": each.days,
+        "dollars_per_hour": each.dollars_per_hour,
+        "dollars": each.dollars,
+    }

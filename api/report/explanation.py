@@ -1,0 +1,204 @@
+"""Explanations as pages of 80 columns, and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autoparallel.comparing import Item, MeasuredRun
+from autoparallel.measured_blocks import ComputeError
+from autoparallel.plan_variants import Explanation
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.summary import plan_summary
+from autoparallel.report.comparison import change_text, comparison_json, print_comparison
+from autoparallel.report.facts import bytes_of
+from autoparallel.report.page import plain_table, section
+from autoparallel.report.words import bytes_text, percent_text, seconds_text
+from autoparallel.what_if import Changed, terms
+
+STYLES = {
+    "CHOSEN": "bold green", "TIE": "cyan", "CHEAPER": "yellow",
+    "CHEAPER BUT DOES NOT FIT": "yellow", "NOT OFFERED": "dim", "DOES NOT FIT": "dim",
+}  # fmt: skip
+
+LEAST_TERM = 2e-3
+"""Terms that differ by less than this part of the step are not named."""
+
+
+def print_explanation(found: Explanation, console: Console) -> None:
+    """The alternatives in a table, the chosen one first."""
+    console.print(Text(found.subject, style="bold"))
+    console.print(Text(found.where, style="dim"))
+    console.print()
+    table = plain_table(
+        ("alternative", "left"), ("step", "right"), ("", "right"), ("memory", "right"),
+        ("", "left"),
+    )  # fmt: skip
+    chosen = next((each for each in found.alternatives if each.standing == "CHOSEN"), None)
+    for each in sorted(found.alternatives, key=lambda one: one.standing != "CHOSEN"):
+        step = "—" if each.step_seconds is None else seconds_text(each.step_seconds)
+        held = "—" if each.memory_bytes is None else bytes_text(each.memory_bytes)
+        change = ""
+        if each is not chosen and chosen is not None and each.step_seconds is not None:
+            assert chosen.step_seconds is not None
+            change = change_text(each.step_seconds / chosen.step_seconds - 1)
+        standing = Text(each.standing, style=STYLES.get(each.standing, ""))
+        if each.why:
+            standing.append(f": {each.why}", style="dim")
+        table.add_row(each.name, step, change, held, standing)
+    console.print(table)
+    for note in found.notes:
+        console.print(Text(f"\n{note}", style="dim"))
+
+
+def explanation_json(found: Explanation) -> dict[str, Any]:
+    """The explanation for programs."""
+    return asdict(found)
+
+
+def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> None:
+    """The plan beside the one that was asked for, and the terms that lose."""
+    print_comparison((Item("plan", plan), Item(parallel, forced)), console)
+    console.print()
+    console.print(Text(loss_text(plan, forced), style="bold"))
+
+
+def loss_text(plan: Plan, other: Plan) -> str:
+    """What another plan takes more of, and less of, in a sentence."""
+    own, step = terms(plan), plan.prediction.step_seconds
+    theirs = terms(other)
+    change = other.prediction.step_seconds / step - 1
+    names = dict.fromkeys((*own, *theirs))
+    deltas = {name: theirs.get(name, 0.0) - own.get(name, 0.0) for name in names}
+    named = sorted(
+        (each for each in deltas.items() if abs(each[1]) >= LEAST_TERM * step),
+        key=lambda each: -each[1],
+    )
+    parts = [
+        f"{name} {'+' if delta > 0 else '−'}{seconds_text(abs(delta))}" for name, delta in named
+    ]
+    held = other.prediction.peak_memory_bytes - plan.prediction.peak_memory_bytes
+    if abs(held) > 0.01 * plan.prediction.peak_memory_bytes:
+        parts.append(f"memory {'+' if held > 0 else '−'}{bytes_text(abs(held))}")
+    if abs(change) < 5e-4:
+        head = "it takes as long"
+    else:
+        head = f"it takes {percent_text(abs(change))} {'longer' if change > 0 else 'less'}"
+    return f"{head}: {', '.join(parts)}" if parts else head
+
+
+def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
+    """Both plans' figures, and the seconds by which each term differs."""
+    own, theirs = terms(plan), terms(forced)
+    names = dict.fromkeys((*own, *theirs))
+    return {
+        "plans": comparison_json((Item("plan", plan), Item(parallel, forced))),
+        "difference_seconds": {
+            name: theirs.get(name, 0.0) - own.get(name, 0.0) for name in names
+        },
+        "step_seconds": forced.prediction.step_seconds - plan.prediction.step_seconds,
+        "memory_bytes": forced.prediction.peak_memory_bytes - plan.prediction.peak_memory_bytes,
+    }  # fmt: skip
+
+
+def print_what_if(found: Changed, console: Console) -> None:
+    """The plan now and there, the plan that is found there, and what that means."""
+    items = changed_items(found)
+    print_comparison(items, console)
+    console.print()
+    console.print(Text(changed_text(found), style="bold"))
+
+
+def changed_items(found: Changed) -> tuple[Item, ...]:
+    items = (Item("the plan", found.now), Item("the plan, changed cluster", found.same))
+    return items if found.stays else (*items, Item("planned for it", found.found))
+
+
+def changed_text(found: Changed) -> str:
+    """What the change means for the plan, in a sentence."""
+    change = found.same.prediction.step_seconds / found.now.prediction.step_seconds - 1
+    text = f"the plan's step changes by {change_text(change)}"
+    over = found.same.prediction.peak_memory_bytes - found.same.cluster.usable_memory_bytes
+    if found.stays:
+        return f"the plan stays the best that was found; {text}"
+    fits = f"; it no longer fits ({bytes_text(over)} too much)" if over > 0 else f"; {text}"
+    more = found.found.prediction.step_seconds / found.same.prediction.step_seconds - 1
+    return (
+        f"the plan changes to {plan_summary(found.found)}{fits}; the new plan's step differs from "
+        f"the old one's there by {change_text(more)}"
+    )
+
+
+def what_if_json(found: Changed) -> dict[str, Any]:
+    """The plans' figures, and whether the plan stays."""
+    return {"stays": found.stays, "plans": comparison_json(changed_items(found))}
+
+
+Errors = tuple[Sequence[ComputeError], Sequence[ComputeError]] | None
+"""Of blocks and of stages; None where nothing was measured."""
+
+UNMEASURED = (
+    "blocks and stages: nothing was measured for this cluster's devices, and a run records whole "
+    "steps; autoparallel profile TARGET measures blocks"
+)
+OF_BLOCKS = (
+    "compute of a micro-batch, from specifications and as autoparallel profile measured blocks and "
+    "ops; communication is measured by no run"
+)
+
+
+def print_measured(plan: Plan, run: MeasuredRun, errors: Errors, console: Console) -> None:
+    """What was predicted beside what a run measured, the most wrong first."""
+    console.print(Text(f"{plan_summary(plan)}, {run.num_steps} steps measured", style="bold"))
+    console.print()
+    rows = [(name, own, other) for name, own, other, _ in measured_rows(plan, run)]
+    console.print(_error_table(rows))
+    if errors is None:
+        console.print(Text(f"\n{UNMEASURED}", style="dim"))
+        return
+    for title, found in zip(("Blocks", "Stages"), errors, strict=True):
+        own_rows = [(each.name, each.predicted_seconds, each.measured_seconds) for each in found]
+        console.print(section(title, _error_table(own_rows)))
+    console.print(Text(f"\n{OF_BLOCKS}", style="dim"))
+
+
+def _error_table(rows: Sequence[tuple[str, float, float]]) -> Table:
+    table = plain_table(
+        ("figure", "left"), ("predicted", "right"), ("measured", "right"), ("error", "right")
+    )
+    for name, predicted, measured in rows:
+        write = bytes_text if name.startswith("memory") else seconds_text
+        error = change_text(predicted / measured - 1)
+        table.add_row(name, write(predicted), write(measured), error)
+    return table
+
+
+def measured_rows(plan: Plan, run: MeasuredRun) -> Sequence[tuple[str, float, float, float]]:
+    """Name, predicted, measured, and the prediction's relative error, the most wrong first."""
+    rows = [("step", plan.prediction.step_seconds, run.step_seconds)]
+    if run.memory_bytes:
+        held = sum(bytes_of(plan, stages_of_ranks(plan)[0]).values())
+        rows.append(("memory of rank 0", float(held), float(run.memory_bytes)))
+    found = [(name, own, other, own / other - 1) for name, own, other in rows]
+    return sorted(found, key=lambda row: -abs(row[3]))
+
+
+def measured_json(plan: Plan, run: MeasuredRun, errors: Errors) -> Mapping[str, Any]:
+    """The same for programs; ``blocks`` and ``stages`` are None where none was measured."""
+    found: dict[str, Any] = {
+        "figures": [
+            {"name": name, "predicted": own, "measured": other, "error": error}
+            for name, own, other, error in measured_rows(plan, run)
+        ]
+    }
+    for number, name in enumerate(("blocks", "stages")):
+        found[name] = errors and [
+            {**asdict(each), "error": each.error} for each in errors[number]
+        ]  # fmt: skip
+    return found

@@ -1,0 +1,87 @@
+"""AMD's accelerators, which PyTorch drives as CUDA devices and RCCL joins.
+
+Their 8-bit format until CDNA 3 is not the one that plans in fp8 compute in (float8_e4m3fnuz
+instead of float8_e4m3fn), and PyTorch multiplies float32 there without TF32; so neither is given.
+"""
+
+from __future__ import annotations
+
+from .preset_parts import (
+    DGX_H100,
+    ESTIMATE,
+    LARGE_MATMUL,
+    ML_ENGINEERING,
+    RECALLED,
+    Preset,
+    device_sources,
+    families,
+    gpu,
+)
+
+_CDNA3_TFLOPS = {"float64": 163.4, "float32": 163.4, "bfloat16": 1300, "float16": 1300}
+_AMD = {"memory_bytes": f"rocm-smi: {RECALLED}", "num_units": f"compute units: {RECALLED}"}
+
+_MI250X = gpu(
+    "MI250X",
+    memory_mib=65520,
+    bandwidth_gb=1638,
+    tflops={"float64": 47.9, "float32": 47.9, "bfloat16": 191.5, "float16": 191.5},
+    efficiency=families(0.6, 0.3, 0.4, 0.8),
+    sources={
+        **device_sources(
+            f"one of a module's two dies, which each are a device: half of 383 ({ML_ENGINEERING}); "
+            f"float32 and float64 by matrix cores: {RECALLED}",
+            "rocm.docs.amd.com MI250 microarchitecture: 1.6 TB/s per die",
+            ESTIMATE,
+            ESTIMATE,
+            ESTIMATE,
+        ),
+        **_AMD,
+    },
+    num_units=110,
+)
+_MI300X = gpu(
+    "MI300X",
+    memory_mib=196592,
+    bandwidth_gb=5300,
+    tflops=_CDNA3_TFLOPS,
+    efficiency=families(0.48, 0.25, 0.35, 0.8),
+    sources={
+        **device_sources(
+            f"{ML_ENGINEERING}; float64 by matrix cores: {RECALLED}",
+            ML_ENGINEERING,
+            f"measured 668.4 of 1300 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}",
+            ESTIMATE,
+            ESTIMATE,
+        ),
+        **_AMD,
+    },
+    num_units=304,
+    host=DGX_H100,
+)
+_MI325X = gpu(
+    "MI325X",
+    memory_mib=262128,
+    bandwidth_gb=6000,
+    tflops=_CDNA3_TFLOPS,
+    efficiency=families(0.56, 0.28, 0.4, 0.8),
+    sources={
+        **device_sources(
+            f"{ML_ENGINEERING}; float64 by matrix cores: {RECALLED}",
+            ML_ENGINEERING,
+            f"measured 784.9 of 1300 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}",
+            ESTIMATE,
+            ESTIMATE,
+        ),
+        **_AMD,
+    },
+    num_units=304,
+    host=DGX_H100,
+)
+
+_MESH = ((8, "all-pairs-once"),)
+AMD = (
+    Preset(_MI250X, "infinity-fabric-2", "infiniband-hdr-shared"),
+    Preset(_MI300X, "infinity-fabric-3", "infiniband-ndr", wires=_MESH, detour="pcie5"),
+    Preset(_MI325X, "infinity-fabric-3", "infiniband-ndr", wires=_MESH, detour="pcie5"),
+)

@@ -1,0 +1,130 @@
+"""``autoparallel estimate``: the fewest devices, and what a run there takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import autoparallel
+from autoparallel.__main__ import run_command
+from autoparallel.estimating import clusters_of, parse_devices
+from autoparallel.options import parse_count
+from autoparallel.planner.errors import UsageError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 11008, "num_hidden_layers": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+NUM_PARAMETERS = 2 * 32000 * 4096 + 8 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
+"""Embedding and head, and of a layer four projections, three of the MLP, and two norms."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return f"hf:{folder}"
+
+
+@pytest.fixture(scope="module")
+def found(llama: str) -> tuple[autoparallel.estimating.Estimate, ...]:
+    return autoparallel.estimate(
+        llama, devices="A10G", global_batch=4, seq=128, tokens=1e9, prices={"A10G": 1.5},
+        seconds=30.0, processes=1,
+    )  # fmt: skip
+
+
+def test_the_fewest_devices_are_those_that_the_states_need(found) -> None:
+    """Training in bf16 with AdamW holds 16 bytes per parameter at the least: the float32 copy that
+    is stepped, its gradient, and two moments. That is more than a card has, and less than two
+    have. Training adapters holds the frozen weights, in 2 bytes and in 4.
+    """
+    usable = 23028 * 2**20 * 99 // 100
+    assert usable - 2**30 > 6 * NUM_PARAMETERS
+    assert usable < 16 * NUM_PARAMETERS < 2 * (usable - 2**30)
+    full, lora = found
+    assert (full.method, full.num_devices) == ("full", 2)
+    assert (lora.method, lora.num_devices) == ("lora", 1)
+    for each in found:
+        assert each.plan.prediction.peak_memory_bytes <= usable
+
+
+def test_nothing_fits_on_fewer_devices_than_an_estimate_names(llama: str) -> None:
+    fewer = autoparallel.estimate(
+        llama, devices="1xA10G", global_batch=4, seq=128, seconds=60.0, processes=1
+    )
+    assert [(each.plan is None, each.why) for each in fewer] == [
+        (True, "does not fit on 1"), (False, ""),
+    ]  # fmt: skip
+
+
+def test_days_and_dollars_follow_from_the_rate_and_the_price(found) -> None:
+    full = found[0]
+    seconds = 1e9 / full.plan.prediction.tokens_per_second
+    assert full.days == pytest.approx(seconds / 86400)
+    assert full.dollars == pytest.approx(seconds / 3600 * 2 * 1.5)
+
+
+def test_two_processes_find_what_one_finds() -> None:
+    def figures(processes: int) -> list[tuple[str, int | None, float]]:
+        both = autoparallel.estimate(
+            "examples/gpt.py", devices=["2xH100", "A100-80GB"], global_batch=4, seconds=60.0,
+            processes=processes,
+        )  # fmt: skip
+        return [(each.device, each.num_devices, each.plan.prediction.step_seconds) for each in both]
+
+    assert figures(2) == figures(1)
+
+
+def test_the_page_fits_80_columns(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "estimate", llama, "--devices", "2xA10G,T4", "--global-batch", "4", "--seq", "128",
+        "--tokens", "1B", "--price", "A10G=1.5", "--max-devices", "1", "--lora", "none",
+    ]  # fmt: skip
+    assert run_command(arguments) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 80
+    assert "T4 train: does not fit on 1" in page
+    assert "2xA10G" in page
+    assert "Memory of the fullest device" in page
+    assert run_command([*arguments, "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [(each["device"], each["fits"]) for each in entries] == [("2xA10G", True), ("T4", False)]
+    assert entries[0]["precision"] == "bf16"
+    assert sum(entries[0]["memory_bytes"].values()) == entries[0]["peak_memory_bytes"]
+
+
+def test_a_model_of_a_file_is_estimated_without_adapters(tmp_path: Path) -> None:
+    found = autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
+    assert [(each.method, each.num_devices) for each in found] == [("full", 1)]
+    assert found[0].plan.model.precision == "fp16"
+    with pytest.raises(UsageError) as raised:
+        autoparallel.estimate("examples/gpt.py", devices="T4", lora="r=4", processes=1)
+    assert raised.value.code == "AP351"
+
+
+@pytest.mark.parametrize("text", ["", "H10O", "8xH101", "H100@nvlink9", "0xH100"])
+def test_devices_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_devices(text)
+    assert raised.value.code == "AP350"
+    assert raised.value.fix
+
+
+def test_hosts_are_filled_before_there_are_more_of_them() -> None:
+    assert [each.num_devices for each in clusters_of("A100-40GB", 64)] == [1, 2, 4, 8, 16, 32, 64]
+    assert [each.num_devices for each in clusters_of("4xH100", 64)] == [4]
+    assert [each.num_devices for each in clusters_of("GB200", 300)] == [
+        1, 2, 4, 8, 16, 32, 64, 72, 144, 288,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e", "15 tokens", "1.2.3"])
+def test_a_text_that_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_count(text, "--tokens")
+    assert raised.value.code == "AP352"
