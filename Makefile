@@ -13,7 +13,8 @@ lint:
 # mypy reads folders as they import, so the rooms are linked together as the package.
 types:
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/autoparallel
-	ln -s $(addprefix $(CURDIR)/,$(wildcard api/*.py) api/py.typed api/commands api/placers api/report) \
+	ln -s $(addprefix $(CURDIR)/,$(wildcard api/*.py) api/py.typed api/commands api/doctor api/launching \
+	    api/placers api/report) \
 	    $(addprefix $(CURDIR)/,cost_model planner passes runtime) $(TYPES)/autoparallel/
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 

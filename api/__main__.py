@@ -33,8 +33,10 @@ import typer
 from autoparallel import __version__
 from autoparallel.commands.cache import cache
 from autoparallel.commands.cluster import cluster
+from autoparallel.commands.doctor import doctor
 from autoparallel.commands.export import export
 from autoparallel.commands.inspect import inspect
+from autoparallel.commands.launch import launch
 from autoparallel.commands.ops import ops
 from autoparallel.commands.plan import plan
 from autoparallel.commands.profile import profile
@@ -55,8 +57,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    plan, inspect, run, verify, export, profile, simulate, schedules, cluster, ops, cache,
-    program,
+    plan, inspect, run, launch, verify, export, profile, simulate, schedules, cluster, doctor, ops,
+    cache, program,
 ):  # fmt: skip
     app.command()(command)
 
