@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class RunOptions:
     """Options of ``autoparallel run`` by the names of its command line.
 
-    ``compiled``: whether blocks run compiled; None leaves it to the plan.
+    ``compiled``: whether blocks run compiled; None leaves it to the plan. ``trace_steps`` are
+    recorded and written to ``trace``.
     """
 
     clip_norm: float | None = None
@@ -43,6 +44,8 @@ class RunOptions:
     tensorboard: str | None = None
     wandb: str | None = None
     compiled: bool | None = None
+    trace_steps: int = 0
+    trace: str | None = None
 
     def check(self) -> None:
         """Raises UsageError AP900 for a bad value and AP905 where a package is missing."""

@@ -29,6 +29,7 @@ from autoparallel.planner.asynchronous import described
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, as_asked, told
+from autoparallel.run_trace import RunTrace
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.membership import join_as
@@ -106,6 +107,7 @@ def train(
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
     stragglers = StragglerCheck(plan, worker, device)
+    trace = RunTrace(asked.trace_steps, asked.trace, first=done + 1, last=done + steps)
     with told(asked, plan, target, rank=worker.rank) as callback, watched, stragglers:
         predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
@@ -113,7 +115,9 @@ def train(
             predicted_seconds=predicted if worker.rank == 0 else None,
         )  # fmt: skip
         for step in range(done + 1, done + steps + 1):
+            trace.begin(step, trainer)
             log.add(step, trainer.step(*(log.timed_data(data) for _ in range(asked.accumulate))))
+            trace.end(step)
             trainer.checkpoints.check()
             stragglers.check(step)
             if how is not None and how.is_due(step, done + steps):
@@ -124,6 +128,7 @@ def train(
         trainer.steps.finish()
         worker.watchdog.progress("waiting for the last checkpoint")
         trainer.checkpoints.wait()
+        trace.write(plan, trainer.schedule, rank=worker.rank)
         callback.on_end()
     if worker.rank == 0:
         print(summary(log.records, plan, asked.accumulate), flush=True)

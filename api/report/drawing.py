@@ -30,13 +30,13 @@ def drawing(plan: Plan, width: int) -> str | None:
     schedule = build_schedule(
         plan.schedule, stages, plan.num_microbatches, num_chunks=plan.num_chunks
     )
-    timeline = simulate(schedule, _costs(plan))
+    timeline = simulate(schedule, plan_costs(plan))
     if not isclose(timeline.step_seconds, plan.prediction.step_seconds, rel_tol=SAME):
         return None
     return "\n".join(draw(timeline, width))
 
 
-def _costs(plan: Plan) -> StageCosts:
+def plan_costs(plan: Plan) -> StageCosts:
     """What the plan holds of its stages; a message there and back is what its receiver waits."""
 
     def each(name: str) -> list[float]:

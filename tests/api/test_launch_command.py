@@ -199,7 +199,7 @@ def test_hosts_can_be_the_lines_of_a_file(planned: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["2x1xcpu", "1xcpu+1xcpu@ethernet-1g"])
+@pytest.mark.parametrize("cluster", ["2x1xcpu", "1xcpu+1xcpu@ethernet-25g"])
 def test_two_hosts_over_ssh_check_and_train(
     planned: Path, tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,5 +214,6 @@ def test_two_hosts_over_ssh_check_and_train(
         check=False, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"link \S+ .*described", done.stdout)
-    assert "step 2" in done.stdout
+    assert re.search(r"(OK|WARN) +link ethernet", done.stdout)
+    assert re.search(r"step +2 +loss", done.stdout)
+    assert (folder / "logs/host1/train").is_dir()
