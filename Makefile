@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus faults gpu regret
+.PHONY: check lint types test durations slow strict zoo corpus faults gpu regret docs
 
 check: lint types test
 
@@ -59,3 +59,7 @@ gpu:
 # benchmarks/regret/README.md.
 regret:
 	$(PYTHON) benchmarks/regret/run.py --page benchmarks/regret/README.md --json benchmarks/regret/results.json
+
+# The documents as a site, into build/site/html (extra docs).
+docs:
+	$(PYTHON) docs/site/build.py
