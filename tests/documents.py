@@ -118,8 +118,13 @@ def _run(command: str, folder: Path) -> None:
             ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
             check=False, timeout=240,
         )  # fmt: skip
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode in EXIT_CODES.get(" ".join(words[:2]), (0,)), (
+        f"{command}\n{done.stdout}\n{done.stderr}"
+    )
 
+
+EXIT_CODES = {"autoparallel doctor": (0, 5)}
+"""By command, where a machine that is busy with tests may not be fit to train."""
 
 INSTALLS = "installs packages; .ci/run does it in a fresh environment"
 LONG = "the whole test suite or benchmark: a target of make of its own"

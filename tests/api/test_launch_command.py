@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 
 from autoparallel.__main__ import run_command
+from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.plan_io import load_plan, save_plan
 
@@ -32,12 +33,13 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(
-    planned: Path, cluster: str, *arguments: str, monkeypatch: pytest.MonkeyPatch
+    planned: Path, cluster: str | Cluster, *arguments: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, Path]:
     """The exit code and the folder, for the plan as if it were for ``cluster``."""
     folder = planned.parent
     monkeypatch.chdir(folder)
-    save_plan(replace(load_plan(planned), cluster=parse_cluster(cluster)), folder / "own.json")
+    own = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    save_plan(replace(load_plan(planned), cluster=own), folder / "own.json")
     shutil.rmtree(folder / "launch", ignore_errors=True)
     return run_command(["launch", "own.json", *arguments]), folder / "launch"
 
@@ -199,14 +201,24 @@ def test_hosts_can_be_the_lines_of_a_file(planned: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["2x1xcpu", "1xcpu+1xcpu@ethernet-25g"])
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_two_hosts_over_ssh_check_and_train(
-    planned: Path, tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
+    planned: Path, tmp_path: Path, rendezvous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an ssh that runs its command here: two real torchruns meet, check and train."""
+    """With an ssh that runs its command here: two real torchruns meet, check and train.
+
+    The link is described as slow as a busy machine's loopback may be.
+    """
+    cluster = parse_cluster("2x1xcpu")
+    cluster = replace(cluster, inter_link=replace(cluster.inter_link, bytes_per_second=1e7))
+    if rendezvous == "static":
+        first, second = cluster.hosts
+        slower = replace(second.device, launch_seconds=1e-4)
+        cluster = replace(cluster, hosts=(first, replace(second, device=slower)))
     arguments = ("--ssh", "--hosts", "127.0.0.1,127.0.0.2", "--port", "29511", "--", "--steps", "2")
     code, folder = launch(planned, cluster, *arguments, monkeypatch=monkeypatch)
     assert code == 0
+    assert f"--rdzv-backend {rendezvous}" in (folder / "host.sh").read_text()
     environment = stand_ins(tmp_path / "bin", ssh='shift 4; exec "$@"')
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     done = subprocess.run(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +161,53 @@ def test_a_fault_is_an_error_with_its_fix(
     assert "FAIL  GLOO_SOCKET_IFNAME" in said.out
     assert run_command(["doctor", "--plan", "p.json", "--cluster", "cpu:2"]) == 2
     assert "AP380" in capsys.readouterr().err
+
+
+DESCRIBED = """
+[[hosts]]
+num_devices = 2
+count = 2
+device = "cpu"
+link = {{ name = "switch", alpha_seconds = 2e-4, bytes_per_second = {within} }}
+
+[inter_link]
+name = "uplink"
+alpha_seconds = 2e-4
+bytes_per_second = {between}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.parametrize(("described", "levels"), [(6.0e6, ("OK", "OK")), (24e6, ("OK", "FAIL"))])
+def test_links_of_a_known_rate_are_measured(
+    tmp_path: Path, described: float, levels: tuple[str, str]
+) -> None:
+    """Four namespaces in two hosts: 400 Mbit/s within, and an uplink of 100 Mbit/s that the two
+    ranks of a host share, so 6.25 MB/s each."""
+    from benchmarks.pipelines.links import network
+
+    path = tmp_path / "cluster.toml"
+    path.write_text(DESCRIBED.format(within=48e6, between=described))
+    with network(4, 400, uplinks=(100, 100)) as places:
+        processes = []
+        for rank, place in enumerate(places):
+            environment = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": "0",
+                "MASTER_ADDR": places[0].address, "MASTER_PORT": "29610",
+                "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            command = [*place.prefix, sys.executable, "-m", "autoparallel", "doctor"]
+            command += ["--cluster", str(path), "--json"]
+            processes.append(subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ))  # fmt: skip
+        try:
+            said = [process.communicate(timeout=240) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    found = {each["name"]: each for each in json.loads(said[0][0])}
+    assert (found["link switch"]["level"], found["link uplink"]["level"]) == levels, found
+    code = 5 if "FAIL" in {each["level"] for each in found.values()} else 0
+    assert [process.returncode for process in processes] == [code] * 4
