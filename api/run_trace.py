@@ -106,14 +106,14 @@ def check_trace(num_steps: int, path: str | None, steps: int) -> None:
 def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
     """The step that the plan predicts, simulated from its stages' figures."""
     costs = plan_costs(plan)
-    is_chain = schedule.edges in (None, chain(schedule.num_stages))
-    if not is_chain and not schedule.parts:
+    edges = schedule.edges
+    if edges is not None and edges != chain(schedule.num_stages) and not schedule.parts:
         sent = [stage.prediction.seconds.get("send", 0.0) for stage in plan.stages]
-        outgoing = [source for source, _ in schedule.edges]
+        outgoing = [source for source, _ in edges]
         each = [sent[source] / outgoing.count(source) for source in outgoing]
         zeros = [0.0] * len(each)
         costs = replace(
-            costs, edges=schedule.edges, send_seconds=each, send_backward_seconds=each,
+            costs, edges=edges, send_seconds=each, send_backward_seconds=each,
             send_latency_seconds=zeros, send_call_seconds=zeros, receive_call_seconds=zeros,
         )  # fmt: skip
     return simulate(schedule, costs)

@@ -112,7 +112,7 @@ def _run(command: str, folder: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
     if words[0] in ("autoparallel", "python") and not set("|&;>") & set(command):
         arguments = words[1:] if words[0] == "python" else ["-m", "autoparallel", *words[1:]]
-        done = run_python(*arguments, folder=folder, environment=environment)
+        done = run_python(*arguments, folder=folder, environment=environment, timeout_seconds=900.0)
     else:
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
