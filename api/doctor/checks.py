@@ -31,8 +31,6 @@ LEAST_SHARED_BYTES = 1 * GIB
 LEAST_OPEN_FILES, FEW_OPEN_FILES = 256, 4096
 LEAST_MEMORY_BYTES = 2 * GIB
 """Of host memory for one process: what importing torch, a capture and NCCL take."""
-LITTLE_CLOCK = 0.9
-"""The part of its highest clock that a GPU under load should run at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +183,7 @@ def _gpus(facts: Facts, wanted: Wanted) -> Findings:
         bad += _memory_of(name, gpu.memory_bytes, gpu.used_bytes, wanted)
         yield from bad or [Finding(
             "OK", name, f"{gpu.name}, {_gib(gpu.memory_bytes - gpu.used_bytes)} of "
-            f"{_gib(gpu.memory_bytes)} free, clock at most {gpu.most_clock_mhz} MHz",
+            f"{_gib(gpu.memory_bytes)} free, clock {gpu.clock_mhz} of {gpu.most_clock_mhz} MHz",
         )]  # fmt: skip
 
 
