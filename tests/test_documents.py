@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,35 @@ def test_every_command_and_snippet_runs_or_is_left_out_for_a_reason() -> None:
     assert unexplained == set()
     stale = NOT_RUN.keys() - left_out() - in_marked
     assert stale == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_not_run_can_be_read(document: str) -> None:
+    """Snippets are Python, and commands have only options that there are."""
+    import typer.main
+
+    from autoparallel.__main__ import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for block in blocks(document):
+        if block.language == "python":
+            compile(block.text, document, "exec")
+        for command in block.commands:
+            words = shlex.split(command.rpartition("&& ")[2])
+            if words[0] == "torchrun":
+                words = words[words.index("-m") + 1 :]
+            if words[0] == "autoparallel":
+                commands[words[1]].make_context(words[1], words[2:])
+
+
+def test_an_option_that_does_not_exist_is_noticed() -> None:
+    import typer.main
+
+    from autoparallel.__main__ import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    with pytest.raises(Exception, match="No such option"):
+        commands["plan"].make_context("plan", ["model.py", "--no-such-option"])
 
 
 @pytest.mark.parametrize("document", marked(is_slow=False))
