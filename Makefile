@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret soak
+.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret soak docs
 
 check: lint types test
 
@@ -13,7 +13,8 @@ lint:
 # mypy reads folders as they import, so the rooms are linked together as the package.
 types:
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/autoparallel
-	ln -s $(addprefix $(CURDIR)/,$(wildcard api/*.py) api/py.typed api/commands api/html api/placers api/report) \
+	ln -s $(addprefix $(CURDIR)/,$(wildcard api/*.py) api/py.typed api/commands api/doctor api/html \
+	    api/launching api/placers api/report) \
 	    $(addprefix $(CURDIR)/,cost_model planner passes runtime) $(TYPES)/autoparallel/
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
@@ -67,3 +68,7 @@ regret:
 # Does a long run grow in memory, open files or threads? MINUTES, by default 60.
 soak:
 	$(PYTHON) benchmarks/soak/run.py --minutes $(or $(MINUTES),60)
+
+# The documents as a site, into build/site/html (extra docs).
+docs:
+	$(PYTHON) docs/site/build.py

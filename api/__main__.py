@@ -34,10 +34,12 @@ from autoparallel import __version__
 from autoparallel.commands.cache import cache
 from autoparallel.commands.cluster import cluster
 from autoparallel.commands.compare import compare
+from autoparallel.commands.doctor import doctor
 from autoparallel.commands.estimate import estimate
 from autoparallel.commands.explain import explain
 from autoparallel.commands.export import export
 from autoparallel.commands.inspect import inspect
+from autoparallel.commands.launch import launch
 from autoparallel.commands.ops import ops
 from autoparallel.commands.plan import plan
 from autoparallel.commands.profile import profile
@@ -58,8 +60,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    plan, estimate, inspect, explain, compare, run, verify, export, profile, simulate, schedules,
-    cluster, ops, cache, program,
+    plan, estimate, inspect, explain, compare, run, launch, verify, export, profile, simulate,
+    schedules, cluster, doctor, ops, cache, program,
 ):  # fmt: skip
     app.command()(command)
 

@@ -51,6 +51,7 @@ def recaptured(
         seq=batch_seq(plan, target),
         precision=plan.model.precision,
         float32_ops=plan.model.float32_ops,
+        gradient_dtype=plan.model.gradient_dtype,
         compiled=plan.compiled,
         optimizer=plan.model.optimizer,
         profile=profile or ("auto" if was_measured else "analytic"),

@@ -33,6 +33,7 @@ class RunOptions:
 
     ``compiled``: whether blocks run compiled; None leaves it to the plan. ``elastic``: options of
     planning by name, where fewer hosts than the plan's may go on; None where they may not.
+    ``trace_steps`` are recorded and written to ``trace``.
     """
 
     clip_norm: float | None = None
@@ -45,6 +46,8 @@ class RunOptions:
     wandb: str | None = None
     compiled: bool | None = None
     elastic: Mapping[str, Any] | None = None
+    trace_steps: int = 0
+    trace: str | None = None
 
     def check(self) -> None:
         """Raises UsageError AP900 for a bad value and AP905 where a package is missing."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autoparallel.callbacks import Callback
 from autoparallel.planner.errors import MachineError
+from autoparallel.run_trace import RunTrace
 from autoparallel.runtime.batches import RankInputs
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.device_queue import queue_of
@@ -101,10 +102,12 @@ def take_steps(
     *,
     steps: range,
     num_batches: int,
+    trace: RunTrace,
 ) -> None:
     """Trains; each step takes ``num_batches`` global batches.
 
-    Where checkpoints are saved, SIGTERM ends the run after the step that is under way.
+    ``trace`` records some of them. Where checkpoints are saved, SIGTERM ends the run after the
+    step that is under way.
     """
     device = trainer.device
     with StragglerCheck(trainer.plan, worker, device) as stragglers, ExitStack() as stack:
@@ -113,7 +116,9 @@ def take_steps(
             is_behind = queue_of(device).runs_behind
             stop = stack.enter_context(Stop(worker.watchdog, is_behind=is_behind))
         for step in steps:
+            trace.begin(step, trainer)
             log.add(step, trainer.step(*(log.timed_data(data) for _ in range(num_batches))))
+            trace.end(step)
             stragglers.check(step)
             is_stopped = stop is not None and stop.is_agreed()
             if saves is not None:

@@ -85,7 +85,8 @@ def start_training(
     asked = options or RunOptions()
     asked.check()
     asked = replace(asked, metrics=_resolved(asked.metrics),
-                    tensorboard=_resolved(asked.tensorboard))  # fmt: skip
+                    tensorboard=_resolved(asked.tensorboard),
+                    trace=_resolved(asked.trace))  # fmt: skip
     checked_init(sources.init)
     if sources.weights is not None:
         check_weights(sources.weights, resume)

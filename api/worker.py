@@ -34,6 +34,7 @@ from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, as_asked, told
 from autoparallel.run_steps import RunSaves, Saving, take_steps
+from autoparallel.run_trace import RunTrace
 from autoparallel.runtime.compare import Quantity
 from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.memory_counter import held_by
@@ -124,6 +125,7 @@ def train(
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
     telling = told(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
+    trace = RunTrace(asked.trace_steps, asked.trace, first=done + 1, last=last)
     with telling as callback, watched:
         predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
@@ -133,8 +135,9 @@ def train(
         saves = None if how is None else RunSaves(how, trainer, worker, log, callback)
         take_steps(
             trainer, data, worker, log, saves,
-            steps=range(done + 1, last + 1), num_batches=asked.accumulate,
+            steps=range(done + 1, last + 1), num_batches=asked.accumulate, trace=trace,
         )  # fmt: skip
+        trace.write(plan, trainer.schedule, rank=worker.rank)
         callback.on_end()
     found = outcome(log.figures, plan, asked.accumulate)
     if worker.rank == 0 and log.figures.seconds:

@@ -8,7 +8,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Any
 
 from .actions import (
@@ -20,7 +20,7 @@ from .actions import (
     Action,
     ActionKind,
 )
-from .timeline import STREAMS, Event, Timeline
+from .timeline import STREAMS, Event, Stream, Timeline
 
 TraceEvent = dict[str, Any]
 
@@ -40,15 +40,10 @@ def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str
     ``rank_names`` are the processes' names, by default the pipeline rank and its devices.
     """
     names = rank_names or tuple(map(rank_name, range(len(timeline.events)), timeline.replicas))
-    takers = _takers(timeline)
     events: list[TraceEvent] = []
     for rank, own in enumerate(timeline.events):
-        events += _labels(rank, names[rank], own)
-        for event in own:
-            events.append(_slice(rank, event))
-            if event.action.kind in SENDS:
-                events += _flow(rank, event, takers)
-        events += _counter(rank, timeline.memory_bytes[rank])
+        events += labels(rank, names[rank], {event.stream for event in own})
+    events += timeline_events(timeline, range(len(timeline.events)))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -60,6 +55,35 @@ def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str
     }
 
 
+def timeline_events(
+    timeline: Timeline,
+    processes: Sequence[int],
+    *,
+    begins_seconds: float = 0.0,
+    name: str = "",
+    drawn: Container[int] | None = None,
+) -> Iterator[TraceEvent]:
+    """The slices, arrows and memory of a timeline whose ranks are these processes of a trace.
+
+    ``name`` tells its arrows from those of other timelines in one trace. Slices and memory are
+    left out of ranks that are not ``drawn``.
+    """
+    takers = _takers(timeline)
+    for rank, own in enumerate(timeline.events):
+        is_drawn = drawn is None or rank in drawn
+        found: list[TraceEvent] = []
+        for event in own:
+            if is_drawn:
+                found.append(_slice(rank, event))
+            if event.action.kind in SENDS:
+                found += _flow(rank, event, takers, name)
+        if is_drawn:
+            found += _counter(rank, timeline.memory_bytes[rank])
+        for each in found:
+            at = each["ts"] + begins_seconds * MICROSECONDS
+            yield {**each, "pid": processes[each["pid"]], "ts": at}
+
+
 def rank_name(rank: int, replicas: int) -> str:
     """
     >>> rank_name(3, 1), rank_name(0, 8)
@@ -68,14 +92,16 @@ def rank_name(rank: int, replicas: int) -> str:
     return f"pipeline rank {rank}" + (f" ({replicas} devices)" if replicas > 1 else "")
 
 
-def _labels(rank: int, name: str, events: Sequence[Event]) -> Iterator[TraceEvent]:
-    yield _metadata("process_name", rank, name=name)
-    yield _metadata("process_sort_index", rank, sort_index=rank)
-    used = {event.stream for event in events}
+def labels(
+    process: int, name: str, streams: Collection[Stream], order: int | None = None
+) -> Iterator[TraceEvent]:
+    """A process' name and place in ``order``, and those of the streams that it uses."""
+    yield _metadata("process_name", process, name=name)
+    yield _metadata("process_sort_index", process, sort_index=process if order is None else order)
     for thread, stream in enumerate(STREAMS):
-        if stream in used:
-            yield _metadata("thread_name", rank, thread, name=stream)
-            yield _metadata("thread_sort_index", rank, thread, sort_index=thread)
+        if stream in streams:
+            yield _metadata("thread_name", process, thread, name=stream)
+            yield _metadata("thread_sort_index", process, thread, sort_index=thread)
 
 
 def _metadata(what: str, rank: int, thread: int = 0, **arguments: object) -> TraceEvent:
@@ -110,7 +136,7 @@ def _takers(timeline: Timeline) -> Takers:
     return takers
 
 
-def _flow(rank: int, event: Event, takers: Takers) -> Iterator[TraceEvent]:
+def _flow(rank: int, event: Event, takers: Takers, name: str) -> Iterator[TraceEvent]:
     """An arrow from a message to the compute that needed it."""
     kind, stage, m, part = event.action
     receive: ActionKind = "RECV_F" if kind == SEND_FORWARD else "RECV_B"
@@ -118,7 +144,7 @@ def _flow(rank: int, event: Event, takers: Takers) -> Iterator[TraceEvent]:
     common = {
         "name": "activations" if kind == SEND_FORWARD else "gradients",
         "cat": "message",
-        "id": f"{kind}-{stage}-{event.to}-{m}-{part}",
+        "id": f"{name}{kind}-{stage}-{event.to}-{m}-{part}",
     }
     yield {
         **common, "ph": "s", "pid": rank, "tid": STREAMS.index(event.stream),

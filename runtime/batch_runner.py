@@ -30,7 +30,7 @@ from .handover import Handover, split_boundaries
 from .lanes import Lanes, check_lanes
 from .optimizer import gradient_norm, published
 from .padded import SequencePadding
-from .pipeline import Hooks, PipelineRunner
+from .pipeline import Hooks, PipelineRunner, StepMoments
 from .rank_model import RankModel
 from .share_batch import ShareBatch, gather_whole
 from .shared import group_for
@@ -147,6 +147,16 @@ class BatchRunner:
         """Make what is left of the last update: parameters are as they are after it."""
         if self._deferred is not None:
             self._deferred.settle()
+
+    def set_clock(self, clock: Callable[[], Any] | None) -> None:
+        """Have steps note when each action begins and ends, or no longer."""
+        for pipeline in self._pipelines.values():
+            pipeline.clock = clock
+
+    @property
+    def moments(self) -> StepMoments | None:
+        """When the actions of the last batch were, where there is a clock."""
+        return self._pipelines[self.shape].moments
 
     def fit(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A step's batch in the shapes of a variant: shorter sequences are padded.

@@ -9,6 +9,7 @@ work itself, within the call.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,6 +56,12 @@ class DeviceQueue(Protocol):
         ``event``: an earlier one of this queue, to be used again in place of a new one.
         """
 
+    def moment(self) -> Any:
+        """Now, where the queue is at: a point whose time ``seconds`` tells once it is reached."""
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """The seconds from one ``moment`` to another. Blocks until both are reached."""
+
     def to_device(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors on the device. Those in host memory are copied without blocking."""
 
@@ -85,6 +92,12 @@ class HostQueue:
     def mark(self, event: Event | None = None) -> Event:
         return PASSED
 
+    def moment(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
     def to_device(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(part.to(self.device) for part in parts)
 
@@ -110,6 +123,16 @@ class CudaQueue:
         found: Any = _cuda_event() if event is None else event
         found.record(torch.cuda.current_stream(self.device))
         return found  # type: ignore[no-any-return]
+
+    def moment(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, first: Any, second: Any) -> float:
+        first.synchronize()
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1e3
 
     def to_device(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         current = torch.cuda.current_stream(self.device)

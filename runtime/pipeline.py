@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +68,15 @@ class Executor(Protocol):
     def finish_step(self) -> None: ...
 
 
+class StepMoments(NamedTuple):
+    """When a step began and ended, and each action: at its start, when its messages were there
+    (None where it takes none) and at its end. Moments are what ``Hooks.clock`` returns."""
+
+    began: Any
+    actions: tuple[tuple[Action, Any, Any | None, Any], ...]
+    ended: Any
+
+
 class ActionTiming(NamedTuple):
     """An action as it ran, in seconds since the step began.
 
@@ -87,7 +96,8 @@ class Hooks:
     ``complete`` when all of them have reduced their gradients, ``update`` at each STEP.
     ``progress`` is told what the rank is about to do, and which ranks do it with this one, for a
     watchdog. ``clock`` returns the
-    second and turns on ``timings``; on an accelerator it should synchronize first.
+    second and turns on ``timings``; on an accelerator it should synchronize first. (A recorder
+    sets the runner's ``clock`` to one of moments and reads ``moments``.)
     """
 
     complete: Callable[[], None] | None = None
@@ -100,7 +110,7 @@ NO_HOOKS = Hooks()
 
 
 class PipelineRunner:
-    """Runs training steps on one rank; ``timings`` holds the last step's if it has a clock."""
+    """Runs training steps on one rank; ``moments`` are the last step's if it has a ``clock``."""
 
     def __init__(
         self,
@@ -116,26 +126,40 @@ class PipelineRunner:
         ``handover`` carries what its stages make for each other.
         """
         self.schedule = schedule
-        self.timings: tuple[ActionTiming, ...] = ()
+        self.moments: StepMoments | None = None
+        self.clock: Callable[[], Any] | None = hooks.clock
         self._executors = executors
         self._exchange = exchange
         self._handover = handover
         self._row = prepare(schedule, frozenset(executors))
         self._complete, self._update = hooks.complete, hooks.update
-        self._progress, self._clock = hooks.progress, hooks.clock
+        self._progress = hooks.progress
         self._outputs: dict[Key, Values] = {}
         self._posted: set[Key] = set()
         self._trains = any(
             action.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for action in row
         )
 
+    @property
+    def timings(self) -> tuple[ActionTiming, ...]:
+        """The actions of the last step, where ``clock`` returns seconds."""
+        if self.moments is None:
+            return ()
+        began = self.moments.began
+        return tuple(
+            ActionTiming(action, start - began, (start if ready is None else ready) - began,
+                         end - began)
+            for action, start, ready, end in self.moments.actions
+        )  # fmt: skip
+
     def step(self, batch: Values, *, reduces: bool = True) -> Tensor:
         """Run one step on the global ``batch``: the true loss on every rank (float64 scalar).
 
         Without ``reduces`` gradients stay as they are on each rank, for a step that adds to them.
         """
-        timings: list[ActionTiming] = []
-        began = self._clock() if self._clock else 0.0
+        clock = self.clock
+        timed: list[tuple[Action, Any, Any | None, Any]] = []
+        began = clock() if clock else None
         self._posted.clear()
         self._outputs.clear()
         self._exchange.begin_step()
@@ -145,34 +169,33 @@ class PipelineRunner:
             executor.begin_step(batch)
         with torch.set_grad_enabled(self._trains):
             for prepared in self._row:
-                start = self._clock() - began if self._clock else 0.0
+                start = clock() if clock else None
                 if not reduces:
                     if prepared.action.kind == REDUCE:
                         continue
                     prepared = replace(prepared, is_last=False)
-                ready = self._perform(prepared, began)
-                if self._clock:
-                    end = self._clock() - began
-                    timings.append(ActionTiming(prepared.action, start, max(start, ready), end))
+                ready = self._perform(prepared)
+                if clock:
+                    timed.append((prepared.action, start, ready, clock()))
         self._tell("waiting until all messages have gone")
         self._exchange.finish()
-        self.timings = tuple(timings)
+        self.moments = StepMoments(began, tuple(timed), clock()) if clock else None
         stages = self.schedule.replicas(self.schedule.num_parts - 1)
         loss = self._exchange.share_loss(self._mean_loss(), stages)
         self._tell(BETWEEN_STEPS)
         return loss
 
-    def _perform(self, prepared: Prepared, began: float) -> float:
-        """Does one action; when its messages were there."""
+    def _perform(self, prepared: Prepared) -> Any | None:
+        """Does one action; the moment when its messages were there, if there is a clock."""
         kind = prepared.action.kind
         if kind in RECEIVES:
             self._exchange.post(*prepared.key)
             self._posted.add(prepared.key)
-            return 0.0
-        ready, received = 0.0, _NOTHING
+            return None
+        ready, received = None, _NOTHING
         if kind in COMPUTE and kind != WEIGHT_BACKWARD:
             received = self._received(prepared)
-            ready = self._clock() - began if self._clock else 0.0
+            ready = self.clock() if self.clock else None
         self._tell(prepared.doing, () if kind in SENDS else self._exchange.peers(prepared.key[1]))
         if kind in COMPUTE:
             self._compute(prepared, received)

@@ -101,7 +101,7 @@ def measure_links(
     ``until`` is asked before every size, on rank 0 alone: the others stop with it. The caller
     closes ``meshes``.
     """
-    run = _message(links, device) if links.kind == "p2p" else _on_mesh(links, device, meshes)
+    run = message_call(links, device) if links.kind == "p2p" else _on_mesh(links, device, meshes)
     for num_bytes in sorted(links.num_bytes):
         if not agree(not until(), device):
             return
@@ -150,7 +150,8 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
     return prepared
 
 
-def _message(links: Links, device: torch.device) -> Prepared:
+def message_call(links: Links, device: torch.device) -> Prepared:
+    """For a size: a message of each pair there and back, at the same time."""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 

@@ -232,6 +232,9 @@ def test_the_readmes_commands_exist() -> None:
 MAX_WORDS = 2500
 """Of a document, without the bars of its tables."""
 
+REFERENCES = {"errors.md", "commands.md", "plan_schema.md"}
+"""Documents that are looked things up in, one entry per code, option or field."""
+
 
 def documents() -> list[Path]:
     own = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -248,7 +251,11 @@ def anchors(text: str) -> set[str]:
 def test_every_document_is_short_and_listed_in_the_readme() -> None:
     docs = sorted((ROOT / "docs").glob("*.md"))
     words = {path.name: len(re.findall(r"[^\s|]+", path.read_text())) for path in docs}
-    assert {name: count for name, count in words.items() if count >= MAX_WORDS} == {}
+    assert {
+        name: count
+        for name, count in words.items()
+        if count >= MAX_WORDS and name not in REFERENCES
+    } == {}
     listed = set(re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text()))
     assert {path.name for path in docs} - listed == set()
 
@@ -293,7 +300,7 @@ def test_the_examples_in_docstrings_run(path: Path) -> None:
 
 FOREIGN = frozenset({
     "ramp", "layer_idx", "output_padding", "_scaled_dot_product_attention_math", "_unexpected",
-    "OP__NUMBER__INPUTS_to_OUTPUTS",
+    "OP__NUMBER__INPUTS_to_OUTPUTS", "check_os_kernel",
 })  # fmt: skip
 """Names in docstrings that are of torch, of models, or of formulas."""
 

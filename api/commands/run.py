@@ -147,6 +147,18 @@ WandbOption = Annotated[
     typer.Option("--wandb", metavar="PROJECT", help="log each step to Weights & Biases"),
 ]
 
+TraceStepsOption = Annotated[
+    int,
+    typer.Option(
+        "--trace-steps", min=0, metavar="N",
+        help="record N steps, compare them with the predicted step, and write a Chrome trace",
+    ),
+]  # fmt: skip
+TraceOption = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", help="where --trace-steps writes; trace.json"),
+]
+
 
 @planning()
 def run(
@@ -183,6 +195,8 @@ def run(
     rdzv_endpoint: EndpointOption = None,
     join_timeout: JoinTimeoutOption = 600.0,
     elastic: ElasticOption = False,
+    trace_steps: TraceStepsOption = 0,
+    trace: TraceOption = None,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
     from autoparallel.asked import checked_init
@@ -192,8 +206,13 @@ def run(
         clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, loss_scale=loss_scale,
         on_nan=cast("OnNan", on_nan), metrics=metrics, tensorboard=tensorboard, wandb=wandb,
         compiled=options.compiled, elastic=_limits(options) if elastic else None,
+        trace_steps=trace_steps, trace=trace,
     )  # fmt: skip
     asked.check()
+    if trace_steps or trace is not None:
+        from autoparallel.run_trace import check_trace
+
+        check_trace(trace_steps, trace, steps)
     checked_init(init)
     if save is None and (save_every is not None or keep is not None or save_async):
         from autoparallel.planner.errors import UsageError

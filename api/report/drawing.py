@@ -37,13 +37,13 @@ def timeline_of(plan: Plan) -> Timeline | None:
     schedule = build_schedule(
         plan.schedule, stages, plan.num_microbatches, num_chunks=plan.num_chunks
     )
-    timeline = simulate(schedule, stage_costs_of(plan))
+    timeline = simulate(schedule, plan_costs(plan))
     if not isclose(timeline.step_seconds, plan.prediction.step_seconds, rel_tol=SAME):
         return None
     return timeline
 
 
-def stage_costs_of(plan: Plan) -> StageCosts:
+def plan_costs(plan: Plan) -> StageCosts:
     """What the plan holds of its stages; a message there and back is what its receiver waits."""
 
     def each(name: str) -> list[float]:

@@ -245,10 +245,10 @@ def test_the_page_of_128_stages_on_16384_devices_has_less_than_a_megabyte() -> N
     assert plan.cluster.num_devices == 16_384
     from autoparallel.cost_model.simulator import simulate
     from autoparallel.planner.schedules.schedules import build_schedule
-    from autoparallel.report.drawing import stage_costs_of
+    from autoparallel.report.drawing import plan_costs
 
     schedule = build_schedule("interleaved", 128, 16, num_chunks=8)
-    step = simulate(schedule, stage_costs_of(plan)).step_seconds
+    step = simulate(schedule, plan_costs(plan)).step_seconds
     plan = replace(plan, prediction=replace(plan.prediction, step_seconds=step))
     text = page(plan, full_sources(plan))
     assert 200_000 < len(text.encode()) < 1_000_000

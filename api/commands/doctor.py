@@ -1,0 +1,133 @@
+"""``autoparallel doctor``: is this machine, or this cluster, fit to train."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoparallel.commands.options import JsonOption, print_json, stdout_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autoparallel.doctor.checks import Finding, Wanted
+
+PlanOption = Annotated[
+    str | None, typer.Option("--plan", metavar="PLAN", help="check the cluster that a plan is for")
+]
+DescribedOption = Annotated[
+    str | None,
+    typer.Option("--cluster", help="check a cluster against its description, as for plan"),
+]
+LimitOption = Annotated[
+    float, typer.Option("--timeout", min=1.0, help="seconds without progress that end the check")
+]
+
+
+def doctor(
+    plan: PlanOption = None,
+    cluster: DescribedOption = None,
+    timeout: LimitOption = 120.0,
+    json: JsonOption = False,
+) -> None:
+    """Check software, limits and GPUs of this machine; of a cluster also devices and links."""
+    import os
+
+    from autoparallel.doctor.checks import check_machine
+    from autoparallel.doctor.facts import machine_facts
+    from autoparallel.runtime.launch import is_launched
+
+    wanted = _wanted(plan, cluster)
+    is_joined = is_launched(os.environ)
+    if wanted.cluster is not None and (is_joined or wanted.num_hosts == 1):
+        findings = _examined(wanted, timeout)
+        hint = ""
+    else:
+        findings = list(check_machine(machine_facts(), wanted))
+        hint = _hint(wanted)
+    if os.environ.get("RANK", "0") == "0":
+        _show(findings, hint, json=json)
+    _raise(findings)
+
+
+def _wanted(plan: str | None, cluster: str | None) -> Wanted:
+    """What the machine is to do. Raises UsageError AP380 where both options are given."""
+    from autoparallel.doctor.checks import Wanted
+    from autoparallel.plan_io import load_plan
+    from autoparallel.planner.errors import UsageError
+    from autoparallel.planning import find_cluster
+
+    if plan is not None and cluster is not None:
+        raise UsageError(
+            "AP380", "--plan and --cluster are both given", fix="give one: a plan has a cluster"
+        )
+    if plan is not None:
+        loaded = load_plan(plan)
+        return Wanted(loaded.cluster, loaded.prediction.peak_memory_bytes)
+    return Wanted(find_cluster(cluster)) if cluster is not None else Wanted()
+
+
+def _examined(wanted: Wanted, timeout: float) -> list[Finding]:
+    """What the ranks of the cluster find: those of torchrun, or processes of this machine."""
+    from autoparallel.cost_model.cluster_file import to_dict
+    from autoparallel.doctor.checks import Finding
+    from autoparallel.runtime.launch import launch
+
+    assert wanted.cluster is not None
+    found: list[dict[str, Any]] = launch(
+        "autoparallel.doctor.worker:examine",
+        {"cluster": to_dict(wanted.cluster), "memory_bytes": wanted.memory_bytes},
+        num_processes=wanted.cluster.num_devices,
+        timeout_seconds=timeout,
+    )
+    return [Finding(**each) for each in found]
+
+
+def _hint(wanted: Wanted) -> str:
+    if wanted.cluster is None:
+        return "devices and links are measured with --plan or --cluster"
+    count = wanted.cluster.host_size or "N"
+    return (
+        "devices and links are measured when every host runs this under torchrun:\n"
+        f"  torchrun --nnodes {wanted.num_hosts} --nproc-per-node {count} "
+        "--rdzv-backend c10d \\\n    --rdzv-endpoint HOST:29400 -m autoparallel doctor …"
+    )
+
+
+def _show(findings: Sequence[Finding], hint: str, *, json: bool) -> None:
+    from dataclasses import asdict
+
+    if json:
+        print_json([asdict(each) for each in findings])
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_column()
+    for each in findings:
+        what = Text(each.what)
+        if each.fix:
+            what.append(f"\nfix: {each.fix}", style="dim")
+        table.add_row(Text(each.level, styles[each.level]), each.name, what)
+    console = stdout_console()
+    console.print(table)
+    if hint:
+        console.print(f"\n{hint}", style="dim", markup=False)
+
+
+def _raise(findings: Sequence[Finding]) -> None:
+    """Raises MachineError AP421 where something fails, with the first fix."""
+    from autoparallel.planner.errors import MachineError
+
+    failed = [each for each in findings if each.level == "FAIL"]
+    if failed:
+        first, others = failed[0], len(failed) - 1
+        more = f" ({others} more failed)" if others else ""
+        raise MachineError(
+            "AP421", f"not fit to train: {first.name}: {first.what}{more}", fix=first.fix
+        )

@@ -1,0 +1,156 @@
+"""Checks of a cluster that is running: measured links and devices against its description.
+
+In: the cluster as it is described, what each rank is and what each pair of ranks took. Out:
+findings. A level's rate is the median of its pairs'; what is much slower than that is named.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from autoparallel.cost_model.cluster import Cluster, Link
+from autoparallel.cost_model.profile.environment import Environment, is_same_device
+from autoparallel.cost_model.profile.transfers import LinkPoint, fit_link
+from autoparallel.doctor.checks import Finding, Level
+from autoparallel.report.words import ranks_text, rate_text, seconds_text
+from autoparallel.runtime.profile_pairs import Pair, PairTime, RankFacts
+
+WARN_SHARE, FAIL_SHARE = 0.8, 0.5
+"""Of the described rate: what a level must reach not to be named, and not to fail."""
+SLOW_PAIR, SLOW_DEVICE = 1.5, 1.3
+"""How much longer than the median a pair's message or a rank's product may take."""
+
+
+def check_cluster(
+    cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]
+) -> tuple[Finding, ...]:
+    """All findings of a running cluster."""
+    return (*_places(cluster, ranks), *_versions(ranks), *_devices(cluster, ranks),
+            *_links(cluster, times))  # fmt: skip
+
+
+Findings = Iterator[Finding]
+
+
+def _places(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
+    """Whether the ranks are on hosts and devices as described."""
+    names: list[str] = []
+    for index, host in enumerate(cluster.hosts):
+        start = cluster.first_ranks[index]
+        own = ranks[start : start + host.num_devices]
+        found = sorted({each.host for each in own})
+        if len(found) > 1:
+            yield Finding(
+                "FAIL", f"host {index}", f"its ranks {ranks_text(range(start, start + len(own)))} "
+                f"are on {', '.join(found)}", "start --nproc-per-node ranks on each host as the "
+                "plan has devices: autoparallel launch writes such files",
+            )  # fmt: skip
+        if len(found) == 1:
+            names.append(found[0])
+        devices = sorted({each.device for each in own})
+        wrong = [name for name in devices if not _is_same(host.device.name, name)]
+        if wrong and host.device.kind == "cuda":
+            yield Finding(
+                "FAIL", f"host {index}", f"{found[0]} has {wrong[0]}, described is "
+                f"{host.device.name}", "start the hosts in the described order, or plan again for "
+                "these devices",
+            )  # fmt: skip
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        yield Finding("WARN", "hosts", f"{twice[0]} is several of the described hosts",
+                      "start one torchrun on each host")  # fmt: skip
+    else:
+        yield Finding("OK", "hosts", f"{len(ranks)} ranks on {', '.join(names)}")
+
+
+def _is_same(described: str, found: str) -> bool:
+    return is_same_device(Environment(found, "", "", 0), Environment(described, "", "", 0))
+
+
+def _versions(ranks: Sequence[RankFacts]) -> Findings:
+    by_version: dict[str, list[int]] = defaultdict(list)
+    for rank, each in enumerate(ranks):
+        by_version[each.torch].append(rank)
+    if len(by_version) > 1:
+        words = "; ".join(
+            f"{version} on ranks {ranks_text(own)}" for version, own in by_version.items()
+        )
+        yield Finding("FAIL", "versions", f"torch differs: {words}", "install one version on all")
+
+
+def _devices(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
+    """Ranks that compute more slowly than others with the same device."""
+    for name in dict.fromkeys(host.device.name for host in cluster.hosts):
+        own = {
+            rank: facts.product_seconds for rank, facts in enumerate(ranks)
+            if cluster.device(rank).name == name
+        }  # fmt: skip
+        usual = median(own.values())
+        slow = {rank: seconds / usual for rank, seconds in own.items()
+                if seconds > SLOW_DEVICE * usual}  # fmt: skip
+        for rank, ratio in slow.items():
+            yield Finding(
+                "WARN", "compute", f"rank {rank} on {ranks[rank].host} takes {ratio:.1f} times as "
+                f"long as the median {name}", "look for other processes, heat and low clocks "
+                "there, or leave it out",
+            )  # fmt: skip
+        if not slow:
+            yield Finding("OK", "compute", f"{len(own)} × {name} alike: "
+                          f"{seconds_text(usual)} for a product of matrices")  # fmt: skip
+
+
+def _links(cluster: Cluster, times: Sequence[PairTime]) -> Findings:
+    levels: dict[Link, dict[Pair, list[PairTime]]] = {}
+    for time in times:
+        pairs = levels.setdefault(cluster.link(*time.pair), {})
+        pairs.setdefault(time.pair, []).append(time)
+    for link, pairs in levels.items():
+        yield from _level(cluster, link, pairs)
+
+
+def _level(cluster: Cluster, link: Link, pairs: Mapping[Pair, Sequence[PairTime]]) -> Findings:
+    """One level of links: its rate against the described one, and its slow pairs."""
+    fits = {
+        pair: fit_link([LinkPoint(1, each.num_bytes, each.seconds) for each in own])
+        for pair, own in pairs.items()
+    }
+    rate = median(each[1] for each in fits.values())
+    alpha = median(each[0] for each in fits.values())
+    where = "between hosts" if cluster.joins_hosts(link) else "within a host"
+    share = rate / link.bytes_per_second
+    level: Level = "OK" if share >= WARN_SHARE else "WARN" if share >= FAIL_SHARE else "FAIL"
+    what = (
+        f"{rate_text(rate, 'B/s')} {where} with all pairs at once, described "
+        f"{rate_text(link.bytes_per_second, 'B/s')} ({share:.0%}); latency {seconds_text(alpha)}, "
+        f"described {seconds_text(link.alpha_seconds)}"
+    )
+    fix = "check the interface that is used (NCCL_DEBUG=INFO), or describe the links as they are " \
+        "and plan again: autoparallel profile"  # fmt: skip
+    yield Finding(level, f"link {link.name}", what, "" if level == "OK" else fix)
+    yield from _slow_pairs(link, pairs)
+
+
+def _slow_pairs(link: Link, pairs: Mapping[Pair, Sequence[PairTime]]) -> Findings:
+    """A rank is named if all its pairs are slow and the others' are not, else the pairs are."""
+    largest = {pair: max(own, key=lambda each: each.num_bytes) for pair, own in pairs.items()}
+    usual = median(each.seconds for each in largest.values())
+    slow = {pair for pair, each in largest.items() if each.seconds > SLOW_PAIR * usual}
+    members: dict[int, list[Pair]] = defaultdict(list)
+    for pair in largest:
+        for rank in pair:
+            members[rank].append(pair)
+    blamed = [rank for rank, own in members.items() if len(own) > 1 and set(own) <= slow]
+    for rank in blamed:
+        yield Finding(
+            "WARN", f"link {link.name}", f"rank {rank} is slow to every rank that it was measured "
+            "with", "check its cable, card and switch port, or leave its host out",
+        )  # fmt: skip
+    for pair in sorted(slow):
+        if not set(pair) & set(blamed):
+            ratio = largest[pair].seconds / usual
+            yield Finding(
+                "WARN", f"link {link.name}", f"ranks {pair[0]} and {pair[1]} take {ratio:.1f} "
+                "times as long as the median pair", "check the way between them",
+            )  # fmt: skip

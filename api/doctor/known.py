@@ -1,0 +1,85 @@
+"""What is known to hurt: versions, variables, reasons of low clocks; each with its source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+SUPPORTED_TORCH = ((2, 11), (2, 16))
+"""The first supported release, and the first that is not. Source: pyproject.toml."""
+
+SUPPORTED_EXTRAS: Mapping[str, tuple[tuple[int, ...], str]] = {
+    "transformers": ((5, 0), "an hf: target"),
+    "torchao": ((0, 18), "--precision fp8"),
+    "pulp": ((3, 3, 2), "--solver"),
+}
+"""Optional packages: the least version, and what needs it. Source: pyproject.toml."""
+
+LEAST_KERNEL = (5, 5)
+"""Below it processes were seen to hang. Source: huggingface/accelerate,
+``check_os_kernel``."""
+
+LEAST_DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
+"""By CUDA's major version the first series of drivers for it. Source:
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1."""
+
+THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
+    0x08: ("FAIL", "the hardware slows down", "check cooling and power supply"),
+    0x40: ("FAIL", "it is too hot", "check fans, cooling and the temperature of the room"),
+    0x80: ("FAIL", "the power supply asks for less", "check the power supply"),
+    0x20: ("WARN", "it is near its highest temperature", "check fans and cooling"),
+    0x02: ("WARN", "application clocks are set", "nvidia-smi -rac"),
+}  # fmt: skip
+"""Bits of nvidia-smi's clocks_throttle_reasons.active. The limit of power (0x4) is left out: a GPU
+under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Why a variable hurts, if it has one of ``values`` (in capitals; () for any value)."""
+
+    why: str
+    values: tuple[str, ...] = ()
+    needs_infiniband: bool = False
+
+
+_ON = ("1", "TRUE", "Y", "YES")
+
+HURTFUL_VARIABLES: Mapping[str, Known] = {
+    "NCCL_P2P_DISABLE": Known("GPUs of a host talk through host memory, not NVLink or PCIe", _ON),
+    "NCCL_SHM_DISABLE": Known("ranks of a host talk over the network", _ON),
+    "NCCL_IB_DISABLE": Known("hosts talk over TCP, not InfiniBand", _ON, needs_infiniband=True),
+    "NCCL_NET_GDR_LEVEL": Known(
+        "the network card copies through host memory", ("0", "LOC"), needs_infiniband=True
+    ),
+    "NCCL_ALGO": Known("NCCL cannot choose its algorithm by size; meant for debugging"),
+    "NCCL_PROTO": Known("NCCL cannot choose its protocol by size; meant for debugging"),
+    "NCCL_DEBUG": Known("every call is written to a log", ("TRACE",)),
+    "NCCL_MAX_NCHANNELS": Known("limits the channels, and with them the bandwidth"),
+    "NCCL_MAX_CTAS": Known("limits the channels, and with them the bandwidth"),
+    "CUDA_LAUNCH_BLOCKING": Known("the host waits for every kernel", _ON),
+    "CUDA_DEVICE_MAX_CONNECTIONS": Known("ZeRO's collectives queue behind compute", ("1",)),
+    "TORCH_NCCL_BLOCKING_WAIT": Known("the host waits for every collective", _ON),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Known("a rank that fails leaves the others hanging", ("0",)),
+    "TORCH_DISTRIBUTED_DEBUG": Known("every collective is checked by another", ("DETAIL",)),
+    "MALLOC_PERTURB_": Known("every block of memory is filled when it is freed"),
+    "MALLOC_CHECK_": Known("every allocation is checked", ("1", "2", "3")),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Known("every tensor is allocated by the driver", _ON),
+}
+"""Sources: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html for NCCL_, the pages
+distributed, torch_nccl_environment_variables and cuda_environment_variables of
+https://docs.pytorch.org/docs/stable/ for TORCH_, PYTORCH_ and CUDA_LAUNCH_BLOCKING,
+pytorch/torchtitan issue 1147 and verl-project/verl pull request 6976 for
+CUDA_DEVICE_MAX_CONNECTIONS, mallopt(3) for MALLOC_."""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with.
+
+    >>> numbers("2.13.0+cpu"), numbers("5.10.0-28-amd64"), numbers("580.65.06")
+    ((2, 13, 0), (5, 10, 0), (580, 65, 6))
+    """
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found.group().split("."))) if found else ()

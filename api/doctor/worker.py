@@ -1,0 +1,53 @@
+"""The part of ``autoparallel doctor`` that runs on every rank of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from autoparallel.cost_model.cluster_file import from_dict
+from autoparallel.doctor.checks import Finding, Wanted, check_machine
+from autoparallel.doctor.cluster import check_cluster
+from autoparallel.doctor.facts import machine_facts
+from autoparallel.runtime.membership import join_as
+from autoparallel.runtime.process import Worker
+from autoparallel.runtime.profile_pairs import all_pair_times, rank_facts, rounds_of
+from autoparallel.runtime.shared import gather_values
+
+
+def examine(
+    worker: Worker, *, cluster: Mapping[str, Any], memory_bytes: int
+) -> list[dict[str, Any]]:
+    """The findings of every host and of the cluster, on every rank. Collective."""
+    described = from_dict(dict(cluster))
+    own: tuple[Finding, ...] = ()
+    if worker.local_rank == 0:  # before this process takes memory of its device
+        own = check_machine(machine_facts(), Wanted(described, memory_bytes))
+    device = join_as(worker, described)
+    worker.watchdog.progress("gathering what each host found")
+    by_rank = gather_values(own)
+    worker.watchdog.progress("measuring every device")
+    ranks = rank_facts(device)
+    worker.watchdog.progress("measuring every link")
+    times = all_pair_times(rounds_of(described), device)
+    hosts = {ranks[rank].host: found for rank, found in enumerate(by_rank) if found}
+    findings = [*joined(hosts), *check_cluster(described, ranks, times)]
+    return [asdict(each) for each in findings]
+
+
+def joined(hosts: Mapping[str, tuple[Finding, ...]]) -> list[Finding]:
+    """The findings of several hosts: equal ones once, those of some hosts with their names.
+
+    >>> fine, bad = Finding("OK", "torch", "2.13.0"), Finding("WARN", "network", "eth1 is slow")
+    >>> [each.what for each in joined({"a": (fine,), "b": (fine, bad)})]
+    ['2.13.0', 'b: eth1 is slow']
+    """
+    where: dict[Finding, list[str]] = {}
+    for host, findings in hosts.items():
+        for each in findings:
+            where.setdefault(each, []).append(host)
+    return [
+        each if len(own) == len(hosts) else replace(each, what=f"{', '.join(own)}: {each.what}")
+        for each, own in where.items()
+    ]

@@ -1,0 +1,1 @@
+"""Files that start a plan's run on every host: by Slurm, on Kubernetes, or over ssh."""

@@ -1,0 +1,184 @@
+"""What every launcher starts on each host: a check of the cluster, then the run, by torchrun.
+
+In: a plan and what its user asked for. Out: a ``LaunchJob``, which the launchers turn into their
+files, and the script that each host runs (``host_script``). Hosts have their place in the plan by
+number, from 0 on; the first one holds the rendezvous.
+
+torchrun's c10d rendezvous orders hosts by their addresses. That is no matter where all are alike.
+Where they are not, each must get the ranks that the plan has for it: then the rendezvous is the
+static one, which takes the order from ``--node-rank``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from autoparallel.cost_model.cluster import Cluster
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+
+PORT = 29400
+"""torchrun's own default for a rendezvous."""
+HOST_SCRIPT, PLAN_FILE = "host.sh", "plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchJob:
+    """One run to start. ``num_devices`` are those of each host, in the plan's order.
+
+    ``hosts`` are their names, () where a scheduler chooses them. ``is_ordered``: the hosts are not
+    alike, so each has its own place. ``folder`` is where the files are and logs go, and
+    ``workdir`` where the run starts, both as the hosts see them. ``setup`` is a line of shell
+    that each host runs first, and ``arguments`` are those of ``autoparallel run``.
+    """
+
+    name: str
+    num_devices: tuple[int, ...]
+    uses_gpus: bool
+    is_ordered: bool
+    hosts: tuple[str, ...]
+    folder: str
+    workdir: str
+    setup: str
+    arguments: tuple[str, ...]
+    port: int
+    max_restarts: int
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.num_devices)
+
+    @property
+    def common_devices(self) -> int | None:
+        """How many devices every host has; None where that differs."""
+        sizes = set(self.num_devices)
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def rendezvous(self) -> Literal["c10d", "static"]:
+        return "static" if self.is_ordered else "c10d"
+
+    def moved(self, folder: str, workdir: str) -> LaunchJob:
+        """The same job where hosts see its files at other paths."""
+        return replace(self, folder=folder, workdir=workdir)
+
+
+def job_of(
+    plan: Plan,
+    *,
+    name: str,
+    hosts: Sequence[str],
+    folder: Path,
+    setup: str,
+    arguments: Sequence[str],
+    port: int,
+    max_restarts: int,
+) -> LaunchJob:
+    """The job of a plan, started in this process' folder.
+
+    Raises UsageError AP372 where ``hosts`` are given and are not as many as the plan has.
+    """
+    cluster = plan.cluster
+    if hosts and len(hosts) != len(cluster.hosts):
+        raise UsageError(
+            "AP372",
+            f"--hosts has {len(hosts)} hosts, and the plan has {len(cluster.hosts)}",
+            why=f"it was made for {cluster.name}, with {cluster.num_devices} devices",
+            fix="name one host for each of the plan's, in its order, or plan for these hosts",
+        )
+    return LaunchJob(
+        name=name,
+        num_devices=tuple(host.num_devices for host in cluster.hosts),
+        uses_gpus=any(host.device.kind == "cuda" for host in cluster.hosts),
+        is_ordered=not are_alike(cluster),
+        hosts=tuple(hosts),
+        folder=str(folder.resolve()),
+        workdir=str(Path.cwd()),
+        setup=setup,
+        arguments=tuple(arguments),
+        port=port,
+        max_restarts=max_restarts,
+    )
+
+
+def are_alike(cluster: Cluster) -> bool:
+    """Whether hosts may change places: equal devices and links, and no racks that matter.
+
+    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> are_alike(parse_cluster("4x8xH100")), are_alike(parse_cluster("8xA100+8xH100"))
+    (True, False)
+    """
+    racks = {host.rack for host in cluster.hosts} if cluster.rack_link is not None else {""}
+    return len({repr(replace(host, rack="")) for host in cluster.hosts}) == 1 and len(racks) == 1
+
+
+def read_hosts(text: str | None) -> tuple[str, ...]:
+    """The hosts that ``--hosts`` names: separated by commas, or the lines of a file.
+
+    What stands after the name in a line is left out, as in a hosts file of MPI, and comments.
+    Raises UsageError AP373 for names that are none, or twice the same.
+
+    >>> read_hosts("node1, node2")
+    ('node1', 'node2')
+    """
+    if text is None:
+        return ()
+    lines = text.split(",")
+    if Path(text).is_file():
+        lines = [line.partition("#")[0] for line in Path(text).read_text().splitlines()]
+    names = tuple(line.split()[0] for line in lines if line.split())
+    wrong = [name for name in names if not set(name) <= _NAME_LETTERS or name.startswith("-")]
+    if wrong or not names or len(set(names)) < len(names):
+        twice = next((name for name in names if names.count(name) > 1), "")
+        what = f"{wrong[0]!r} is no host" if wrong else f"names {twice} twice" if twice else "empty"
+        raise UsageError(
+            "AP373", f"--hosts {text}: {what}",
+            fix="host names separated by commas, or a file with one in each line",
+        )  # fmt: skip
+    return names
+
+
+_NAME_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_:@[]")
+
+
+def host_script(job: LaunchJob) -> str:
+    """The script that every host runs: ``host.sh NUMBER FIRST_HOST``, numbers from 0 on."""
+    plan = shlex.quote(f"{job.folder}/{PLAN_FILE}")
+    counts = " ".join(map(str, job.num_devices))
+    arguments = "".join(f" {shlex.quote(each)}" for each in job.arguments)
+    setup = f"{job.setup}\n" if job.setup else ""
+    place = (
+        '--node-rank "$number"' if job.is_ordered else '--rdzv-conf "is_host=$is_first"'
+    )  # fmt: skip
+    is_first = "" if job.is_ordered else _IS_FIRST
+    return f"""#!/usr/bin/env bash
+# What one of the {job.num_hosts} hosts runs: host.sh NUMBER FIRST_HOST, where NUMBER is its place
+# in the plan, from 0 on. It checks the cluster, then trains.
+set -euo pipefail
+number=$1
+first_host=$2
+devices=({counts})
+
+cd -- {shlex.quote(job.workdir)}
+{setup}logs={shlex.quote(job.folder)}/logs/host$number
+mkdir -p -- "$logs"
+{is_first}
+# start PURPOSE PORT RESTARTS COMMAND...: the command on every device of this host, one rank each.
+start() {{
+  torchrun --nnodes {job.num_hosts} --nproc-per-node "${{devices[$number]}}" {place} \\
+    --rdzv-backend {job.rendezvous} --rdzv-endpoint "$first_host:$2" \\
+    --rdzv-id {shlex.quote(job.name)}-"$1" --max-restarts "$3" \\
+    --log-dir "$logs/$1" --tee 3 --local-ranks-filter 0 "${{@:4}}"
+}}
+
+start check {job.port} 0 -m autoparallel doctor --plan {plan}
+start train {job.port + 1} {job.max_restarts} -m autoparallel run {plan}{arguments}
+"""
+
+
+_IS_FIRST = """if [[ $number -eq 0 ]]; then is_first=true; else is_first=false; fi
+"""

@@ -1,0 +1,210 @@
+"""The commands and snippets of documents, and running them.
+
+A comment before a fenced block says that it is run: ``<!-- run -->``, ``<!-- run: slow -->`` (only
+in slow tests) or ``<!-- run: write NAME -->`` (the block is a file). The blocks of a document run
+in their order, in one empty folder that has the repository's examples. What is not run is in
+``NOT_RUN``, with its reason; a test compares that list with the documents.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands import run_python
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(
+    str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))
+))  # fmt: skip
+SHOWN = ("text", "toml", "json")
+"""Languages of blocks that show something, and are neither commands nor snippets."""
+
+_COMMAND = re.compile(r"(autoparallel|python|pip|torchrun|make|sbatch|bash|kubectl)\s")
+_EXAMPLES = ("examples", "constraints.txt", "benchmarks")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block. ``mark`` is what the comment before it says; None without one."""
+
+    document: str
+    language: str
+    text: str
+    mark: str | None
+
+    @property
+    def is_slow(self) -> bool:
+        return self.mark == "slow"
+
+    @property
+    def is_commands(self) -> bool:
+        return self.language in ("", "bash", "console") and any(self.commands)
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """The commands of a block, one each; comments at their ends are left out."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        found = [re.sub(r"\s{2,}#.*$", "", line.removeprefix("$ ")).strip() for line in lines]
+        return tuple(re.sub(r"\s+", " ", line) for line in found if _COMMAND.match(line))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What could be run: each command, or the first line of a snippet."""
+        if self.is_commands:
+            return self.commands
+        return (self.text.splitlines()[0],) if self.language == "python" else ()
+
+
+def blocks(document: str) -> Iterator[Block]:
+    """The blocks of a document, in their order."""
+    text = (ROOT / document).read_text()
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        mark = re.search(r"<!-- run(?:: ([^>]*?))? -->\n$", text[: match.start()])
+        if match.group(1) not in SHOWN:
+            yield Block(document, match.group(1), match.group(2),
+                        None if mark is None else mark.group(1) or "")  # fmt: skip
+
+
+def left_out() -> set[tuple[str, str]]:
+    """Every command and snippet in the documents that is in no block that is run."""
+    return {
+        (block.document, part)
+        for document in DOCUMENTS for block in blocks(document) if block.mark is None
+        for part in block.parts
+    }  # fmt: skip
+
+
+def run_document(document: str, folder: Path, *, with_slow: bool) -> int:
+    """Runs the marked blocks of a document in ``folder``; how many parts ran.
+
+    Raises AssertionError with what a part said that failed.
+    """
+    for name in _EXAMPLES:
+        (folder / name).symlink_to(ROOT / name)
+    count = 0
+    for block in blocks(document):
+        if block.mark is None or (block.is_slow and not with_slow):
+            continue
+        if block.mark.startswith("write "):
+            (folder / block.mark.removeprefix("write ")).write_text(block.text)
+            continue
+        if block.language == "python":
+            (folder / "snippet.py").write_text(block.text)
+            _run("python snippet.py", folder)
+            count += 1
+            continue
+        for command in block.commands:
+            if (document, command) not in NOT_RUN:
+                _run(command, folder)
+                count += 1
+    return count
+
+
+def _run(command: str, folder: Path) -> None:
+    """One command, in a process that has done the imports where it is Python's."""
+    words = shlex.split(command)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    if words[0] in ("autoparallel", "python") and not set("|&;>") & set(command):
+        arguments = words[1:] if words[0] == "python" else ["-m", "autoparallel", *words[1:]]
+        done = run_python(*arguments, folder=folder, environment=environment, timeout_seconds=900.0)
+    else:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
+            check=False, timeout=240,
+        )  # fmt: skip
+    assert done.returncode in EXIT_CODES.get(" ".join(words[:2]), (0,)), (
+        f"{command}\n{done.stdout}\n{done.stderr}"
+    )
+
+
+EXIT_CODES = {"autoparallel doctor": (0, 5)}
+"""By command, where a machine that is busy with tests may not be fit to train."""
+
+INSTALLS = "installs packages; .ci/run does it in a fresh environment"
+LONG = "the whole test suite or benchmark: a target of make of its own"
+GPUS = "needs the GPUs that it is planned for"
+CLUSTER = "needs hosts, a scheduler or a registry"
+FRAGMENT = "a fragment, whose names are the reader's own; tests/api run the same calls"
+NAMES = "needs files of the reader's; docs/tutorial.md runs the same commands"
+
+NOT_RUN: dict[tuple[str, str], str] = {
+    **dict.fromkeys([
+        ("CONTRIBUTING.md", "pip install -c constraints.txt -e '.[dev]'"),
+        ("README.md", "pip install -c constraints.txt -e '.[dev]' && pytest -n 2"),
+        ("README.md", "pip install -c constraints.txt -e . && autoparallel run examples/gpt.py "
+                      "--steps 20"),
+        ("docs/solvers.md", "pip install 'torch-autoparallel[solvers]'"),
+    ], INSTALLS),
+    **dict.fromkeys([
+        ("CONTRIBUTING.md", "make check"),
+        ("CONTRIBUTING.md", "python benchmarks/gpu/run.py --device cpu --small"),
+        ("docs/practice.md", "python benchmarks/planning/practice.py --time-limit 15 "
+                             "--write docs/practice.md"),
+        ("README.md", "autoparallel profile examples/gpt.py --cluster local"),
+    ], LONG),
+    **dict.fromkeys([
+        ("CONTRIBUTING.md", "make gpu"),
+        ("CONTRIBUTING.md", "make gpu PARTS=tests,step"),
+        ("README.md", "autoparallel run plan.json --steps 100"),
+        ("docs/training.md", "autoparallel plan model.py --cluster 8xH100 --compile -o plan.json"),
+        ("docs/training.md", "autoparallel run plan.json"),
+        ("docs/training.md", "autoparallel verify plan.json"),
+    ], GPUS),
+    **dict.fromkeys([
+        ("docs/launching.md", "autoparallel launch plan.json --slurm --partition gpu "
+                              "--time 12:00:00 -- --steps 1000 --save run"),
+        ("docs/launching.md", "autoparallel launch plan.json --k8s --image registry/train:1 "
+                              "--claim work -- --steps 1000"),
+        ("docs/launching.md", "autoparallel launch plan.json --ssh --hosts node1,node2 "
+                              "-- --steps 1000"),
+        ("docs/launching.md", "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+                              "--rdzv-endpoint node1:29400 -m autoparallel doctor "
+                              "--plan plan.json"),
+    ], CLUSTER),
+    **dict.fromkeys([
+        ("README.md", "@autoparallel.parallelize(example_batch=example_batch, global_batch=256)"),
+        ("README.md", "def build_model(depth=6):  # --set depth=12 sets it"),
+        ("README.md", "model = autoparallel.parallelize(GPT(config), example_batch=(x, y))  "
+                      "# the one line"),
+        ("docs/checkpoints.md", "step = autoparallel.Step(model)"),
+        ("docs/data.md", "loader = DataLoader(dataset, batch_size=256, shuffle=True, "
+                         "num_workers=4)"),
+        ("docs/finetuning.md", "model = autoparallel.parallelize(Net(), example_batch=batch, "
+                               'weights="weights.pt")'),
+        ("docs/finetuning.md", "model = transformers.AutoModelForCausalLM.from_pretrained("
+                               '"tuned")'),
+        ("docs/scripts.md", "model = GPT(config)"),
+        ("docs/scripts.md", "model = autoparallel.parallelize(model, example_batch=batch)"),
+        ("docs/scripts.md", "with model.unsharded():  # whole weights on every rank"),
+        ("docs/training.md", "class Report(autoparallel.Callback):"),
+        ("docs/training.md", "import torch, autoparallel"),
+        ("docs/training.md", "step = autoparallel.Step(model, callbacks=lambda: "
+                             '[autoparallel.JsonLines("metrics.jsonl")])'),
+    ], FRAGMENT),
+    **dict.fromkeys([
+        ("README.md", "autoparallel export run --to hf -o tuned"),
+        ("README.md", "autoparallel run hf:llama --cluster cpu:2 --lora r=8,alpha=16 --weights "
+                      "llama --data novel.txt --steps 200 --save run"),
+        ("README.md", "autoparallel run hf:llama --cluster cpu:2 --weights llama "
+                      "--data novel.txt --steps 200 --save run"),
+        ("docs/checkpoints.md", "autoparallel run other_plan.json --steps 1000 --resume run1 "
+                                "--save run1 --save-every 100"),
+        ("docs/checkpoints.md", "autoparallel run plan.json --steps 1000 --save run1 "
+                                "--save-every 100 --keep 3"),
+        ("docs/finetuning.md", "autoparallel export run --to hf -o tuned"),
+        ("docs/finetuning.md", "autoparallel export run --to peft -o adapters"),
+        ("docs/finetuning.md", "autoparallel run hf:llama --lora r=8,alpha=16 --weights llama "
+                               "--data novel.txt --steps 200 --save run"),
+        ("docs/finetuning.md", "autoparallel run hf:llama --weights llama --data novel.txt "
+                               "--seq 512 --steps 200 --save run"),
+        ("docs/solvers.md", "autoparallel plan examples/gpt.py --cluster 8xH100 --solver cbc "
+                            "-o plan.json"),
+    ], NAMES),
+}  # fmt: skip
+"""By document and command, or the first line of a snippet, why no test runs it as it stands."""

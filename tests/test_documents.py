@@ -1,0 +1,159 @@
+"""The documents' commands and snippets run, and the site is complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import documents
+import pytest
+from documents import DOCUMENTS, NOT_RUN, ROOT, blocks, left_out, run_document
+
+SITE = ROOT / "docs/site"
+
+
+def marked(*, is_slow: bool) -> list[str]:
+    """The documents with blocks that run: all that have slow ones, or those with quick ones."""
+    return [
+        document
+        for document in DOCUMENTS
+        if any(
+            block.mark is not None and block.is_slow == is_slow
+            and not block.mark.startswith("write")
+            for block in blocks(document)
+        )
+    ]  # fmt: skip
+
+
+def test_every_command_and_snippet_runs_or_is_left_out_for_a_reason() -> None:
+    in_marked = {
+        (block.document, part)
+        for document in DOCUMENTS for block in blocks(document) if block.mark is not None
+        for part in block.parts
+    }  # fmt: skip
+    unexplained = left_out() - NOT_RUN.keys()
+    assert unexplained == set()
+    stale = NOT_RUN.keys() - left_out() - in_marked
+    assert stale == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_not_run_can_be_read(document: str) -> None:
+    """Snippets are Python, and commands have only options that there are."""
+    import typer.main
+
+    from autoparallel.__main__ import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for block in blocks(document):
+        if block.language == "python":
+            compile(block.text, document, "exec")
+        for command in block.commands:
+            words = shlex.split(command.rpartition("&& ")[2])
+            if words[0] == "torchrun":
+                words = words[words.index("-m") + 1 :]
+            if words[0] == "autoparallel":
+                commands[words[1]].make_context(words[1], words[2:])
+
+
+def test_an_option_that_does_not_exist_is_noticed() -> None:
+    import typer.main
+
+    from autoparallel.__main__ import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    with pytest.raises(Exception, match="No such option"):
+        commands["plan"].make_context("plan", ["model.py", "--no-such-option"])
+
+
+@pytest.mark.parametrize("document", marked(is_slow=False))
+def test_quick_blocks_run(document: str, tmp_path: Path) -> None:
+    assert run_document(document, tmp_path, with_slow=False) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("document", marked(is_slow=True))
+def test_all_marked_blocks_run(document: str, tmp_path: Path) -> None:
+    assert run_document(document, tmp_path, with_slow=True) > 0
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.md"
+    own.write_text("<!-- run -->\n```\nautoparallel schedules no-such-schedule\n```\n")
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(AssertionError, match="AP150"):
+        run_document("own.md", folder, with_slow=False)
+
+
+@pytest.fixture(scope="module")
+def references() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SITE))
+        return importlib.import_module("references")
+
+
+def test_the_reference_of_commands_has_every_option(references: ModuleType) -> None:
+    import typer.main
+
+    from autoparallel.__main__ import app
+
+    page = references.commands_page()
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        options = [each for each in command.params if each.name != "help"]
+        assert section.count("\n| ") == len(options) + 1
+        for option in options:
+            assert all(f"`{each}`" in section for each in option.opts if each.startswith("-"))
+    assert "`--global-batch` `INTEGER`" in page or "`--global-batch` `GLOBAL_BATCH`" in page
+
+
+def test_the_reference_of_plans_has_every_field(references: ModuleType) -> None:
+    from autoparallel.cost_model.cluster import Host
+    from autoparallel.planner.plan import Plan, StagePlan
+
+    page = references.plan_page()
+    assert {Plan, StagePlan, Host} <= set(references.classes_of(Plan))
+    for kind in references.classes_of(Plan):
+        section = page.split(f"\n## {kind.__name__}\n")[1].split("\n## ")[0]
+        assert all(f"| `{each.name}` |" in section for each in dataclasses.fields(kind))
+
+
+def test_every_document_is_in_the_site(references: ModuleType) -> None:
+    nav = set(re.findall(r": ((?:docs|benchmarks)/\S+\.md)", (SITE / "mkdocs.yml").read_text()))
+    own = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
+    assert own - nav == set()
+    made = {"docs/commands.md", "docs/plan_schema.md"}
+    assert {name for name in nav - made if not (ROOT / name).exists()} == set()
+
+
+def test_the_sources_of_the_site_are_whole(
+    references: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every link between collected documents leads to a collected file."""
+    monkeypatch.syspath_prepend(str(SITE))
+    build = importlib.import_module("build")
+    build.collect(tmp_path)
+    for path in tmp_path.rglob("*.md"):
+        if (ROOT / path.relative_to(tmp_path)).exists():
+            for target in build.linked(ROOT / path.relative_to(tmp_path)):
+                assert (tmp_path / target.relative_to(ROOT)).exists(), (path, target)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning() -> None:
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, str(SITE / "build.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (ROOT / "build/site/html/docs/commands.html").exists()
