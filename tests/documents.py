@@ -133,7 +133,34 @@ CLUSTER = "needs hosts, a scheduler or a registry"
 FRAGMENT = "a fragment, whose names are the reader's own; tests/api run the same calls"
 NAMES = "needs files of the reader's; docs/tutorial.md runs the same commands"
 
+TESTED = "tests/api and tests/runtime run the same commands on small models"
 NOT_RUN: dict[tuple[str, str], str] = {
+    **dict.fromkeys([
+        ("docs/estimate.md", 'autoparallel estimate hf:examples/llama3_8b --devices '
+                             '"H100,A100-80GB,RTX4090" --seq 4096 --tokens 15e12 '
+                             "--price H100=2.5,A100-80GB=1.5"),
+        ("docs/explain.md", "autoparallel explain plan.json --what-if "
+                            "link.inter.bytes_per_second=50e9"),
+        ("docs/explain.md", "autoparallel explain plan.json --why-not tp=4,pp=2"),
+        ("docs/explain.md", "autoparallel explain plan.json layers.0.mlp.up.weight"),
+        ("docs/failures.md", "autoparallel plan model.py --cluster 2x8xH100 -o plan.json"),
+        ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 100 "
+                             "--max-restarts 3"),
+        ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 100 "
+                             "--nnodes 2 --rdzv-endpoint 10.0.0.1:29400 --max-restarts 3"),
+        ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 50 "
+                             "--nnodes 3:4 --elastic --rdzv-endpoint 10.0.0.1:29400"),
+        ("docs/failures.md", "torchrun --nproc-per-node 8 --max-restarts 3 -m autoparallel run "
+                             "plan.json --steps 1000 --save run1 --save-every 100"),
+        ("docs/parameter_servers.md", "autoparallel plan model.py --cluster cpu:4 --parallel "
+                                      "servers=2 -o plan.json"),
+        ("docs/parameter_servers.md", "autoparallel run model.py --cluster cpu:4 --parallel "
+                                      "servers=2,consistency=ssp,staleness=2"),
+        ("docs/parameter_servers.md", "autoparallel run model.py --cluster cpu:4 --parallel "
+                                      "servers=4,place=beside,microbatches=8"),
+        ("docs/reports.md", 'plan = autoparallel.plan("model.py", cluster="8xH100", '
+                            "global_batch=64)"),
+    ], TESTED),
     **dict.fromkeys([
         ("CONTRIBUTING.md", "pip install -c constraints.txt -e '.[dev]'"),
         ("README.md", "pip install -c constraints.txt -e '.[dev]' && pytest -n 2"),
