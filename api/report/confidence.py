@@ -102,3 +102,10 @@ def confidence(plan: Plan) -> RenderableType:
         said += "; the plan is reused: its search seconds are those of the search that made it"
     lines.append(Text(said, style="dim"))
     return Group(*lines)
+
+
+def sureness(plan: Plan) -> RenderableType:
+    """Where the times come from, the gap, and why this plan, in short."""
+    lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
+    lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
+    return Group(*lines)

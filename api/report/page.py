@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autoparallel.planner.asynchronous import described
 from autoparallel.planner.parameter_servers import served
-from autoparallel.planner.plan import Plan, ServerPlan, StagePlan, rows_text
+from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import (
     SEPARATOR,
     mesh_text,
@@ -26,7 +26,7 @@ from autoparallel.planner.summary import (
     servers_text,
     strategy_parts,
 )
-from autoparallel.report.confidence import confidence, gap_text, simplest_text, source_lines
+from autoparallel.report.confidence import confidence, sureness
 from autoparallel.report.drawing import drawing
 from autoparallel.report.facts import (
     AxisUse,
@@ -43,6 +43,7 @@ from autoparallel.report.facts import (
     usable_bytes,
 )
 from autoparallel.report.goal import goal_lines, goal_title
+from autoparallel.report.served import server_lines
 from autoparallel.report.words import (
     bytes_text,
     count_text,
@@ -151,13 +152,6 @@ def _where(plan: Plan, details: Details) -> RenderableType:
     return section("Stages", Group(table, *(Text(line, style="dim") for line in axes)))
 
 
-def sureness(plan: Plan) -> RenderableType:
-    """Where the times come from, the gap, and why this plan, in short."""
-    lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
-    lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
-    return Group(*lines)
-
-
 def commands(next_steps: Sequence[tuple[str, str]]) -> RenderableType:
     """Commands, and what each does."""
     table = plain_table(("", "left"), ("", "left"))
@@ -258,25 +252,6 @@ def configuration_text(plan: Plan) -> str:
     if plan.servers is not None:
         parts = [servers_text(plan.servers)]
     return SEPARATOR.join((*parts, microbatches_text(plan.num_microbatches, plan.microbatch_size)))
-
-
-def server_lines(servers: ServerPlan) -> RenderableType:
-    """Who works and who serves, what is shared out how, and what staleness means."""
-    count = len(servers.servers)
-    shares = ", ".join(map(str, servers.shares))
-    lines = [
-        f"workers on ranks {ranks_text(servers.workers)}: {shares} micro-batches of a step",
-        f"servers on ranks {ranks_text(servers.servers)}: each 1/{count} of all weights and "
-        "optimizer states",
-    ]
-    if servers.replicas:
-        lines.append("each server holds a replica of another one's part")
-    if servers.consistency == "ssp":
-        lines.append(
-            f"staleness {servers.staleness}: a worker is at most {servers.staleness} iterations "
-            "ahead of the slowest"
-        )
-    return Text("\n".join(lines))
 
 
 def microbatches_text(count: int, size: int) -> str:
