@@ -74,7 +74,7 @@ def _planned(
         precision=model.precision, float32_ops=model.float32_ops, optimizer=model.optimizer,
         compiled=plan.compiled, **limits,
     )  # fmt: skip
-    sys.stderr.write(f"autoparallel: planning for the {len(cluster.hosts)} hosts that are there\n")
+    sys.stderr.write(f"autoparallel: planning for the hosts that are there: {cluster.name}\n")
     found = plan_on(target, cluster, options, observe)
     if num_processes(found) != num_ranks:
         raise WorkerError("AP824", f"the plan uses only {num_processes(found)} of them")

@@ -44,7 +44,7 @@ from .restarts import can_mend, tell_restart
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
 """A host whose agent has not been heard for so long is lost, as in torch's rendezvous."""
-LEAVING_SECONDS = 1.0
+LEAVING_SECONDS = 3.0
 """How much longer than the others the host stays that keeps the store."""
 JOB, ROUNDS, BEATS = "autoparallel/job", "autoparallel/rounds", "autoparallel/beats"
 
@@ -86,6 +86,8 @@ def launch_on_hosts(
                 found = _run(agent, hosts)
         except AutoparallelError:
             handler.shutdown()  # a host that is told to end leaves the run to the others
+            if is_kept_here:
+                time.sleep(LEAVING_SECONDS)  # so that they hear of it
             raise
         if is_kept_here:
             time.sleep(LEAVING_SECONDS)

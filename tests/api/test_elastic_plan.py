@@ -45,15 +45,15 @@ def test_fewer_ranks_get_a_plan_of_the_same_model_and_batch(
     found = plan_for_ranks(plan, target, ranks(3), LIMITS, str(folder))
     assert found.cluster.num_devices == 3
     assert found.model == plan.model
-    assert "planning for the 3 hosts that are there" in capfd.readouterr().err
+    assert "planning for the hosts that are there: 3x1xcpu" in capfd.readouterr().err
     assert load_plan(folder / "plan-3.json").cluster == found.cluster
     again = plan_for_ranks(plan, target, ranks(3), LIMITS, str(folder))
     assert again.stages == found.stages
     assert "planning" not in capfd.readouterr().err
 
 
-def test_where_nothing_fits_the_error_says_why(plan: Plan, target: Target) -> None:
+def test_where_no_plan_is_found_the_error_says_why(plan: Plan, target: Target) -> None:
     with pytest.raises(WorkerError, match="AP824") as caught:
-        plan_for_ranks(plan, target, ranks(3), {**LIMITS, "memory_limit_bytes": 1000}, None)
+        plan_for_ranks(plan, target, ranks(3), {**LIMITS, "time_limit_seconds": 0.0}, None)
     assert caught.value.what == "there is no plan for the 3 ranks that are left"
     assert "12 samples" in caught.value.why

@@ -146,17 +146,17 @@ from autoparallel.runtime.agent import launch_on_hosts
 from autoparallel.runtime.process import Job
 from autoparallel.runtime.rendezvous import Hosts
 
-entry, port = sys.argv[1:]
-job = Job(f"test_hosts:{entry}", {"most": 1}, "", 60.0, tuple(sys.path))
-try:
-    found = launch_on_hosts(
-        job, Hosts(2, 2, f"127.0.0.1:{port}", 60.0), num_local=2, environment=os.environ,
-        max_restarts=1,
-    )
-    print(json.dumps(found), flush=True)
-except AutoparallelError as error:
-    print(error, file=sys.stderr, flush=True)
-    sys.exit(error.exit_code)
+def main(entry, port):
+    job = Job(f"test_hosts:{entry}", {"most": 1}, "", 60.0, tuple(sys.path))
+    hosts = Hosts(2, 2, f"127.0.0.1:{port}", 60.0)
+    return launch_on_hosts(job, hosts, num_local=2, environment=os.environ, max_restarts=1)
+
+if __name__ == "__main__":  # not in the processes that are forked
+    try:
+        print(json.dumps(main(*sys.argv[1:])), flush=True)
+    except AutoparallelError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
 """
 
 
@@ -172,7 +172,7 @@ def run_hosts(folder: Path, entry: str, port: int) -> tuple[list[int], Agents]:
         ):
             hosts.processes.append(
                 ForkedInterpreter(
-                    [sys.executable, "host.py", entry, str(port)],
+                    [sys.executable, str(folder / "host.py"), entry, str(port)],
                     env=environment, cwd=str(folder), stdout=out, stderr=err,
                 )
             )  # fmt: skip
@@ -402,7 +402,7 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_comes_back(
         assert set(hosts.codes(400.0)) == {0}, hosts.all_said()
         err = hosts.all_said()
     fewer = (num_hosts - 1) * per_host
-    assert f"autoparallel: planning for the {num_hosts - 1} hosts that are there" in err
+    assert "autoparallel: planning for the hosts that are there: " in err
     assert load_plan(tmp_path / "run" / f"plan-{fewer}.json").cluster.num_devices == fewer
     assert load_plan(tmp_path / "run" / "plan.json").cluster.num_devices == num_hosts * per_host
     run_command_in(tmp_path, "run", "dropout_model.json", *steps, "--metrics", "whole.jsonl")
