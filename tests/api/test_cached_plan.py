@@ -116,6 +116,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"tolerance": 0.1}, {"pins": (parse_pin("layers.*=R@dp"),)}, {"stage_at": ("layers.1",)},
     {"max_tp": 1}, {"features": Features(frozenset({"zero3"}))}, {"goal": Goal("memory")},
     {"target": "other.py"}, {"settings": {"layers": 2}}, {"solver": "cbc"},
+    {"gradient_dtype": "compute"}, {"offload": "optimizer"},
 )  # fmt: skip
 """A change of every field of a request but ``placer``, with which no plan is kept."""
 
