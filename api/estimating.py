@@ -27,6 +27,7 @@ from autoparallel.planner.errors import (
     UsageError,
 )
 from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planning import (
     PlanOptions,
@@ -245,6 +246,7 @@ class _Search:
             time_limit_seconds=self.asked.seconds,
             num_candidates=1,
             goal=Goal(prices=self.asked.prices),
+            features=Features(frozenset({"offload"})),
             profile="auto",
         )
 

@@ -29,7 +29,7 @@ def test_a_plan_says_who_solved_its_programs(
     plan_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert autoparallel.load_plan(plan_file).solver.solver == "cbc"
-    assert run_command(["inspect", str(plan_file)]) == 0
+    assert run_command(["inspect", str(plan_file), "--all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert re.search(r"problems solved, integer programs by cbc", text)
 

@@ -185,7 +185,7 @@ def test_what_cannot_be_recorded_is_said() -> None:
 
 def test_a_run_writes_a_trace_and_prints_the_table(planned: Path) -> None:
     folder = planned.parent
-    arguments = ["--steps", "4", "--trace-steps", "2", "--trace", "own.json"]
+    arguments = ["--steps", "4", "--trace-steps", "2", "--trace", "own.json", "--trust"]
     done = run_python("-m", "autoparallel", "run", str(planned), *arguments, folder=folder)
     assert done.returncode == 0, done.stderr
     table = done.stdout[done.stdout.index("Mean seconds") : done.stdout.index("written to")]
