@@ -41,9 +41,11 @@ def hangs(worker: Worker, plan_path: str, at: str) -> dict[str, Any]:
     """Trains; in its second step rank 1 stops in block ``at``, in the backward of that block where
     ``at`` ends with "'", or for its data."""
     from autoparallel.data import TrainingData
+    from autoparallel.runtime import zero
     from autoparallel.runtime.stage import StageBlock
     from autoparallel.worker import train
 
+    zero.GROUP_BYTES = zero.TINY_BYTES = 0  # each block is gathered alone, however small
     tell, begun = worker.watchdog.progress, [0]
 
     def progress(what: str, waits_for: tuple[int, ...] = ()) -> None:
