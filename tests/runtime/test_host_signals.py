@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,27 @@ from host_spaces import host_spaces, skip_without_spaces
 from test_hosts import agents, planned
 
 from autoparallel.planner.requests.request import Forced
+from autoparallel.runtime import store_watch
+from autoparallel.runtime.store_watch import StoreWatch
 
 ENDLESS = ("run", "dropout_model.json", "--steps", "1000000", "--metrics", "metrics.jsonl")
 TIMEOUT_SECONDS = 10
 PORT = 29541
+
+
+def test_a_question_that_stays_open_gives_up_and_one_that_is_answered_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_watch, "POLL_SECONDS", 0.01)
+    given_up = threading.Event()
+    with StoreWatch(0.05, given_up.set) as watch:
+        for _ in range(20):
+            with watch.asking():
+                pass
+            time.sleep(0.01)
+        assert not given_up.is_set()
+        with watch.asking():
+            assert given_up.wait(60.0)
 
 
 @pytest.mark.slow
