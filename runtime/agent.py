@@ -4,17 +4,20 @@ In: a job, and how many hosts there are. Out: what the function returns on this 
 or the error of the run. It is torch's elastic agent, with the processes of our own launcher: hosts
 meet (``rendezvous``), a failed rank or a host that comes or goes makes all meet again, and after
 ``max_restarts`` failures the run ends. torch does not notice a host that is gone while its ranks'
-connections stay open; so agents also hear each other's heartbeats.
+connections stay open; so agents also hear each other's heartbeats, and watch the store.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from .launch import Workers, signals_raise
 from .process import RESULT, Job
 from .rendezvous import Hosts, interface_of, make_handler, open_store, own_address, parse_endpoint
 from .restarts import can_mend, tell_restart
+from .store_watch import StoreWatch
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
@@ -74,21 +78,24 @@ def launch_on_hosts(
     interface = interface_of(address)
     names = () if interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     shared = {**{name: str(interface) for name in names}, **environment}
-    handler = make_handler(hosts, store, endpoint)
+    watch = StoreWatch(LOST_SECONDS, lambda: agent.end_without_store(hosts))
+    handler = make_handler(hosts, store, endpoint, watch.asking)
     spec = WorkerSpec(
         role="ranks", local_world_size=num_local, rdzv_handler=handler, entrypoint=sys.executable,
         max_restarts=max_restarts, monitor_interval=0.1,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
-        agent = HostAgent(spec, replace(job, folder=folder, is_alone=False), shared, store)
-        try:
-            with signals_raise(agent.ask if finishes else None):
-                found = _run(agent, hosts)
-        except AutoparallelError:
-            handler.shutdown()  # a host that is told to end leaves the run to the others
-            if is_kept_here:
-                time.sleep(LEAVING_SECONDS)  # so that they hear of it
-            raise
+        alone = replace(job, folder=folder, is_alone=False)
+        agent = HostAgent(spec, alone, shared, store, watch.asking)
+        with watch:
+            try:
+                with signals_raise(agent.ask if finishes else None):
+                    found = _run(agent, hosts)
+            except AutoparallelError:
+                handler.shutdown()  # a host that is told to end leaves the run to the others
+                if is_kept_here:
+                    time.sleep(LEAVING_SECONDS)  # so that they hear of it
+                raise
         if is_kept_here:
             time.sleep(LEAVING_SECONDS)
         return found
@@ -107,11 +114,7 @@ def _run(agent: HostAgent, hosts: Hosts) -> Any:
     except RendezvousClosedError:
         result = None
     except (RendezvousError, DistError) as error:
-        raise MachineError(
-            "AP416", f"the host of the rendezvous endpoint {hosts.endpoint} is gone",
-            why=str(error).splitlines()[0],
-            fix="start the run again on all hosts with --resume, or with an endpoint that stays",
-        ) from error  # fmt: skip
+        raise _without_store(hosts, str(error).splitlines()[0]) from error
     if agent.error is not None and (result is None or result.is_failed()):
         raise agent.error
     if result is None:
@@ -119,6 +122,13 @@ def _run(agent: HostAgent, hosts: Hosts) -> Any:
             "AP825", "another host has ended the run", fix="that host says why; start all again"
         )
     return agent.value()
+
+
+def _without_store(hosts: Hosts, why: str) -> MachineError:
+    return MachineError(
+        "AP416", f"the host of the rendezvous endpoint {hosts.endpoint} is gone", why=why,
+        fix="start the run again on all hosts with --resume, or with an endpoint that stays",
+    )  # fmt: skip
 
 
 def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
@@ -147,9 +157,16 @@ class HostAgent(SimpleElasticAgent):
     """torch's agent of the ranks of one host; ``error`` is that of the last failure."""
 
     def __init__(
-        self, spec: WorkerSpec, job: Job, environment: Mapping[str, str], store: Any
+        self,
+        spec: WorkerSpec,
+        job: Job,
+        environment: Mapping[str, str],
+        store: Any,
+        asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        """Answers of ``store`` are waited for inside of ``asking()``."""
         super().__init__(spec)
+        self._asking = asking
         self.error: AutoparallelError | None = None
         self._job = job
         self._environment = environment
@@ -166,6 +183,24 @@ class HostAgent(SimpleElasticAgent):
     def ask(self) -> bool:
         """At a SIGTERM: passes the first one on to the ranks; whether that was the first."""
         return self._workers is not None and self._workers.ask()
+
+    def end_without_store(self, hosts: Hosts) -> None:
+        """Ends the ranks and this process, whose main thread waits for the store for ever.
+
+        A rank that has failed by itself says why; else MachineError AP416.
+        """
+        error = self.error
+        if self._workers is not None:
+            failed = {rank: code for rank, code in self._workers.codes().items() if code}
+            if error is None and failed:
+                error = self._workers.error(failed)
+            self._workers.end()
+        if error is None:
+            error = _without_store(hosts, f"its store has not answered for {LOST_SECONDS:g} s")
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        shutil.rmtree(self._job.folder, ignore_errors=True)
+        os._exit(error.exit_code)
 
     def _folder(self) -> Path:
         return Path(self._job.folder, str(self._round))
@@ -215,7 +250,8 @@ class HostAgent(SimpleElasticAgent):
             return _failed(failed)
         if all(code == 0 for code in codes.values()):
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(codes))
-        lost = self._peers.lost()
+        with self._asking():
+            lost = self._peers.lost()
         if lost:
             self._fail(_lost_hosts(lost), counts=False)
             return _failed(dict.fromkeys(codes, 1))
@@ -239,7 +275,9 @@ class HostAgent(SimpleElasticAgent):
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS
         while is_consequence and time.monotonic() < deadline:
-            if self._peers.lost():
+            with self._asking():
+                lost = self._peers.lost()
+            if lost:
                 return True
             if self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
                 return False  # all hosts are there, and one of them waits for this one

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -140,8 +141,13 @@ def _unreachable(endpoint: tuple[str, int], why: str) -> MachineError:
     )  # fmt: skip
 
 
-def make_handler(hosts: Hosts, store: Any, endpoint: tuple[str, int]) -> Any:
-    """torch's rendezvous of ``hosts`` over ``store``, whose ranks meet at the same store."""
+def make_handler(
+    hosts: Hosts, store: Any, endpoint: tuple[str, int], asking: Callable[[], Any]
+) -> Any:
+    """torch's rendezvous of ``hosts`` over ``store``, whose ranks meet at the same store.
+
+    Answers of the store are waited for in the context ``asking()``.
+    """
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -165,8 +171,19 @@ def make_handler(hosts: Hosts, store: Any, endpoint: tuple[str, int]) -> Any:
                 found.store, found.rank, found.world_size, RendezvousStoreInfo(*endpoint)
             )
 
+    class Backend(C10dRendezvousBackend):
+        """The state of the rendezvous, in the store of the hosts."""
+
+        def get_state(self) -> Any:
+            with asking():
+                return super().get_state()
+
+        def set_state(self, state: bytes, token: Any = None) -> Any:
+            with asking():
+                return super().set_state(state, token)
+
     return Handler.from_backend(
-        RUN, store, C10dRendezvousBackend(store, RUN), hosts.least, hosts.most,
+        RUN, store, Backend(store, RUN), hosts.least, hosts.most,
         local_addr=own_address(endpoint),
         timeout=RendezvousTimeout(
             join=timedelta(seconds=hosts.join_seconds),

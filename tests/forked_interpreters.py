@@ -130,6 +130,9 @@ def _interpret(
     try:
         with interpreters_are_forked():
             _run(arguments, folder)
+    except Exception:  # noqa: BLE001  # whatever ends the program, as an interpreter does
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # there is one
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()
 

@@ -28,6 +28,7 @@ def misbehave(what: str) -> None:
         time.sleep(1000)
     if what == "raise":
         raise ValueError("no data left")
+    time.sleep(1.0)  # a thread of gloo sends what was given to it before
     os.kill(os.getpid(), getattr(signal, what))
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def plan_path(tmp_path_factory):
 
 
 def fails(
-    worker: Worker, plan_path: str, pids: str, rank: int, at: str, sign: int
+    worker: Worker, plan_path: str, pids: str, rank: int, at: str, sign: int, **options: Any
 ) -> dict[str, object]:
     """Trains; in its second step rank ``rank`` sends itself ``sign`` when it computes ``at``."""
     from autoparallel.worker import train
@@ -65,7 +66,7 @@ def fails(
                 os.kill(os.getpid(), sign)
 
     worker.watchdog.progress = progress  # type: ignore[method-assign]
-    return train(worker, plan_path=plan_path, steps=1000, seed=0)
+    return train(worker, plan_path=plan_path, steps=1000, seed=0, **options)
 
 
 def run_until_failure(plan_path: Path, folder: Path, monkeypatch, **fault):

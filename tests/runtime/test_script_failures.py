@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).with_name("script_of_torchrun.py")
 def run_until_failure(folder: Path, rank: int, at: str, what: str, *loop: str) -> str:
     """What the ranks wrote to stderr."""
     err = torchrun_words(folder, SCRIPT, str(folder), str(rank), at, what, *loop)
+    print(err)  # of a test that fails
     return err.partition("torch.distributed.elastic.multiprocessing.errors")[0]
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import run_python
@@ -26,10 +27,12 @@ from test_failures import (
 from autoparallel.runtime.termination import on_termination
 
 
-def run_until_failure(plan: Path, folder: Path, *, rank: int, at: str, sign: int) -> str:
+def run_until_failure(
+    plan: Path, folder: Path, *, rank: int, at: str, sign: int, **options: Any
+) -> str:
     """What the ranks and torchrun wrote to stderr; every process has ended."""
     arguments = {"plan_path": str(plan), "pids": str(folder), "rank": rank, "at": at,
-                 "sign": int(sign)}  # fmt: skip
+                 "sign": int(sign), **options}  # fmt: skip
     script = Path(__file__).with_name("rank_of_torchrun.py")
     return torchrun_words(
         folder, script, "test_failures:fails", json.dumps(arguments), str(START_SECONDS)
@@ -76,6 +79,22 @@ def test_a_stopped_rank_is_named_by_every_other_one(plan_path, tmp_path):  # noq
     check_waits(found, culprit=1)
     assert all("rank 1 failed to come: it does not answer" in text for text in found.values())
     assert "2RECV_F2: stage 2 waits in micro-batch 2 for 1SEND_F2 of rank 1" in found[2]
+
+
+@pytest.mark.slow
+def test_of_a_run_that_saves_a_killed_rank_ends_the_others_at_torchrun_s_signal(
+    plan_path,  # noqa: F811
+    tmp_path,
+):
+    """They get SIGTERM from torchrun, and do not wait for the end of a step that never ends."""
+    saves = tmp_path / "run"
+    err = run_until_failure(
+        plan_path, tmp_path / "pids", rank=2, at="2B0: computing", sign=signal.SIGKILL,
+        saving={"folder": str(saves), "every": 1000},
+    )  # fmt: skip
+    check_waits(said(err), culprit=2)
+    assert "ended by SIGTERM after step" not in err
+    assert not list(saves.glob("step-*"))
 
 
 BLOCKED = """
