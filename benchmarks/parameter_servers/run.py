@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,16 @@ def main(arguments: Sequence[str]) -> int:
                 found[part].append(asdict(row))
                 print(row.line(), flush=True)
                 if options.write:
-                    options.json.write_text(json.dumps(found, indent=1) + "\n")
+                    options.json.write_text(as_text(found))
     if options.write:
         write_page(HERE / "README.md", found)
     return 0
+
+
+def as_text(found: Mapping[str, Sequence[Any]]) -> str:
+    """The results as JSON, a row on each line."""
+    parts = [f'"{part}": [\n' + ",\n".join(map(json.dumps, rows)) for part, rows in found.items()]
+    return "{" + "\n],\n".join(parts) + "\n]}\n"
 
 
 def measure_throughput() -> Iterator[Throughput]:
