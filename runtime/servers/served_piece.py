@@ -90,10 +90,14 @@ class ServedPiece:
         self.version += 1
 
     def is_ready(self, clock: int, worker: int) -> bool:
-        """Whether a worker may begin iteration ``clock`` with these weights."""
+        """Whether a worker may begin iteration ``clock`` with these weights.
+
+        Pulls and pushes come by channels of their own: the worker's last push is waited for, as
+        its clock is late until then.
+        """
         if self.clocks.bound == 0:
             return self.version >= clock
-        return self.clocks.may_begin(worker)
+        return self.clocks.may_begin(worker) and self.clocks.clock(worker) >= clock
 
     def read(self, clock: int) -> Tensor:
         """Under bsp the weights of iteration ``clock``, else the newest."""

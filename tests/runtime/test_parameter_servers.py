@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -25,6 +26,7 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.servers.server import Server
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.runtime.verify import verify
 
@@ -178,3 +180,80 @@ def test_bsp_goes_on_exactly_when_a_worker_or_server_is_killed(
             for name, values in found[rank][1].items():
                 weight = torch.tensor(values, dtype=torch.float64)
                 assert torch.allclose(weight, expected.weights[name], rtol=1e-11, atol=1e-13)
+
+
+SLOW_SECONDS = 0.03
+LEAD_STEPS = 8
+
+
+def lead_of(server: Server) -> int:
+    """The pushes by which the fastest worker is ahead of the slowest, at any piece."""
+    leads = [0]
+    for piece in server.pieces.values():
+        clocks = [piece.clocks.clock(worker) for worker in piece.clocks.workers]
+        leads.append(max(clocks) - min(clocks))
+    return max(leads)
+
+
+def stale(cases: tuple[tuple[Case, str, int | None], ...]) -> tuple[list[float], int]:
+    """A worker's losses on one batch, again and again, and the greatest lead at a server.
+
+    Rank 1 is slow, or is killed in its second iteration.
+    """
+    ((case, text, victim),) = cases
+    trainer = trainer_of(case, text)
+    rank, leads = dist.get_rank(), [0]
+    if rank == victim:
+        doom(trainer)
+    if trainer.server is not None:
+        server, apply = trainer.server, trainer.server._apply
+
+        def recorded(piece: Any, request: Any, gradient: torch.Tensor) -> bool:
+            is_new = apply(piece, request, gradient)
+            leads.append(lead_of(server))
+            return is_new
+
+        server._apply = recorded  # type: ignore[method-assign]
+    losses = []
+    if trainer.worker is not None:
+        (batch, *_) = batches(case.model)
+        for _ in range(LEAD_STEPS):
+            if rank == 1:
+                time.sleep(SLOW_SECONDS)
+            losses.append(float(trainer.step(batch).loss))
+    trainer.finish()
+    return losses, max(leads)
+
+
+STALE = {
+    "ssp": ServerPlan((0, 1), (2,), (1, 1), "ssp", 1, replicas=False),
+    "asp": ServerPlan((0, 1), (2,), (1, 1), "asp", replicas=False),
+}
+
+
+@pytest.mark.parametrize("consistency", STALE)
+def test_stale_workers_learn_and_keep_their_bound(consistency: str) -> None:
+    """A worker may begin an iteration 1 ahead under ssp, so it pushes at most 2 ahead; the fast
+    one does. Without a bound it goes further ahead than that."""
+    case = Case(STALE[consistency], "momentum")
+    first, second, server = run_processes(
+        3, stale, ((case, plan_text(case), None),), timeout_seconds=60
+    )
+    for losses, _ in (first, second):
+        assert len(losses) == LEAD_STEPS
+        assert losses[-1] < 0.98 * losses[0]
+    if consistency == "ssp":
+        assert server[1] == 2
+    else:
+        assert server[1] > 2
+
+
+@pytest.mark.parametrize("consistency", STALE)
+def test_stale_workers_end_their_steps_when_another_one_is_killed(consistency: str) -> None:
+    case = Case(STALE[consistency], "momentum")
+    first, second, _ = run_processes(
+        3, stale, ((case, plan_text(case), 1),), may_die=(1,), timeout_seconds=60
+    )
+    assert second is None
+    assert len(first[0]) == LEAD_STEPS
+    assert first[0][-1] < 0.98 * first[0][0]
