@@ -17,7 +17,7 @@ from autoparallel.plan_io import load_plan, save_plan
 from autoparallel.planner.errors import AutoparallelError, WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, plan_on
+from autoparallel.planning import PlanOptions, plan_on, without_servers
 from autoparallel.progress import Observe
 from autoparallel.runtime.membership import num_processes
 from autoparallel.runtime.process import Worker
@@ -75,7 +75,7 @@ def _planned(
         compiled=plan.compiled, **limits,
     )  # fmt: skip
     sys.stderr.write(f"autoparallel: planning for the {len(cluster.hosts)} hosts that are there\n")
-    found = plan_on(target, cluster, options, observe)
+    found = plan_on(target, cluster, without_servers(options), observe)
     if num_processes(found) != num_ranks:
         raise WorkerError("AP824", f"the plan uses only {num_processes(found)} of them")
     found = replace(found, model=model)
