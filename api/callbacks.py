@@ -21,7 +21,7 @@ class StepRecord:
 
     step: int
     loss: float
-    gradient_norm: float
+    gradient_norm: float | None
     memory_bytes: int
     seconds: float
     learning_rate: float | None = None

@@ -17,7 +17,7 @@ from autoparallel.plan_io import load_plan, save_plan
 from autoparallel.planner.errors import AutoparallelError, WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, plan_on
+from autoparallel.planning import PlanOptions, plan_on, without_servers
 from autoparallel.progress import Observe
 from autoparallel.runtime.membership import num_processes
 from autoparallel.runtime.process import Worker
@@ -72,10 +72,10 @@ def _planned(
     options = PlanOptions(
         global_batch=model.global_batch, seq=model.seq if target.takes_seq else None,
         precision=model.precision, float32_ops=model.float32_ops, optimizer=model.optimizer,
-        compiled=plan.compiled, **limits,
+        compiled=plan.compiled, gradient_dtype=model.gradient_dtype, **limits,
     )  # fmt: skip
     sys.stderr.write(f"autoparallel: planning for the hosts that are there: {cluster.name}\n")
-    found = plan_on(target, cluster, options, observe)
+    found = plan_on(target, cluster, without_servers(options), observe)
     if num_processes(found) != num_ranks:
         raise WorkerError("AP824", f"the plan uses only {num_processes(found)} of them")
     found = replace(found, model=model)

@@ -25,6 +25,7 @@ from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import CaptureError, UsageError
+from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import (
@@ -33,6 +34,7 @@ from autoparallel.planning import (
     captured_seq,
     find_cluster,
     plan_program,
+    without_servers,
 )
 from autoparallel.profile_progress import shown_progress
 from autoparallel.run_options import as_asked
@@ -85,6 +87,7 @@ def join_training(
         options = replace(options, forced=forced)
     if plan is None:
         plan = _planned(program, target, _cluster(job.cluster, device, rank), options, device)
+    check_not_served(plan)
     if not job.allow_idle:
         check_none_idle(plan)
     _check_length(plan, captured_seq(program))
@@ -212,7 +215,7 @@ def _planned(
     if cluster is not None:
         if options.forced.gradients is None:  # a script's updates end with its steps
             options = replace(options, forced=replace(options.forced, gradients="backward"))
-        text = dumps(plan_program(program, target, cluster, options))
+        text = dumps(plan_program(program, target, cluster, without_servers(options)))
     return loads(share_text(text))
 
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError
 from autoparallel.planner.plan import Plan, StagePlan
-from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request, divisors
 
 Search = Callable[[Cluster, Request], Plan]
@@ -194,7 +193,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
     if request.max_tp is not None:
         yield f"without --max-tp {request.max_tp}", cluster, replace(request, max_tp=None)
     for name in sorted(request.features.denied):
-        rest = Features(request.features.denied - {name})
+        rest = replace(request.features, denied=request.features.denied - {name})
         yield f"with {name} allowed", cluster, replace(request, features=rest)
     if forced != Forced():
         yield "without any --parallel", cluster, replace(plain, forced=Forced())

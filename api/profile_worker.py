@@ -37,7 +37,13 @@ from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.prices import STATE_KINDS
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
-from autoparallel.planning import PlanOptions, capture_target, own_update, request_of
+from autoparallel.planning import (
+    PlanOptions,
+    capture_target,
+    own_update,
+    request_of,
+    without_servers,
+)
 from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress
 from autoparallel.profile_transfers import LinkTodo, sizes_to
@@ -242,7 +248,7 @@ class _Leader:
         """The blocks to measure in one piece: those of the best plan as far as is known."""
         known = self.known()
         graph, blocks = self.program.graph, self.program.blocks
-        request = request_of(self.program, self.target, self.options)
+        request = request_of(self.program, self.target, without_servers(self.options))
         best = plan(graph, blocks, self.cluster, request, basis=Basis(known))
         todo = todo_of(
             best, with_precision(graph, request.precision), blocks,

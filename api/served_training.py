@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from autoparallel.targets import Target
 
 
-def check_served_run(options: RunOptions, asked: Mapping[str, Any], target: Target) -> None:
-    """Raises UsageError AP959 for what a run with parameter servers cannot do."""
+def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str]:
+    """What is asked of a run that parameter servers cannot do, in words."""
     wrong = {
         "clipping by norm or value": options.clip_norm or options.clip_value,
         "accumulation": options.accumulate > 1,
@@ -38,15 +38,21 @@ def check_served_run(options: RunOptions, asked: Mapping[str, Any], target: Targ
         "--on-nan": options.on_nan != "ignore",
         "--save": asked.get("saving") is not None,
         "--resume": asked.get("resume") is not None,
-        "build_scheduler": target.build_scheduler is not None,
+        "hosts that come and go": options.elastic is not None,
     }
-    for name, is_asked in wrong.items():
-        if is_asked:
-            raise UsageError(
-                "AP959", f"a run with parameter servers cannot have {name}",
-                why="updates are made by the servers, each of its own part of the weights",
-                fix="remove it, or plan without servers",
-            )  # fmt: skip
+    return [name for name, is_asked in wrong.items() if is_asked]
+
+
+def check_served_run(options: RunOptions, asked: Mapping[str, Any], target: Target) -> None:
+    """Raises UsageError AP959 for what a run with parameter servers cannot do."""
+    wrong = what_servers_lack(options, asked)
+    wrong += ["build_scheduler"] if target.build_scheduler is not None else []
+    if wrong:
+        raise UsageError(
+            "AP959", f"a run with parameter servers cannot have {wrong[0]}",
+            why="updates are made by the servers, each of its own part of the weights",
+            fix="remove it, or plan without servers",
+        )  # fmt: skip
 
 
 def train_served(
@@ -59,7 +65,9 @@ def train_served(
     seed: int,
     options: RunOptions,
 ) -> dict[str, Any]:
-    """Trains; rank 0 prints each step and a summary, and every worker returns its figures."""
+    """Trains; rank 0 prints each step and a summary, and every worker returns its figures.
+
+    Once rank 0 is lost, the next worker that is left prints on."""
     trainer, memory = made
     is_first = worker.rank == 0
     if trainer.worker is None:
@@ -78,7 +86,11 @@ def train_served(
         )  # fmt: skip
         for step in range(1, steps + 1):
             worker.watchdog.progress(f"step {step}")
-            log.add(step, trainer.step(log.timed_data(data)))
+            result = trainer.step(log.timed_data(data))
+            if trainer.worker.is_first and not is_first:
+                is_first = True
+                log.begin_printing(plan.prediction.step_seconds)
+            log.add(step, result)
         log.finish()
         trainer.finish(worker.watchdog.progress)
         callback.on_end()

@@ -20,6 +20,7 @@ from autoparallel.environment import under_torchrun
 from autoparallel.module import ParallelModule, loss_of
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.optimizer import BuildOptimizer, built, default_optimizer
 from autoparallel.runtime.plain_trainer import PlainTrainer
@@ -240,6 +241,7 @@ def _num_rows(batch: Batch) -> int:
 
 
 def _require_one_device(plan: Plan | None) -> None:
+    check_not_served(plan)
     devices = 0 if plan is None else sum(len(stage.devices) for stage in plan.stages)
     if devices > 1:
         raise UsageError(

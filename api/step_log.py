@@ -104,6 +104,10 @@ class StepLog:
             self._read(*self._running)
             self._running = None
 
+    def begin_printing(self, predicted_seconds: float) -> None:
+        """Print from here on, in the place of a rank that is lost."""
+        self._predicted = predicted_seconds
+
     def restart(self) -> None:
         """Begins to count anew, after what is no step."""
         self._began = time.perf_counter()
@@ -140,8 +144,9 @@ def step_line(record: StepRecord, predicted_seconds: float) -> str:
     """One step in one line."""
     scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
+    norm = "" if record.gradient_norm is None else f"  grad_norm {record.gradient_norm:.3f}"
     return (
-        f"step {record.step:4d}  loss {record.loss:.4f}  grad_norm {record.gradient_norm:.3f}"
+        f"step {record.step:4d}  loss {record.loss:.4f}{norm}"
         f"  memory {bytes_text(record.memory_bytes)}"
         f"  {record.unit}/s {count_text(record.throughput)}"
         f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted_seconds)})"

@@ -22,6 +22,7 @@ from .graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
 from .parameter_servers import (
     check_forced_servers,
+    check_served_memory,
     check_served_model,
     one_device,
     server_plan,
@@ -50,6 +51,7 @@ from .search.pool import CandidatePool
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .search.workers import StartWorkers, serial
+from .server_offers import with_offered_servers
 
 Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
 
@@ -137,7 +139,14 @@ def plan(
     best = with_sums(best, graph, blocks, request.forced, rules=rules, basis=basis)
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
     check_asynchronous(best, graph, blocks)
-    return best
+
+    def served(request: Request) -> Plan:
+        return _with_servers(
+            graph, blocks, cluster, request, observe=ignore, rules=rules, basis=basis,
+            method=method,
+        )  # fmt: skip
+
+    return with_offered_servers(best, graph, request, served)
 
 
 def _offloaded(
@@ -178,7 +187,8 @@ def _with_servers(
 ) -> Plan:
     """The plan of parameter servers that is forced: that of one worker alone, on all of them.
 
-    Raises as ``plan``, and UsageError AP950, AP951, AP954 and AP956.
+    Raises as ``plan``, UsageError AP950, AP951, AP954 and AP956, and AP301 where the fullest rank
+    has too little memory.
     """
     check_served_model(graph, request.precision)
     alone = one_device(cluster)
@@ -199,6 +209,7 @@ def _with_servers(
     )  # fmt: skip
     whole = replace(found, cluster=cluster, servers=servers, alternatives=())
     priced = evaluate(graph, blocks, whole, cluster, rules=rules, basis=basis)
+    check_served_memory(whole, priced.peak_memory_bytes, request.memory_limit_bytes)
     prediction, scale = found.prediction, found.prediction.step_seconds / priced.step_seconds
     return replace(
         whole,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..cost_model.cluster import Cluster
 from ..cost_model.consistency import bound_of
 from ..cost_model.server_simulation import ServerJob, simulate_servers
-from .errors import UsageError
+from .errors import InfeasibleError, UsageError
 from .graph import Blocks, Graph
 from .plan import Plan, ServerPlan
 from .pricing.stage_cost import StageCost
@@ -96,6 +96,31 @@ def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
         raise UsageError(
             "AP953", "parameter servers run on CPU devices only",
             where="--parallel", fix="a cluster such as cpu:4, or a plan without servers",
+        )  # fmt: skip
+
+
+def check_not_served(plan: Plan | None) -> None:
+    """Raises UsageError AP961 for a plan with parameter servers."""
+    if plan is not None and plan.servers is not None:
+        raise UsageError(
+            "AP961", "the plan has parameter servers, which scripts cannot run",
+            why="a script steps an optimizer of its own, and servers step the weights",
+            fix="train by autoparallel run, or plan without servers",
+        )  # fmt: skip
+
+
+def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) -> None:
+    """Raises InfeasibleError AP301 where a rank has too little memory for its part."""
+    assert plan.servers is not None
+    ranks = sorted({*plan.servers.workers, *plan.servers.servers})
+    limit = limit_bytes or plan.cluster.slowest_device(ranks).usable_memory_bytes
+    if peak_bytes > limit:
+        raise InfeasibleError(
+            "AP301", "the model does not fit with parameter servers: the fullest rank is about "
+            f"{(peak_bytes - limit) / 1e9:.3g} GB over the limit",
+            why=f"each device has {limit / 1e9:.3g} GB; a worker holds all weights and gradients, "
+            "a server its part of them with the optimizer's states, and a replica of another's",
+            fix="smaller micro-batches, recompute=full, more servers, or a plan without servers",
         )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class Figures(NamedTuple):
     """The numbers of a step, as the host has read them."""
 
     loss: float
-    gradient_norm: float
+    gradient_norm: float | None
     learning_rate: float | None
     skipped: int
     loss_scale: float | None
@@ -75,11 +75,12 @@ class StepResult:
     who reads the norm for the gradients of all ranks; the step itself waits for neither, unless
     its update needs the norm. The norm is that before clipping. ``learning_rates`` are those of
     the update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale``
-    is what the loss was multiplied by, None where it is not scaled.
+    is what the loss was multiplied by, None where it is not scaled. ``norm`` is None where no
+    rank knows the whole gradient: with parameter servers.
     """
 
     losses: tuple[Tensor, ...]
-    norm: Pending
+    norm: Pending | None
     learning_rates: tuple[float | Pending, ...] = ()
     skipped: Pending | None = None
     loss_scale: Pending | None = None
@@ -95,6 +96,7 @@ class StepResult:
 
     @property
     def gradient_norm(self) -> Tensor:
+        assert self.norm is not None
         return self.norm.value()
 
     def read(self) -> Figures:
@@ -102,7 +104,7 @@ class StepResult:
         rate = next(iter(self.learning_rates), None)
         return Figures(
             loss=float(mean([loss.host_value() for loss in self._losses])),
-            gradient_norm=float(self.norm.host_value()),
+            gradient_norm=None if self.norm is None else float(self.norm.host_value()),
             learning_rate=rate if rate is None or isinstance(rate, float)
             else float(rate.host_value()),
             skipped=0 if self.skipped is None else int(self.skipped.host_value()),
@@ -138,11 +140,12 @@ class TrainingStep:
         self._backward(batch, is_last=True)
         losses, used = tuple(self._losses), self._used
         self._losses, self._used = [], []
+        norm = self._updated(losses)
         result = StepResult(
-            losses, self._updated(losses), rates, self._skipped(),
+            losses, norm, rates, self._skipped(),
             None if scale is None else figure(scale),
         )  # fmt: skip
-        self.last_norm = result.norm.value
+        self.last_norm = norm.value
         if self.update.options.on_nan == "stop":
             self._check((result, used))
         return result
@@ -196,7 +199,9 @@ class TrainingStep:
             return
         result, used = made
         found = result.read()
-        numbers = found[:1] if self.update.options.scales else found[:2]
+        numbers = [found.loss]
+        if found.gradient_norm is not None and not self.update.options.scales:
+            numbers.append(found.gradient_norm)
         if not all(map(math.isfinite, numbers)):
             raise self.trainable.diagnosis(used)
 

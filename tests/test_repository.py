@@ -32,7 +32,8 @@ PLANNER = (
     "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas",
     "server_shards", "parameter_servers", "shares", "gradient_buckets", "gradient_sums",
     "stage_walk", "evaluate", "gradient_choice",
-    "price_sources", "intra_op", "inter_op", "search", "proposers", "find_plan",
+    "price_sources", "intra_op", "inter_op", "search", "proposers", "server_offers",
+    "find_plan",
     "profiling_targets", "configured",
 )  # fmt: skip
 """The folders and top modules of planner/: each imports at run time only those before it.

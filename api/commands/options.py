@@ -116,7 +116,8 @@ AllowOption = Annotated[
         "--allow",
         metavar="FEATURE,…",
         help="allow only these features of their group: dp tp pp cp sp ep, zero1 zero2 zero3, "
-        "selective full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name",
+        "selective full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name; "
+        "ssp and asp, which change what a step computes, are used only if allowed here",
     ),
 ]
 DenyOption = Annotated[

@@ -224,6 +224,11 @@ def run(
         from autoparallel.training import check_weights
 
         check_weights(weights, resume)
+    from autoparallel.planning import without_servers
+    from autoparallel.served_training import what_servers_lack
+
+    if what_servers_lack(asked, {"saving": save, "resume": resume}):
+        options = without_servers(options)
     settings = with_lora(settings, lora)
     hosts = asked_hosts(nnodes, rdzv_endpoint, join_timeout, elastic, source)
     with plan_path(source, cluster, options, settings=settings, output=output, trust=trust) as path:

@@ -183,6 +183,12 @@ def configured(
     from autoparallel.planner.requests.options import check_degrees
 
     forced = options.forced
+    if forced.servers is not None:
+        raise UsageError(
+            "AP112", "--parallel: simulate draws the steps of stages, not of parameter servers",
+            where="--parallel",
+            fix=f"autoparallel plan ... --parallel servers={forced.servers} prices them",
+        )  # fmt: skip
     if forced.allreduce is not None or forced.gradients is not None:
         raise UsageError(
             "AP112", "--parallel: simulate sums gradients by the library, in backward order",

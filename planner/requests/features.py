@@ -22,6 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "recompute": ("selective", "full"),
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
     "memory": ("offload",),
+    "servers": ("servers",),
 }
 """Features by group; the schedules are one more group.
 
@@ -31,8 +32,11 @@ attention on split positions; ``sp``: any other op on split positions; ``ep``: e
 weights split by expert; ``selective``, ``full``: recomputation; ``2d-mesh``: two axes;
 ``mixed-stages``: stages of different sizes; ``branches``: devices of their own for branches;
 ``uneven-shares``: unlike devices with unequal shares of the batch; ``offload``: masters and states
-of the optimizer in host memory.
+of the optimizer in host memory; ``servers``: parameter servers.
 """
+
+CHANGES = ("ssp", "asp")
+"""What changes what a step computes, so that the search takes it only where it is allowed."""
 
 WHOLE_GROUPS = ("zero", "recompute")
 """Groups whose name stands for all their features."""
@@ -40,12 +44,17 @@ WHOLE_GROUPS = ("zero", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a plan may not use."""
+    """What a plan may not use, and which of ``CHANGES`` it may."""
 
     denied: frozenset[str] = frozenset()
+    changes: frozenset[str] = frozenset()
 
     def allows(self, name: str) -> bool:
         return name not in self.denied
+
+    def allows_change(self, name: str) -> bool:
+        """Whether the search may take one of ``CHANGES``."""
+        return name in self.changes and name not in self.denied
 
     def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
         """Whether a stage may lie on a mesh.
@@ -94,11 +103,11 @@ def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str,
         raise UsageError(
             "AP186", "every schedule is denied", fix=f"allow at least one of {', '.join(schedules)}"
         )
-    return Features(frozenset(denied))
+    return Features(frozenset(denied), frozenset(allowed & set(CHANGES)))
 
 
 def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: str) -> set[str]:
-    known = [name for members in groups.values() for name in members]
+    known = [*(name for members in groups.values() for name in members), *CHANGES]
     found: set[str] = set()
     for text in names:
         for name in (part.strip().lower() for part in text.split(",")):

@@ -297,6 +297,7 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
     wanted += [forced.recompute] if forced.recompute not in (None, "none") else []
     wanted += ["offload"] if forced.offload == "optimizer" else []
     wanted += [forced.schedule] if forced.schedule is not None else []
+    wanted += ["servers", forced.consistency or "bsp"] if forced.servers is not None else []
     for name in wanted:
         if not features.allows(name):
             raise UsageError(

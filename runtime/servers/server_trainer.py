@@ -18,7 +18,6 @@ from ...cost_model.consistency import Clocks, bound_of
 from ...passes.programs.program import Program
 from ...planner.plan import Plan, ServerPlan
 from ...planner.server_shards import Shard, shards_of
-from ..arriving import figure
 from ..initial_values import Weights
 from ..mesh import DATA_AXIS
 from ..optimizer import BuildOptimizer
@@ -73,8 +72,7 @@ class ServerTrainer:
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """One iteration of this rank's worker, if it has one."""
         loss = float("nan") if self.worker is None else self.worker.step(batch)
-        nothing = figure(torch.tensor(float("nan"), dtype=torch.float64))
-        return StepResult((torch.tensor(loss, dtype=torch.float64),), nothing)
+        return StepResult((torch.tensor(loss, dtype=torch.float64),), None)
 
     def settle(self) -> None:
         """Hold the weights after the last step, and the gradient of its update."""

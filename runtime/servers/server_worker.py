@@ -68,6 +68,11 @@ class ServerWorker:
     def is_bsp(self) -> bool:
         return self.servers.consistency == "bsp"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first worker, as far as it knows, that is left."""
+        return self.index == self._owner(0)
+
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One iteration; the loss of the global batch, or without bsp that of the own part."""
         before, self._batch = self._batch, self._rows(batch)
@@ -79,8 +84,7 @@ class ServerWorker:
                 self._take_over(before)
         self._clock += 1
         self._request()
-        is_chief = self.is_bsp and self.index == self._owner(0)
-        return self._whole_loss() if is_chief else sum(losses)
+        return self._whole_loss() if self.is_bsp and self.is_first else sum(losses)
 
     def _rows(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The batch, or without bsp the rows of the own part, which are an update of their own."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from test_verification import SEQ, captured, target
 
+from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.planner.errors import UsageError
@@ -14,6 +15,7 @@ from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.parameter_servers import server_plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.summary import plan_summary
 from autoparallel.planning import PlanOptions, plan_program
 
@@ -81,3 +83,86 @@ def test_what_cannot_be_is_refused(parallel: str, code: str) -> None:
 def test_servers_on_gpus_are_refused() -> None:
     with pytest.raises(UsageError, match="AP953"):
         planned("servers=2", "8xH100")
+
+
+def thin(text: str, bytes_per_second: float = 1e8) -> Cluster:
+    """A cluster of one host with so thin a link."""
+    cluster = parse_cluster(text)
+    (host,) = cluster.hosts
+    link = replace(host.link, bytes_per_second=bytes_per_second)
+    return replace(cluster, hosts=(replace(host, link=link),))
+
+
+def with_slow_device() -> Cluster:
+    """Three hosts of one device, the last one four times slower."""
+    cluster = thin("cpu:1")
+    (host,) = cluster.hosts
+    device = host.device
+    slow = replace(
+        device, name="slow", peak_flops={k: v / 4 for k, v in device.peak_flops.items()},
+        memory_bytes_per_second=device.memory_bytes_per_second / 4,
+    )  # fmt: skip
+    return replace(cluster, hosts=(host, host, replace(host, device=slow)), inter_link=host.link)
+
+
+def found(cluster: Cluster, *, allow: tuple[str, ...] = (), deny: str = "pp,tp,zero") -> Plan:
+    """The search's own plan; by default only data parallelism is left beside servers."""
+    options = PlanOptions(
+        global_batch=64, seq=SEQ, profile="analytic", features=features_of(allow, [deny], ("1f1b",))
+    )
+    return plan_program(captured("gpt", "fp32")[1], target("gpt"), cluster, options)
+
+
+def names(plan: Plan) -> list[str]:
+    return [each.summary for each in plan.alternatives]
+
+
+def test_servers_win_over_a_thin_link_where_they_are_faster() -> None:
+    """Their plan is the one that is priced when it is forced, and the other is told of."""
+    cluster = thin("cpu:2")
+    plan, without = found(cluster), found(cluster, deny="pp,tp,zero,servers")
+    assert plan.servers is not None
+    assert without.servers is None
+    assert not any("server" in name for name in names(without))
+    assert plan_summary(plan) == "2 workers, 2 servers beside them · BSP · 2 × 32"
+    assert plan.prediction.step_seconds * 1.02 < without.prediction.step_seconds
+    assert plan_summary(without) in names(plan)
+    assert not any("SP 2" in name or "ASP" in name for name in names(plan))
+    program = captured("gpt", "fp32")[1]
+    priced = evaluate(program.graph, program.blocks, plan, cluster)
+    assert priced.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-9)
+
+
+def test_stale_updates_are_priced_only_where_they_are_allowed() -> None:
+    plan = found(thin("cpu:2"), allow=("ssp", "asp"))
+    told = [plan_summary(plan), *names(plan)]
+    assert {"SSP 2", "ASP", "BSP"} == {name.split(" · ")[1] for name in told if "server" in name}
+
+
+def test_the_slow_device_becomes_the_server() -> None:
+    plan = found(with_slow_device())
+    assert plan.servers is not None
+    assert plan.servers.servers == (2,)
+    assert plan.servers.workers == (0, 1)
+
+
+def test_servers_that_are_slower_are_alternatives() -> None:
+    plan = found(thin("cpu:2", 1e7))
+    assert plan.servers is None
+    assert any("2 servers beside them" in name for name in names(plan))
+
+
+@pytest.mark.parametrize("cluster", [parse_cluster("cpu:2"), thin("2xA100-80GB", 1e6)])
+def test_servers_are_not_offered_over_fast_links_or_on_gpus(cluster: Cluster) -> None:
+    plan = found(cluster)
+    assert plan.servers is None
+    assert not any("server" in name for name in names(plan))
+
+
+@pytest.mark.parametrize(
+    ("deny", "parallel"),
+    [("servers", "servers=2"), ("ssp", "servers=2,consistency=ssp,staleness=1")],
+)
+def test_servers_that_are_forced_and_denied_are_refused(deny: str, parallel: str) -> None:
+    with pytest.raises(UsageError, match="AP186"):
+        PlanOptions(forced=parse_parallel(parallel), features=features_of((), [deny], ("1f1b",)))

@@ -1,0 +1,124 @@
+"""Parameter servers that nobody asked for: where they may be faster, they are priced.
+
+In: the best plan of the search. Out: that plan, or one with servers where that is faster; the
+other one is among its alternatives. Servers pay where devices are of unequal speed, or where links
+are thin beside the compute; only CPUs run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+from ..cost_model.cluster import Cluster
+from ..cost_model.consistency import Consistency
+from .errors import InfeasibleError, UsageError
+from .graph import Graph
+from .plan import Alternative, Plan
+from .requests.request import Forced, Request, divisors
+from .summary import plan_summary
+
+THIN = 0.1
+"""A link is thin where all gradients take more than this part of a step to cross it once."""
+
+STALENESS = 2
+
+
+def with_offered_servers(
+    best: Plan, graph: Graph, request: Request, price: Callable[[Request], Plan]
+) -> Plan:
+    """``best``, or the fastest plan of servers where it is faster by more than the tolerance.
+
+    ``price`` makes the plan of a request that forces servers. Under ``ssp`` and ``asp`` a step is
+    another computation, so they are priced only where the features allow them by name.
+    """
+    if not may_offer(best, graph, request):
+        return best
+    plans = []
+    for forced in offered(best.cluster, request):
+        try:
+            plans.append(price(replace(request, forced=forced)))
+        except (UsageError, InfeasibleError):  # a batch that does not divide, or too little memory
+            continue
+    if not plans:
+        return best
+    plans.sort(key=lambda plan: plan.prediction.step_seconds)
+    fastest, *others = plans
+    known = best.alternatives
+    ours, theirs = best.prediction.step_seconds, fastest.prediction.step_seconds
+    if theirs * (1 + request.tolerance) < ours:
+        rest = [(best, "without servers"), *((each, "other servers") for each in others)]
+        winner = fastest
+    else:
+        rest = [(each, "parameter servers") for each in plans]
+        winner = best
+    added = [_alternative(each, winner, why) for each, why in rest]
+    ranked = sorted((*known, *added), key=lambda each: each.step_seconds)
+    return replace(winner, alternatives=tuple(ranked))
+
+
+def _alternative(plan: Plan, winner: Plan, why: str) -> Alternative:
+    found, least = plan.prediction, winner.prediction.step_seconds
+    more = 100 * (found.step_seconds / least - 1)
+    return Alternative(
+        plan_summary(plan), found.step_seconds, found.peak_memory_bytes, f"{why} {more:+.1f} %"
+    )
+
+
+def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
+    """Whether servers can run what is asked for, and could win."""
+    cluster, asks = best.cluster, request
+    is_free = asks.forced == Forced() and not (asks.pins or asks.stage_at or asks.placer)
+    return (
+        is_free
+        and asks.goal.objective == "time"
+        and asks.microbatch_size is None
+        and asks.precision == "fp32"
+        and all(map(asks.features.allows, ("servers", "dp")))
+        and all(host.device.kind == "cpu" for host in cluster.hosts)
+        and cluster.num_devices > 1
+        and bool(graph.batch_dims)
+        and not (graph.accumulation.mixing or graph.updates or best.solver.stopped)
+        and (is_unequal(cluster) or is_thin(best, graph))
+    )
+
+
+def is_unequal(cluster: Cluster) -> bool:
+    """Whether devices are of unequal speed."""
+    return len({host.device.speed for host in cluster.hosts}) > 1
+
+
+def is_thin(best: Plan, graph: Graph) -> bool:
+    """Whether a link is thin beside what a step takes."""
+    cluster = best.cluster
+    ranks = range(1, cluster.num_devices)
+    rate = min(cluster.link(0, rank).bytes_per_second for rank in ranks)
+    trained = [node.spec for node in graph.parameters if node.spec.requires_grad]
+    num_bytes = 4 * sum(spec.numel for spec in trained)
+    return num_bytes / rate > THIN * best.prediction.step_seconds
+
+
+def offered(cluster: Cluster, request: Request) -> Iterator[Forced]:
+    """Servers beside all workers, half of the ranks as servers, one; under each consistency that
+    is allowed."""
+    total = cluster.num_devices
+    places: dict[tuple[Literal["own", "beside"], int], None] = {
+        ("beside", total): None, ("own", total // 2): None, ("own", 1): None
+    }  # fmt: skip
+    changes: tuple[Consistency, ...] = ("ssp", "asp")
+    allowed = [name for name in changes if request.features.allows_change(name)]
+    kinds: list[Consistency] = ["bsp", *allowed]
+    for consistency in kinds:
+        for place, count in places:
+            workers = total if place == "beside" else total - count
+            rows = [
+                each for each in divisors(request.global_batch)
+                if each >= workers and (consistency == "bsp" or each % workers == 0)
+            ]  # fmt: skip
+            if rows and workers > 1:
+                yield Forced(
+                    servers=count, place=place, num_microbatches=min(rows),
+                    consistency=consistency,
+                    staleness=STALENESS if consistency == "ssp" else None,
+                )  # fmt: skip
