@@ -17,11 +17,12 @@ from autoparallel.plan_io import load_plan, save_plan
 from autoparallel.planner.errors import AutoparallelError, WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, plan_on, without_servers
+from autoparallel.planning import PlanOptions, plan_on
 from autoparallel.progress import Observe
 from autoparallel.runtime.membership import num_processes
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.shared import Pulse
+from autoparallel.served_planning import without_servers
 from autoparallel.sub_clusters import first_hosts
 from autoparallel.targets import Target
 

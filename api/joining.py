@@ -34,7 +34,6 @@ from autoparallel.planning import (
     captured_seq,
     find_cluster,
     plan_program,
-    without_servers,
 )
 from autoparallel.profile_progress import shown_progress
 from autoparallel.run_options import as_asked
@@ -45,6 +44,7 @@ from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile_links import agree
 from autoparallel.runtime.shared import gather_values, share_in_place, share_tensor, share_text
 from autoparallel.runtime.trainer import Trainer
+from autoparallel.served_planning import without_servers
 from autoparallel.targets import Target
 from autoparallel.tf32 import tell_difference, with_choice
 

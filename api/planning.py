@@ -15,7 +15,7 @@ from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.collection import rare_collections
 from autoparallel.cost_model.memory import GradientDtype
 from autoparallel.cost_model.tf32 import FAMILIES, Tf32
-from autoparallel.planner.errors import AutoparallelError, UsageError
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.intra_op.pulp_solver import find_solver
 from autoparallel.planner.plan import Float32Ops, Plan, Precision
 from autoparallel.planner.requests.features import Features
@@ -24,6 +24,7 @@ from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.requests.request import Forced, Request, check_allowed, check_tolerance
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
+from autoparallel.served_planning import can_be_served, without_servers
 from autoparallel.targets import Batch, LossFn, Target, building
 
 if TYPE_CHECKING:
@@ -137,35 +138,6 @@ class PlanOptions:
     def autocasts(self) -> bool:
         """Whether ops of autocast's float32 list compute in float32 in a half-precision model."""
         return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
-
-
-def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
-    """Whether parameter servers run the target: no scheduler, and an optimizer that steps each
-    element by itself. Its ``build_optimizer`` is called with parameters that have no memory."""
-    if target.build_scheduler is not None or any(h.device.kind != "cpu" for h in cluster.hosts):
-        return False
-    if target.build_optimizer is None:
-        return True
-    import torch
-
-    from autoparallel.runtime.servers.served_piece import served_optimizer
-
-    trained = [node for node in program.graph.parameters if node.spec.requires_grad]
-    shapes = {node.name: torch.Size(node.spec.shape) for node in trained}
-    slices = {name: [torch.nn.Parameter(torch.zeros(0))] for name in shapes}
-    try:
-        served_optimizer(slices, shapes, target.build_optimizer, name="")
-    except AutoparallelError:
-        return False
-    return True
-
-
-def without_servers(options: PlanOptions) -> PlanOptions:
-    """The options without parameter servers, where nobody forces them: for what they cannot do."""
-    if options.forced.servers is not None:
-        return options
-    denied = options.features.denied | {"servers"}
-    return replace(options, features=replace(options.features, denied=denied))
 
 
 @rare_collections()

@@ -42,7 +42,6 @@ from autoparallel.planning import (
     capture_target,
     own_update,
     request_of,
-    without_servers,
 )
 from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress
@@ -63,6 +62,7 @@ from autoparallel.runtime.profile_links import (
 from autoparallel.runtime.profile_ops import OpTime, measure_ops
 from autoparallel.runtime.profile_update import SIZES, measure_updates
 from autoparallel.runtime.shared import share_text
+from autoparallel.served_planning import without_servers
 from autoparallel.targets import Target, load_target
 from autoparallel.tf32 import with_choice
 

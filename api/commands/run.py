@@ -224,7 +224,7 @@ def run(
         from autoparallel.training import check_weights
 
         check_weights(weights, resume)
-    from autoparallel.planning import without_servers
+    from autoparallel.served_planning import without_servers
     from autoparallel.served_training import what_servers_lack
 
     if what_servers_lack(asked, {"saving": save, "resume": resume}):
