@@ -95,15 +95,6 @@ class PartedUpdate:
         return (part.view(each.shape) for part, each in zip(parts, like, strict=True))
 
 
-def parted_update(
-    parameters: Sequence[StageParameter], device: torch.device, num_threads: int
-) -> PartedUpdate | None:
-    """None where the optimizer reads the gradients as they are."""
-    if not any(parameter.casts_gradient for parameter in parameters):
-        return None
-    return PartedUpdate(parameters, device, num_threads)
-
-
 def _parts(parameters: Iterable[StageParameter]) -> Iterator[list[StageParameter]]:
     part: list[StageParameter] = []
     size = 0

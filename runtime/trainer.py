@@ -28,7 +28,7 @@ from .deferred_update import why_not_deferred
 from .initial_values import Weights
 from .membership import check_plan
 from .optimizer import BuildOptimizer, build_optimizer
-from .parted_update import parted_update
+from .parted_update import PartedUpdate
 from .rank_model import RankModel
 from .training_step import StepResult, TrainingStep
 from .update import BuildScheduler, Update, UpdateOptions, check_updates_itself
@@ -133,12 +133,11 @@ class Trainer:
         options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)
-        parted = None
-        if not self.schedule.is_asynchronous:
+        parted, parameters = None, self.model.all_parameters()
+        casts = any(parameter.casts_gradient for parameter in parameters)
+        if casts and not self.schedule.is_asynchronous:
             host = self.plan.cluster.hosts[self.plan.cluster.host_of[self.model.rank]]
-            parted = parted_update(
-                self.model.all_parameters(), self.device, threads_per_device(host.num_devices)
-            )
+            parted = PartedUpdate(parameters, self.device, threads_per_device(host.num_devices))
         self.runner.publish_later(parted is not None)
         defers = self.overlaps_steps and parted is None
         defers = defers and not why_not_deferred(options, self.optimizer)
