@@ -17,7 +17,7 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 
-FASTER = (6, 50, 100, 114)
+FASTER = (50, 100, 114)
 """Seeds of hosts that are alike whose plans are faster so."""
 
 
