@@ -17,7 +17,7 @@ from autoparallel.run_trace import RunTrace
 from autoparallel.runtime.batches import RankInputs
 from autoparallel.runtime.checkpoint_folder import checkpoint_path
 from autoparallel.runtime.device_queue import queue_of
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.process import CONNECTION_LOST, Worker
 from autoparallel.runtime.stopping import Stop
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.step_log import StepLog
@@ -87,7 +87,8 @@ class RunSaves:
         try:
             act()
         except MachineError as error:
-            if error.code != "AP886":
+            is_lost_rank = any(sign in error.why for sign in CONNECTION_LOST)
+            if error.code != "AP886" or is_lost_rank:
                 raise
             if self._worker.rank == 0:
                 say(f"step {step}: training goes on without a checkpoint\n{error}")

@@ -261,7 +261,7 @@ class _Simulation:
         source, target = job.server_ranks[server], job.worker_ranks[worker]
         blocks = [b for b, row in enumerate(job.block_bytes) if row[server]]
         iteration = 0
-        while True:
+        while blocks:  # a server of a small model may hold nothing
             iteration += 1
             for block in blocks:
                 key = (block, server)
