@@ -66,7 +66,7 @@ def test_few_plans_are_not_the_best_and_none_by_much() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "shares"), [(15, (3, 1)), (20, (1, 3)), (24, (3, 5)), (38, (1, 3)), (12, (1, 1, 6))]
+    ("seed", "shares"), [(20, (1, 3)), (24, (3, 5)), (38, (1, 3)), (12, (1, 1, 6))]
 )
 def test_a_plan_with_unequal_shares_is_the_fastest_there_is(
     seed: int, shares: tuple[int, ...]
