@@ -15,6 +15,7 @@ from autoparallel.goals import plan_for
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.sub_clusters import sub_clusters
@@ -31,7 +32,8 @@ def planned(goal: Goal, on: Cluster | None = None, **options: Any) -> Plan:
 
 
 def fastest(on: Cluster) -> Plan:
-    return plan(GRAPH, BLOCKS, on, Request(16))
+    """Without parameter servers, which are offered for the objective "time" alone."""
+    return plan(GRAPH, BLOCKS, on, Request(16, features=Features(frozenset({"servers"}))))
 
 
 def test_the_most_tokens_per_dollar_are_those_of_the_best_part() -> None:
