@@ -1,4 +1,4 @@
-"""Parameter servers that nobody asked for: where they may be faster, they are priced.
+"""Parameter servers that are allowed and not forced: where they may be faster, they are priced.
 
 In: the best plan of the search. Out: that plan, or one with servers where that is faster; the
 other one is among its alternatives. Servers pay where devices are of unequal speed, or where links
@@ -75,7 +75,8 @@ def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
         and asks.goal.objective == "time"
         and asks.microbatch_size is None
         and asks.precision == "fp32"
-        and all(map(asks.features.allows, ("servers", "dp")))
+        and asks.features.allows_change("servers")
+        and asks.features.allows("dp")
         and all(host.device.kind == "cpu" for host in cluster.hosts)
         and cluster.num_devices > 1
         and bool(graph.batch_dims)

@@ -22,7 +22,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "recompute": ("selective", "full"),
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
     "memory": ("offload",),
-    "servers": ("servers",),
 }
 """Features by group; the schedules are one more group.
 
@@ -32,11 +31,12 @@ attention on split positions; ``sp``: any other op on split positions; ``ep``: e
 weights split by expert; ``selective``, ``full``: recomputation; ``2d-mesh``: two axes;
 ``mixed-stages``: stages of different sizes; ``branches``: devices of their own for branches;
 ``uneven-shares``: unlike devices with unequal shares of the batch; ``offload``: masters and states
-of the optimizer in host memory; ``servers``: parameter servers.
+of the optimizer in host memory.
 """
 
-CHANGES = ("ssp", "asp")
-"""What changes what a step computes, so that the search takes it only where it is allowed."""
+CHANGES = ("servers", "ssp", "asp")
+"""What the search takes only where it is allowed: parameter servers, whose prices are less sure
+than others', and what changes what a step computes."""
 
 WHOLE_GROUPS = ("zero", "recompute")
 """Groups whose name stands for all their features."""

@@ -105,7 +105,9 @@ def with_slow_device() -> Cluster:
     return replace(cluster, hosts=(host, host, replace(host, device=slow)), inter_link=host.link)
 
 
-def found(cluster: Cluster, *, allow: tuple[str, ...] = (), deny: str = "pp,tp,zero") -> Plan:
+def found(
+    cluster: Cluster, *, allow: tuple[str, ...] = ("servers",), deny: str = "pp,tp,zero"
+) -> Plan:
     """The search's own plan; by default only data parallelism is left beside servers."""
     options = PlanOptions(
         global_batch=64, seq=SEQ, profile="analytic", features=features_of(allow, [deny], ("1f1b",))
@@ -120,7 +122,7 @@ def names(plan: Plan) -> list[str]:
 def test_servers_win_over_a_thin_link_where_they_are_faster() -> None:
     """Their plan is the one that is priced when it is forced, and the other is told of."""
     cluster = thin("cpu:2")
-    plan, without = found(cluster), found(cluster, deny="pp,tp,zero,servers")
+    plan, without = found(cluster), found(cluster, allow=())
     assert plan.servers is not None
     assert without.servers is None
     assert not any("server" in name for name in names(without))
@@ -134,7 +136,7 @@ def test_servers_win_over_a_thin_link_where_they_are_faster() -> None:
 
 
 def test_stale_updates_are_priced_only_where_they_are_allowed() -> None:
-    plan = found(thin("cpu:2"), allow=("ssp", "asp"))
+    plan = found(thin("cpu:2"), allow=("servers", "ssp", "asp"))
     told = [plan_summary(plan), *names(plan)]
     assert {"SSP 2", "ASP", "BSP"} == {name.split(" · ")[1] for name in told if "server" in name}
 

@@ -100,7 +100,7 @@ def why_it_hung(folder: Path, monkeypatch: Any, parallel: str, at: str) -> str:
 def test_a_rank_whose_data_never_comes_says_so(tmp_path, monkeypatch):
     """Where a data loader waits for ever, the main thread is in it; ours is in the test."""
     why = why_it_hung(tmp_path, monkeypatch, "dp=2,zero=0", "data")
-    assert "rank 0: 0F0: computing (stage 0, micro-batch 0), in block head, all_reduce" in why
+    assert "in block head, all_reduce over dp; rank 1: loading batch 2" in why
     assert "rank 1 failed to come: it was at loading batch 2" in why
 
 
