@@ -4,7 +4,7 @@ In: tensors, one after the other, each with an algorithm's name. Out: works to w
 which every rank of the group holds the same sums, bit for bit: each part is added up in one place
 or, by recursive doubling, in the same pairs everywhere, and float addition commutes.
 
-The messages of a table (``cost_model.algorithms``) go through ``isend`` and ``irecv`` of a process
+The messages of a table (``cost_model.algorithms``) go through sends and receives of a process
 group of their own, so that they meet no other traffic, and a thread of their own, which runs one
 all-reduce after the other: so the order in which they are asked for is that in which they run. A
 thread that waits for messages holds no lock of Python's, and the backward goes on.
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from ..cost_model.algorithms import Message, Table
 from ..cost_model.all_reduce import LIBRARY, hosts_of, table_for
 from ..cost_model.cluster import Cluster
 from ..cost_model.collectives import group_of
-from .groups import share_limit
+from .groups import gloo_group_beside
 
 Span = tuple[int, int]
 """Elements from the first to before the second."""
@@ -87,13 +87,12 @@ class AllReduces:
         self._cluster = cluster
         self._lane = SumLane()
         self._ranks: dict[int, list[int]] = {}
-        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._groups: dict[int, Any] = {}
         self._known: dict[tuple[str, int, int], MessageAllReduce] = {}
         for axis in sorted(axes):
-            ranks = sorted(dist.get_process_group_ranks(device_mesh.get_group(axis)))
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            share_limit(group)
-            self._ranks[axis], self._groups[axis] = ranks, group
+            group = device_mesh.get_group(axis)
+            self._ranks[axis] = dist.get_process_group_ranks(group)
+            self._groups[axis] = gloo_group_beside(group)
 
     def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> SumWork:
         """Sums a flat tensor in place over the axes, one after the other, once all that was
@@ -103,7 +102,7 @@ class AllReduces:
     def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
         for axis in axes:
             if algorithm == LIBRARY:
-                dist.all_reduce(tensor, group=self._groups[axis])
+                self._groups[axis].allreduce([tensor]).wait()
             else:
                 self._by_messages(algorithm, tensor, axis)(tensor)
 
@@ -141,9 +140,10 @@ class MessageAllReduce:
     parts of a tensor are as equal as can be, and what is empty is not sent.
     """
 
-    def __init__(self, table: Table, numel: int, group: dist.ProcessGroup) -> None:
-        self._group, rank = group, dist.get_rank(group)
-        assert table.num_ranks == dist.get_world_size(group)
+    def __init__(self, table: Table, numel: int, group: Any) -> None:
+        """``group`` is a ``ProcessGroupGloo``."""
+        self._group, rank = group, group.rank()
+        assert table.num_ranks == group.size()
         bounds = [part * numel // table.num_parts for part in range(table.num_parts + 1)]
         self._rounds = [_own_round(messages, rank, bounds) for messages in table.rounds]
         self._buffer: Tensor | None = None
@@ -167,16 +167,11 @@ class MessageAllReduce:
                 buffer = scratch[offset : offset + size]
                 offset += size
             buffers.append(buffer)
-            works.append(
-                dist.irecv(buffer, group=self._group, group_src=message.sender, tag=message.tag)
-            )
+            works.append(self._group.recv([buffer], message.sender, message.tag))
         sent = [_gathered(tensor, message.spans) for message in leaving]
         for own, content in zip(leaving, sent, strict=True):
-            works.append(
-                dist.isend(content, group=self._group, group_dst=own.receiver, tag=own.tag)
-            )
+            works.append(self._group.send([content], own.receiver, own.tag))
         for work in works:
-            assert work is not None
             work.wait()
         for message, buffer in zip(arriving, buffers, strict=True):
             if not message.in_place:

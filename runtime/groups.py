@@ -31,6 +31,23 @@ def new_group(
     return group
 
 
+def gloo_group_beside(group: dist.ProcessGroup) -> Any:
+    """Another group of gloo with the ranks of ``group``, whose messages meet none of its own.
+    Collective over these ranks alone.
+
+    It is not known to ``torch.distributed``, and has only the methods of ``ProcessGroupGloo``.
+    ``new_group(use_local_synchronization=True)`` names a group by the number of groups that a
+    process is in, and hangs where its ranks are in different numbers.
+    """
+    distributed: Any = dist.distributed_c10d
+    rank, store = dist.get_rank(group), distributed._get_default_store()
+    count = store.add(f"autoparallel/beside/{group.group_name}/{rank}", 1)
+    beside = distributed.PrefixStore(f"autoparallel/beside/{group.group_name}/{count}", store)
+    limits = [each.options._timeout for each in _backends(dist.group.WORLD)]
+    limit = max(limits, default=distributed.default_pg_timeout)
+    return distributed.ProcessGroupGloo(beside, rank, dist.get_world_size(group), limit)
+
+
 def share_limit(group: dist.ProcessGroup) -> None:
     """Gives ``group`` the limit of the default group, if that is longer."""
     world = dist.group.WORLD

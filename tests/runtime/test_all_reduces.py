@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.cost_model.algorithm_tables import ALGORITHMS, find_table
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.runtime.all_reduces import AllReduces, MessageAllReduce, SumLane
+from autoparallel.runtime.groups import gloo_group_beside
 
 SIZES = (1, 5, 1000, 4097)
 
@@ -103,3 +104,22 @@ def test_what_a_sum_raises_is_raised_where_it_is_waited_for() -> None:
         failing.wait()
     after.wait()
     assert ran == [1]
+
+
+def _beside_in_different_numbers_of_groups() -> float:
+    rank = dist.get_rank()
+    dist.new_group([0, 1])
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return 3.0
+    assert isinstance(group, dist.ProcessGroup)
+    value = torch.tensor([float(rank)])
+    for _ in range(2):  # a second one is another group
+        beside = gloo_group_beside(group)
+    beside.allreduce([value]).wait()
+    return value.item()
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_make_one_together() -> None:
+    """Rank 1 is in a group that rank 2 is not in, as ranks of earlier plans are."""
+    assert run_processes(3, _beside_in_different_numbers_of_groups) == [3.0, 3.0, 3.0]
