@@ -56,11 +56,12 @@ class Item:
     run: MeasuredRun | None = None
 
 
-def load_items(words: Sequence[str], cache: Cache) -> tuple[Item, ...]:
+def load_items(words: Sequence[str], cache: Cache, *, trust: bool = False) -> tuple[Item, ...]:
     """The items that the words name. Raises UsageError.
 
     AP353: a word is neither a file nor a baseline; AP354: a baseline without a plan; AP355: a
-    file of metrics without steps; AP356: fewer than two.
+    file of metrics without steps; AP356: fewer than two; AP155: baselines of a plan whose code
+    is not trusted.
     """
     if len(words) < 2:
         raise UsageError(
@@ -81,7 +82,7 @@ def load_items(words: Sequence[str], cache: Cache) -> tuple[Item, ...]:
     from autoparallel.recaptured import recaptured
 
     path = next(item.name for item in items if item.plan is first)
-    model = recaptured(first, path, cache=cache)
+    model = recaptured(first, path, trust=trust, cache=cache)
     made = ConfiguredPlans(first, model.program, model.basis, cache)
     return tuple(
         replace(item, plan=made.plan(degrees[item.name])) if item.name in degrees else item

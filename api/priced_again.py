@@ -1,4 +1,4 @@
-"""What only the model of a plan can tell: the plan's target is loaded, captured and priced again.
+"""A plan priced again from its model, for what a plan file does not hold.
 
 In: a plan and the file that it is in. Out: its step simulated again with every event, the memory
 of the fullest rank action by action, the ops with their FLOPs and bytes, the shapes of parameters,
@@ -69,27 +69,18 @@ class PricedAgain:
     baselines: tuple[Baseline, ...]
 
 
-def price_again(plan: Plan, plan_path: str, observe: Observe = ignore) -> PricedAgain:
+def price_again(
+    plan: Plan, plan_path: str, observe: Observe = ignore, *, trust: bool = False
+) -> PricedAgain:
     """Loads the plan's target and prices the plan, its ops and the baselines.
 
-    Raises what loading and capturing raise, and PlanError AP550 where the model is another now.
+    Raises as ``recaptured`` does.
     """
     from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
-    from autoparallel.planning import PlanOptions, capture_target, priced
-    from autoparallel.runtime.membership import check_model
-    from autoparallel.worker import batch_seq, load_plan_target
+    from autoparallel.recaptured import recaptured
 
-    target = load_plan_target(plan, plan_path)
-    model = plan.model
-    options = PlanOptions(
-        global_batch=model.global_batch, seq=batch_seq(plan, target), precision=model.precision,
-        float32_ops=model.float32_ops if model.float32_ops == "none" else "autocast",
-        optimizer=model.optimizer, compiled=plan.compiled,
-        profile="auto" if plan.prediction.profile is not None else "analytic",
-    )  # fmt: skip
-    program = capture_target(target, options, observe)
-    graph, basis = priced(program, target, plan.cluster, options)
-    check_model(program, plan)
+    made = recaptured(plan, plan_path, trust=trust, observe=observe)
+    program, graph, basis = made.program, made.graph, made.basis
     observe("pricing", 0, 1)
     blocks = program.blocks
     timeline = _timeline(plan, graph, blocks, basis)

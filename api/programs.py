@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.recaptured import recaptured
-from autoparallel.trust import check_trusted
 
 if TYPE_CHECKING:
     from autoparallel.planner.pricing.basis import Mode
@@ -73,8 +72,9 @@ def plan_program(
     from autoparallel.planner.search.stage_program import stage_program
 
     plan = load_plan(plan_path)
-    check_trusted(plan, plan_path, trust=trust)
-    made = recaptured(plan, plan_path, profile=cast("Mode", profile), database=database)
+    made = recaptured(
+        plan, plan_path, trust=trust, profile=cast("Mode", profile), database=database
+    )
     return stage_program(
         made.graph, made.program.blocks, plan, stage, minimized=minimized,
         memory_limit_bytes=memory_limit_bytes, basis=made.basis,

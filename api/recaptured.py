@@ -1,7 +1,7 @@
 """The model of a plan that is there, captured again and priced as it was planned.
 
 In: a plan and where its file lies. Out: the target, its program, the graph as it is priced, and
-what was measured for it.
+what was measured for it. Loading a target runs its file, so it has to be trusted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions, capture_target, priced
+from autoparallel.progress import Observe, ignore
+from autoparallel.trust import check_trusted
 
 if TYPE_CHECKING:
     from autoparallel.passes.programs.program import Program
@@ -33,17 +35,24 @@ class Recaptured:
 
 
 def recaptured(
-    plan: Plan, plan_path: str, *, profile: Mode | None = None, database: str | None = None,
+    plan: Plan,
+    plan_path: str,
+    *,
+    trust: bool = False,
+    profile: Mode | None = None,
+    database: str | None = None,
     cache: Cache = NO_CACHE,
-) -> Recaptured:  # fmt: skip
+    observe: Observe = ignore,
+) -> Recaptured:
     """The model of a plan. ``profile`` None uses measured times where the plan did.
 
-    Raises what loading and capturing raise, PlanError AP550 where the model is not the plan's any
-    more.
+    Raises as ``check_trusted``, loading and capturing do, and PlanError AP550 where the model is
+    not the plan's any more.
     """
     from autoparallel.runtime.membership import check_model
     from autoparallel.worker import batch_seq, load_plan_target
 
+    check_trusted(plan, plan_path, trust=trust)
     target = load_plan_target(plan, plan_path)
     was_measured = plan.prediction.profile is not None
     options = PlanOptions(
@@ -57,7 +66,7 @@ def recaptured(
         profile=profile or ("auto" if was_measured else "analytic"),
         database=database,
     )
-    program = capture_target(target, options, cache=cache)
+    program = capture_target(target, options, observe, cache)
     check_model(program, plan)
     graph, basis = priced(program, target, plan.cluster, options)
     return Recaptured(plan, target, program, options, graph, basis)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autoparallel.commands.options import JsonOption, print_json, stdout_console
+from autoparallel.commands.options import JsonOption, TrustOption, print_json, stdout_console
 
 ItemsArgument = Annotated[
     list[str],
@@ -18,14 +18,14 @@ ItemsArgument = Annotated[
 ]
 
 
-def compare(items: ItemsArgument, json: JsonOption = False) -> None:
+def compare(items: ItemsArgument, trust: TrustOption = False, json: JsonOption = False) -> None:
     """Compare plans, runs and baselines with the first of them."""
     from autoparallel.cache import plan_cache
     from autoparallel.comparing import load_items
     from autoparallel.report.comparison import comparison_json, print_comparison
 
     with plan_cache() as cache:
-        found = load_items(items, cache.values)
+        found = load_items(items, cache.values, trust=trust)
     if json:
         print_json(comparison_json(found))
     else:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoparallel.commands.options import DatabaseOption, JsonOption, print_json, stdout_console
+from autoparallel.commands.options import (
+    DatabaseOption,
+    JsonOption,
+    TrustOption,
+    print_json,
+    stdout_console,
+)
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +59,7 @@ def explain(
     measured: MeasuredOption = None,
     database: DatabaseOption = None,
     time_limit: LimitOption = 20.0,
+    trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Explain a plan: the alternatives at a place, priced, or what a change would make of it."""
@@ -66,14 +73,14 @@ def explain(
 
     loaded = load_plan(plan)
     if measured is not None:
-        _measured(loaded, plan, measured, database, json=json)
+        _measured(loaded, plan, measured, database, trust=trust, json=json)
         return
     from autoparallel.cache import plan_cache
     from autoparallel.recaptured import recaptured
     from autoparallel.report import explanation as pages
 
     with plan_cache() as cache:
-        model = recaptured(loaded, plan, cache=cache.values)
+        model = recaptured(loaded, plan, trust=trust, cache=cache.values)
         if why_not is not None:
             from autoparallel.what_if import why_not as forced_plan
 
@@ -100,7 +107,9 @@ def explain(
                 pages.print_explanation(reasons, stdout_console())
 
 
-def _measured(plan: Plan, path: str, measured: str, database: str | None, *, json: bool) -> None:
+def _measured(
+    plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
+) -> None:
     """What was predicted beside a run, and beside the blocks that were measured, if any."""
     from autoparallel.cache import plan_cache
     from autoparallel.comparing import read_run
@@ -112,7 +121,7 @@ def _measured(plan: Plan, path: str, measured: str, database: str | None, *, jso
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:
         with plan_cache() as cache:
-            model = recaptured(plan, path, profile="analytic", cache=cache.values)
+            model = recaptured(plan, path, trust=trust, profile="analytic", cache=cache.values)
             blocks = compute_errors(model, database)
     if json:
         print_json(measured_json(plan, run, blocks))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoparallel.commands.options import JsonOption, stdout_console
+from autoparallel.commands.options import JsonOption, TrustOption, stdout_console
 
 if TYPE_CHECKING:
     from autoparallel.html import Sources
@@ -48,6 +48,7 @@ def inspect(
     everything: AllOption = False,
     html: HtmlOption = None,
     target: TargetOption = True,
+    trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show a plan: what, where, how fast, how sure, what next; details on request."""
@@ -58,7 +59,7 @@ def inspect(
 
     loaded = load_plan(plan)
     if html is not None:
-        write_page(loaded, plan, html, loads_target=target)
+        write_page(loaded, plan, html, loads_target=target, trust=trust)
         return
     if json:
         typer.echo(dumps(loaded), nl=False)
@@ -85,12 +86,14 @@ def next_steps(plan_path: str) -> list[tuple[str, str]]:
     ]
 
 
-def write_page(plan: Plan, plan_path: str, html: str, *, loads_target: bool) -> None:
+def write_page(
+    plan: Plan, plan_path: str, html: str, *, loads_target: bool, trust: bool = False
+) -> None:
     """Writes the page of ``plan`` into the file ``html``. Raises UsageError AP343."""
     from autoparallel.html import page
     from autoparallel.planner.errors import UsageError
 
-    text = page(plan, page_sources(plan, plan_path, loads_target=loads_target))
+    text = page(plan, page_sources(plan, plan_path, loads_target=loads_target, trust=trust))
     try:
         Path(html).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -100,7 +103,7 @@ def write_page(plan: Plan, plan_path: str, html: str, *, loads_target: bool) -> 
     typer.echo(f"written to {html}; open it in a browser", err=True)
 
 
-def page_sources(plan: Plan, plan_path: str, *, loads_target: bool) -> Sources:
+def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:
     """What a page shows besides the plan: what a run measured, and the plan priced again, or why
     its model could not be loaded."""
     from autoparallel.html import MISSING, Sources
@@ -115,7 +118,7 @@ def page_sources(plan: Plan, plan_path: str, *, loads_target: bool) -> Sources:
 
     try:
         with progress() as observe:
-            return Sources(price_again(plan, plan_path, observe), "", measured)
+            return Sources(price_again(plan, plan_path, observe, trust=trust), "", measured)
     except AutoparallelError as error:
         typer.echo(f"autoparallel: the page is without baselines: {error.what}", err=True)
         return Sources(None, f"{error.what} ({error.code})", measured)

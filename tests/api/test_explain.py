@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def model_of(folder: Path, name: str) -> Recaptured:
     path = folder / f"{name}.json"
-    return recaptured(autoparallel.load_plan(path), str(path))
+    return recaptured(autoparallel.load_plan(path), str(path), trust=True)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_what_was_not_chosen_is_planned_and_its_terms_add_up(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(folder / "dp.json")
-    assert run_command(["explain", path, "--why-not", f"tp=4,{FORCED}", "--json"]) == 0
+    assert run_command(["explain", path, "--why-not", f"tp=4,{FORCED}", "--trust", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     planned = autoparallel.load_plan(folder / "tp.json")
     first, second = found["plans"]
@@ -270,7 +270,7 @@ def test_pages_fit_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ["--what-if", "link.intra.bytes_per_second=1e9", "--time-limit", "5"],
         ["--why-not", "tp=4", "--time-limit", "5"],
     ):  # fmt: skip
-        assert run_command(["explain", plan, *arguments]) == 0
+        assert run_command(["explain", plan, *arguments, "--trust"]) == 0
         page = capsys.readouterr().out
         assert max(map(len, page.splitlines())) <= 80, page
     assert run_command(["explain", plan, "--measured", str(run), "--json"]) == 0

@@ -79,7 +79,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def priced(plan_file: Path) -> PricedAgain:
-    return price_again(load_plan(plan_file), str(plan_file))
+    return price_again(load_plan(plan_file), str(plan_file), trust=True)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_the_page_has_the_model_in_it(
     plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "report.html"
-    assert inspect(str(plan_file), "--html", str(page)) == 0
+    assert inspect(str(plan_file), "--html", str(page), "--trust") == 0
     assert f"written to {page}" in capsys.readouterr().err
     text = page.read_text()
     assert "against baselines" in text
@@ -247,7 +247,7 @@ def test_a_target_that_cannot_be_loaded_is_said_in_the_page(
     usual: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = load_plan(usual)
-    found = page_sources(plan, str(usual), loads_target=True)
+    found = page_sources(plan, str(usual), loads_target=True, trust=True)
     assert found.priced is None
     assert found.missing == "there is no file examples/llama.py (AP101)"
     assert "the page is without baselines" in capsys.readouterr().err
@@ -256,7 +256,7 @@ def test_a_target_that_cannot_be_loaded_is_said_in_the_page(
 def test_a_model_that_has_changed_is_said_in_the_page(plan_file: Path) -> None:
     plan: Plan = load_plan(plan_file)
     other = replace(plan, model=replace(plan.model, fingerprint="0" * 16))
-    found = page_sources(other, str(plan_file), loads_target=True)
+    found = page_sources(other, str(plan_file), loads_target=True, trust=True)
     assert found.missing == "the plan was made for another model (AP550)"
 
 

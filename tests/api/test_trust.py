@@ -112,11 +112,15 @@ def test_no_command_runs_a_target_that_is_elsewhere(
     checkpoint = Path("run/step-00000001")
     checkpoint.mkdir(parents=True)
     save_plan(named(plan, elsewhere), "run/plan.json")
-    for command in (["run"], ["verify"], ["program", "-o", "x.lp"]):
+    for command in (
+        ["run"], ["verify"], ["program", "-o", "x.lp"], ["explain", "zero"], ["compare", "fsdp"],
+    ):  # fmt: skip
         assert run_command([command[0], "plan.json", *command[1:]]) == 2
         assert f"--> {elsewhere}" in capfd.readouterr().err
     with pytest.raises(UsageError, match="AP155"):
         plan_program("plan.json", 0)
+    assert run_command(["inspect", "plan.json", "--html", "page.html"]) == 0
+    assert "is outside of the current folder" in Path("page.html").read_text()
     assert not elsewhere.with_name("has_run").exists()
     assert plan_program("plan.json", 0, trust=True).planned is not None
     assert elsewhere.with_name("has_run").exists()
