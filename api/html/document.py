@@ -6,31 +6,27 @@ HTML text that refers to no other file: styles, script, drawings and data are in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import isclose
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from autoparallel.baselines import fastest
 from autoparallel.cost_model.memory import policy
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.trace import NAMES, rank_name
 from autoparallel.html.candidates import candidate_chart
+from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, TIME_LOOKS
 from autoparallel.html.memory_chart import memory_chart
 from autoparallel.html.parts import between_hosts, block_cells, cluster_hosts, weight_groups
+from autoparallel.html.rendering import rendered
 from autoparallel.html.roofline import roofline
 from autoparallel.html.schedule import ScheduleView, schedule_view
 from autoparallel.html.sources import headline, source_rows
 from autoparallel.measurement import Measurement, checksum
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
-from autoparallel.planner.summary import mesh_text, plan_summary
+from autoparallel.planner.summary import plan_summary
 from autoparallel.priced_again import PricedAgain
 from autoparallel.report.confidence import gap_text, simplest_text
 from autoparallel.report.drawing import SAME, timeline_of
@@ -41,18 +37,17 @@ from autoparallel.report.facts import (
     rank_seconds,
     usable_bytes,
 )
-from autoparallel.report.page import axis_lines, device_text, precision_text, stages_text
+from autoparallel.report.page import axis_lines, configuration_text, device_text, precision_text
 from autoparallel.report.words import (
-    bytes_text,
-    count_text,
-    names_text,
-    percent_text,
     ranks_text,
-    rate_text,
     seconds_text,
 )
 
-TEMPLATES = Path(__file__).parent / "templates"
+SECTIONS = {
+    "cluster": "Cluster", "model": "Model", "schedule": "Schedule",
+    "communication": "Communication", "memory": "Memory", "time": "Time", "roofline": "Roofline",
+    "candidates": "Candidates", "measured": "Measured", "sources": "Sources",
+}  # fmt: skip
 MISSING = "the model was not loaded (--no-target)"
 MOST_STAGE_ROWS = 16
 """Stages that the tables list before they are folded."""
@@ -72,32 +67,12 @@ NOTHING = Sources()
 
 def page(plan: Plan, sources: Sources = NOTHING) -> str:
     """The whole page."""
-    return _environment().get_template("report.html").render(**_context(plan, sources))
+    return rendered("report.html", _context(plan, sources))
 
 
 def notebook(plan: Plan) -> str:
     """What a notebook shows of a plan: headline, stages and candidates."""
-    return _environment().get_template("notebook.html").render(**_context(plan, NOTHING))
-
-
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    made.filters.update(
-        seconds=seconds_text, bytes=bytes_text, count=count_text, percent=percent_text,
-        rate=rate_text, ranks=ranks_text, names=names_text, json=_json, mesh=mesh_text,
-        stages=stages_text, wide=lambda share: f"{100 * share:.2f}%",
-    )  # fmt: skip
-    made.globals["include_text"] = lambda name: Markup((TEMPLATES / name).read_text("utf-8"))
-    return made
-
-
-def _json(value: Any) -> Markup:
-    """Data for a script element, which ends at no text inside."""
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+    return rendered("notebook.html", _context(plan, NOTHING))
 
 
 def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
@@ -110,8 +85,15 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
     ranks = stages_of_ranks(plan)
     return {
         "plan": plan,
+        "title": f"{plan_summary(plan)} · {plan.model.target or 'a model'}",
+        "sections": list(SECTIONS.items()),
+        "folder": "sections",
+        "version": plan.version,
         "model_name": plan.model.target or "a model",
-        "configuration": plan_summary(plan),
+        "configuration": configuration_text(plan),
+        "memory_looks": MEMORY_LOOKS,
+        "memory_meanings": MEMORY_MEANINGS,
+        "time_looks": TIME_LOOKS,
         "devices": device_text(plan),
         "precision": precision_text(plan),
         "figures": headline(plan, fastest(found), again),

@@ -5,7 +5,6 @@ Every part fits 80 columns. Colour only repeats what the words say.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +42,7 @@ from autoparallel.report.facts import (
     usable_bytes,
 )
 from autoparallel.report.goal import goal_lines, goal_title
+from autoparallel.report.printing import printed
 from autoparallel.report.served import server_lines
 from autoparallel.report.words import (
     bytes_text,
@@ -54,7 +54,6 @@ from autoparallel.report.words import (
 )
 from autoparallel.tf32 import families_text
 
-WIDTH = 80
 BAR_WIDTH = 28
 INDENT = 2
 DRAWING_MARGIN = 12
@@ -89,11 +88,7 @@ EVERYTHING = Details(True, True, True, True, True)
 
 def describe(plan: Plan, *, short: bool = False) -> str:
     """The report of ``plan`` as plain text, 80 columns wide: everything, or one screen."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
-    print_report(plan, console, ONE_SCREEN if short else EVERYTHING)
-    stream = console.file
-    assert isinstance(stream, io.StringIO)
-    return stream.getvalue()
+    return printed(lambda console: print_report(plan, console, ONE_SCREEN if short else EVERYTHING))
 
 
 def print_report(

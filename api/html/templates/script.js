@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const read = (id) => JSON.parse(document.getElementById(id)?.textContent ?? "null");
   const seconds = (value) => {
     if (Math.abs(value) < 5e-10) return "0 s";
     for (const [scale, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]])
@@ -65,8 +65,7 @@
           if (lane !== 0 || start > to || start + length < from || microbatch < 0) continue;
           const wide = (length / (to - from)) * width;
           if (wide < 17 || parts.length > 600) continue;
-          const dark = data.kinds[kind] === "W" ? " class=dark" : "";
-          parts.push(`<span${dark} style="left:${percent(start).toFixed(3)}%;width:${((100 * length) / (to - from)).toFixed(3)}%;top:${rank.lanes[0][0]}px">${wide > 60 ? `${stage}${data.kinds[kind]}${microbatch}` : microbatch}</span>`);
+          parts.push(`<span style="left:${percent(start).toFixed(3)}%;width:${((100 * length) / (to - from)).toFixed(3)}%;top:${rank.lanes[0][0]}px">${wide > 60 ? `${stage}${data.kinds[kind]}${microbatch}` : microbatch}</span>`);
         }
       });
       labels.innerHTML = parts.join("");
