@@ -21,8 +21,8 @@ from autoparallel.html.memory_chart import memory_chart
 from autoparallel.html.parts import between_hosts, block_cells, cluster_hosts, weight_groups
 from autoparallel.html.rendering import rendered
 from autoparallel.html.roofline import roofline
-from autoparallel.html.schedule import ScheduleView, schedule_view
-from autoparallel.html.sources import headline, source_rows
+from autoparallel.html.schedule import STREAM_NAMES, ScheduleView, schedule_view
+from autoparallel.html.sources import baselines_text, headline, source_rows
 from autoparallel.measurement import Measurement, checksum
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
@@ -83,6 +83,10 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
     found = priced.baselines if priced is not None else ()
     again = priced.step_seconds if priced is not None else plan.prediction.step_seconds
     ranks = stages_of_ranks(plan)
+    is_same_plan = measured is not None and measured.plan == checksum(plan)
+    measured_seconds = (
+        measured.step_seconds / measured.num_batches if measured and is_same_plan else None
+    )
     return {
         "plan": plan,
         "title": f"{plan_summary(plan)} · {plan.model.target or 'a model'}",
@@ -96,8 +100,8 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "time_looks": TIME_LOOKS,
         "devices": device_text(plan),
         "precision": precision_text(plan),
-        "figures": headline(plan, fastest(found), again),
-        "best": fastest(found),
+        "figures": headline(plan, fastest(found), again, measured_seconds),
+        "baselines_text": baselines_text(found, fastest(found)),
         "again_seconds": again,
         "is_priced_alike": isclose(again, plan.prediction.step_seconds, rel_tol=SAME),
         "baselines": found,
@@ -128,15 +132,8 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "simplest": simplest_text(plan),
         "source_rows": source_rows(plan, sources.missing if priced is None else ""),
         "measured": measured,
-        "is_same_plan": measured is not None and measured.plan == checksum(plan),
+        "is_same_plan": is_same_plan,
     }
-
-
-STREAM_NAMES = {
-    "compute": "compute", "send forward": "activations to later stages",
-    "send backward": "gradients to earlier stages", "gradient sync": "sums of gradients",
-    "parameter gather": "gathering of parameters",
-}  # fmt: skip
 
 
 def _schedule(plan: Plan, timeline: Timeline | None) -> ScheduleView | None:
