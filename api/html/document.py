@@ -31,8 +31,8 @@ from autoparallel.priced_again import PricedAgain
 from autoparallel.report.confidence import gap_text, simplest_text
 from autoparallel.report.drawing import SAME, timeline_of
 from autoparallel.report.facts import (
-    communication,
     fullest_rank,
+    merged_communication,
     ordered_memory,
     rank_seconds,
     usable_bytes,
@@ -40,7 +40,6 @@ from autoparallel.report.facts import (
 from autoparallel.report.page import axis_lines, configuration_text, device_text, precision_text
 from autoparallel.report.words import (
     ranks_text,
-    seconds_text,
 )
 
 SECTIONS = {
@@ -118,7 +117,9 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "stream_names": STREAM_NAMES,
         "kind_names": NAMES,
         "stages_folded": len(plan.stages) > MOST_STAGE_ROWS,
-        "communication": _communication(plan),
+        "communication": [
+            (ranks_text(stages), each) for stages, each in merged_communication(plan)
+        ],
         "memory_chart": _memory_chart(plan, priced, limit),
         "memory_rank": ranks.index(stages),
         "memory_device": plan.stages[stages[0]].devices[0],
@@ -141,17 +142,6 @@ def _schedule(plan: Plan, timeline: Timeline | None) -> ScheduleView | None:
         return None
     sizes = [len(plan.stages[stages[0]].devices) for stages in stages_of_ranks(plan)]
     return schedule_view(timeline, [rank_name(rank, size) for rank, size in enumerate(sizes)])
-
-
-def _communication(plan: Plan) -> list[tuple[str, Any]]:
-    """The collectives of the stages, equal ones once, with the numbers of their stages."""
-    found: dict[tuple[str, ...], tuple[list[int], Any]] = {}
-    for index, stage in enumerate(plan.stages):
-        for each in communication(plan, stage):
-            key = (each.what, each.beside, seconds_text(each.seconds),
-                   seconds_text(each.exposed_seconds))  # fmt: skip
-            found.setdefault(key, ([], each))[0].append(index)
-    return [(ranks_text(stages), each) for stages, each in found.values()]
 
 
 def _memory_chart(plan: Plan, priced: PricedAgain | None, limit: int) -> Any:

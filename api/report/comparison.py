@@ -29,8 +29,8 @@ from autoparallel.report.facts import (
     rank_seconds,
     usable_bytes,
 )
-from autoparallel.report.page import device_text, plain_table, section
-from autoparallel.report.printing import printed
+from autoparallel.report.page import device_text, section
+from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 MOST_COLUMNS = 4

@@ -13,8 +13,8 @@ from autoparallel.estimating import Estimate
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.facts import fullest_rank
-from autoparallel.report.page import plain_table, section
-from autoparallel.report.printing import printed
+from autoparallel.report.page import section
+from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.words import bytes_text, count_text
 
 METHODS = {"full": "train", "lora": "LoRA"}

@@ -1,4 +1,4 @@
-"""Reports as text: what would be printed, in a string."""
+"""What reports are printed with: tables without lines, and text in a string."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.table import Table
 
 WIDTH = 80
 
@@ -18,3 +19,11 @@ def printed(prints: Callable[[Console], None]) -> str:
     )
     prints(console)
     return stream.getvalue()
+
+
+def plain_table(*columns: tuple[str, str]) -> Table:
+    """A table without lines; a column is its title and ``left`` or ``right``."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for title, side in columns:
+        table.add_column(title, justify="right" if side == "right" else "left", overflow="fold")
+    return table

@@ -19,7 +19,7 @@ from autoparallel.report.facts import (
     rank_seconds,
     stages_of_ranks,
 )
-from autoparallel.report.page import shown_stages, stages
+from autoparallel.report.stages import shown_stages, stages
 
 
 def test_no_line_is_wider_than_80_columns() -> None:
