@@ -19,8 +19,8 @@ PLAN = (
     "hf:examples/llama3_8b", "--cluster", "8xH100", "--global-batch", "64", "--seq", "4096",
     "--precision", "bf16",
 )  # fmt: skip
-WIDTH, HEIGHT = 1067, 1000
-"""In CSS pixels, of which each is 1.5 pixels."""
+WIDTH, HEIGHT = 1000, 940
+"""In CSS pixels, of which each is 1.6 pixels."""
 
 NUM_COLOURS = 128
 
@@ -37,7 +37,7 @@ def main() -> int:
         command = [
             browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--virtual-time-budget=3000",
-            "--blink-settings=preferredColorScheme=1", "--force-device-scale-factor=1.5",
+            "--blink-settings=preferredColorScheme=1", "--force-device-scale-factor=1.6",
             f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PICTURE}", page.as_uri(),
         ]  # fmt: skip
         PICTURE.parent.mkdir(exist_ok=True)
