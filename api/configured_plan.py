@@ -75,12 +75,11 @@ def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
         )  # fmt: skip
     for count in counts:
         for recompute in [degrees.recompute] if degrees.recompute else RECOMPUTE:
-            yield Configuration(
-                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=degrees.zero or 0, recompute=recompute,
-                microbatch_size=batch // count, num_microbatches=count,
+            yield Configuration.like(
+                like, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=degrees.zero or 0,
+                recompute=recompute, microbatch_size=batch // count, num_microbatches=count,
                 schedule=degrees.schedule or "1f1b", num_chunks=degrees.least_chunks,
-                precision=like.model.precision, optimizer=like.model.optimizer,
-                compiled=like.compiled,
+                offload=degrees.offload or "none",
             )  # fmt: skip
 
 
