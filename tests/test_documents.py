@@ -88,6 +88,7 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
     own = tmp_path / "own.md"
     own.write_text("<!-- run -->\n```\nautoparallel schedules no-such-schedule\n```\n")
     monkeypatch.setattr(documents, "ROOT", tmp_path)
+    (tmp_path / "examples").mkdir()
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(AssertionError, match="AP150"):
