@@ -152,6 +152,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
                              "--nnodes 3:4 --elastic --rdzv-endpoint 10.0.0.1:29400"),
         ("docs/failures.md", "torchrun --nproc-per-node 8 --max-restarts 3 -m autoparallel run "
                              "plan.json --steps 1000 --save run1 --save-every 100"),
+        ("docs/export.md", "autoparallel export plan.json --to megatron -o megatron"),
         ("docs/parameter_servers.md", "autoparallel plan model.py --cluster cpu:4 --parallel "
                                       "servers=2 -o plan.json"),
         ("docs/parameter_servers.md", "autoparallel run model.py --cluster cpu:4 --parallel "

@@ -68,8 +68,8 @@ def accumulation(own: Configuration) -> str:
     if not accumulates_sharded(own):
         return f"Accelerator(gradient_accumulation_steps={count})"
     return (
-        "Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
-        f"num_steps={count}, sync_each_batch=True))"
+        f"plugin = GradientAccumulationPlugin(num_steps={count}, sync_each_batch=True), "
+        "Accelerator(gradient_accumulation_plugin=plugin)"
     )
 
 

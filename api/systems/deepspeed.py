@@ -1,8 +1,8 @@
 """DeepSpeed: its configuration as JSON.
 
 The names are those of release 0.19. Source: ``deepspeed/runtime/config.py`` of that release.
-Pipelines of DeepSpeed are written in the model's code (``PipelineModule``), and so is its sequence
-parallelism, so no configuration has them.
+Pipelines of DeepSpeed are written in the model's code, and so is its sequence parallelism, so no
+configuration has them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
+from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.systems.degrees import rows
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
@@ -22,6 +23,11 @@ CONFIG = "ds_config.json"
 
 WITHOUT_PIPELINE = {
     "pp": "data parallelism over the same devices; a pipeline is written in the model's code",
+    **{name: "no schedule: it has no pipeline" for name, each in SCHEDULES.items()
+       if each.family == "synchronous"},
+    **{name: "one update a step, with the newest weights" for name, each in SCHEDULES.items()
+       if each.family == "asynchronous"},
+    "uneven-stages": "one stage",
     "mixed-stages": "one mesh of all devices",
     "branches": "one mesh of all devices",
     "mixed-zero": "one ZeRO stage",
@@ -29,7 +35,7 @@ WITHOUT_PIPELINE = {
     "gradient-sums": "what NCCL chooses",
     "gradient-order": "sums as the backward makes gradients",
     "servers": "data parallelism without servers",
-}
+}  # fmt: skip
 """What a system without pipelines does instead."""
 
 LIMITS = {

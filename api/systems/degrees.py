@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.layout import NodeLayout
@@ -44,8 +44,9 @@ class Roles:
 
 def configuration_of(plan: Plan) -> Configuration:
     """The configuration that is nearest to a plan, exact where its stages are alike."""
-    ranks = stages_of_ranks(plan)
-    pp = 1 if plan.servers is not None else len(ranks)
+    num_ranks = 1 if plan.servers is not None else len(stages_of_ranks(plan))
+    pp = _divisor(plan.cluster.num_devices, num_ranks)
+    is_cut = pp == num_ranks > 1
     roles = common_roles(plan, pp)
     modes = [block.recompute for stage in plan.stages for block in layers_of(plan, stage)]
     recompute = _most_frugal(modes)
@@ -58,22 +59,35 @@ def configuration_of(plan: Plan) -> Configuration:
         recompute=recompute, recompute_share=share,
         recomputes_ends=_recomputes_ends(plan, recompute),
         microbatch_size=size, num_microbatches=count,
-        schedule=plan.schedule if pp > 1 else "1f1b",
-        num_chunks=len(plan.stages) // pp if pp > 1 else 1,
-        layers=counts if pp > 1 else None,
+        schedule=plan.schedule if is_cut else "1f1b",
+        num_chunks=len(plan.stages) // pp if is_cut else 1,
+        layers=counts if is_cut else None,
         sequence_parallel=roles.splits_norms if roles.tp > 1 else None,
         precision=plan.model.precision, optimizer=plan.model.optimizer, compiled=plan.compiled,
         gradient_dtype=plan.model.gradient_dtype, offload=plan.offload,
     )  # fmt: skip
 
 
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most ``most``.
+
+    >>> _divisor(8, 3), _divisor(8, 4)
+    (2, 4)
+    """
+    return max(each for each in range(1, most + 1) if number % each == 0)
+
+
 def common_roles(plan: Plan, pp: int) -> Roles:
     """What the meshes of all stages split; of meshes that differ the most frequent that has as
-    many devices as each stage would have, else data parallelism over these."""
+    many devices as each stage would have, else as much data parallelism as a micro-batch has
+    samples for, and tensor parallelism."""
     size = plan.cluster.num_devices // pp
+    if plan.servers is not None:
+        return Roles(dp=size)
     found = Counter(axis_roles(plan, stage) for stage in plan.stages)
     fitting = [roles for roles, _ in found.most_common() if roles.size == size]
-    return fitting[0] if fitting and plan.servers is None else Roles(dp=size)
+    dp = gcd(size, plan.microbatch_size)
+    return fitting[0] if fitting else Roles(dp=dp, tp=size // dp)
 
 
 def axis_roles(plan: Plan, stage: StagePlan) -> Roles:

@@ -175,7 +175,7 @@ def _layouts(plan: Plan) -> Iterator[Feature]:
     odd: dict[str, str] = {}
     for stage in plan.stages:
         roles = axis_roles(plan, stage)
-        for name in parameters(plan, stage):
+        for name in sorted(parameters(plan, stage)):
             for axis, text in _odd_axes(plan, stage, roles, name):
                 odd.setdefault(name, f"{name} {text} over {stage.mesh.axes[axis]}")
     if odd:

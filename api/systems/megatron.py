@@ -61,8 +61,8 @@ def write(job: Job) -> Files:
     """The files of a job."""
     own, lost, notes = job.configuration, list[Difference](), list[str]()
     arguments: Arguments = [
-        *_degrees(own), *_pipeline(own, job.config), *_batch(job), *_states(own),
-        *_recomputation(own, job.config), *_precision(own), *_optimizer(own),
+        *_degrees(own), *_pipeline(own, job.num_layers), *_batch(job), *_states(own),
+        *_recomputation(own, job.num_layers), *_precision(own), *_optimizer(own),
     ]  # fmt: skip
     if job.config is not None and job.config.kind in MODELS:
         arguments += model_arguments(job.config)
@@ -130,10 +130,10 @@ def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
         yield "--expert-model-parallel-size", str(own.ep)
 
 
-def _pipeline(own: Configuration, config: ModelConfig | None) -> Iterator[tuple[str, ...]]:
+def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:
     if own.pp == 1:
         return
-    layers = stage_layers(own, config)
+    layers = stage_layers(own, num_layers)
     if own.num_chunks == 1 and len(set(layers)) == 1:
         return
     yield "--pipeline-model-parallel-layout", layout_text(layers)
@@ -180,12 +180,12 @@ def _states(own: Configuration) -> Iterator[tuple[str, ...]]:
             yield ("--use-distributed-optimizer",)
 
 
-def _recomputation(own: Configuration, config: ModelConfig | None) -> Iterator[tuple[str, ...]]:
+def _recomputation(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:
     if own.recompute == "selective":
         yield "--recompute-granularity", "selective"
         yield "--recompute-modules", "layernorm"
     elif own.recompute == "full":
-        most = max(stage_layers(own, config))
+        most = max(stage_layers(own, num_layers))
         yield "--recompute-granularity", "full"
         yield "--recompute-method", "block"
         yield "--recompute-num-layers", str(-(-round(most * own.recompute_share * 1000) // 1000))

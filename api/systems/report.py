@@ -16,6 +16,7 @@ from autoparallel.planner.summary import (
 )
 from autoparallel.report.comparison import change_text
 from autoparallel.report.words import bytes_text, seconds_text
+from autoparallel.systems.degrees import layers_of
 from autoparallel.systems.priced import Priced
 
 WIDTH = 80
@@ -33,7 +34,8 @@ def report_text(
     system: str, plan: Plan, cost: Priced, lost: Sequence[Difference], notes: Sequence[str]
 ) -> str:
     """The two configurations with their prices, what is lost, and what is left to do."""
-    lines = [f"{system}: {configuration_text(cost.configuration)}"]
+    num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
+    lines = [f"{system}: {configuration_text(cost.configuration, num_layers)}"]
     lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
     if lost:
         lines.append("What it cannot express")
@@ -62,17 +64,16 @@ def price_lines(plan: Plan, cost: Priced) -> Iterator[str]:
         yield "DOES NOT FIT: no configuration that this system has was found to fit"
 
 
-def configuration_text(own: Configuration) -> str:
-    """A configuration in one line.
+def configuration_text(own: Configuration, num_layers: int) -> str:
+    """A configuration of a model with so many layers in one line.
 
-    >>> configuration_text(Configuration(dp=4, tp=2, zero=1, microbatch_size=8))
+    >>> configuration_text(Configuration(dp=4, tp=2, zero=1, microbatch_size=8), 4)
     'dp=4 tp=2 · ZeRO 1 · 1 × 8'
     """
-    total = sum(own.layers) if own.layers else own.pp
-    recomputed = round(total * own.recompute_share)
+    recomputed = round(num_layers * own.recompute_share)
     ranks = [
         RankSummary(
-            own.mesh, own.zero, total if rank == 0 else 0,
+            own.mesh, own.zero, num_layers if rank == 0 else 0,
             num_full=recomputed * (own.recompute == "full" and rank == 0),
             num_selective=recomputed * (own.recompute == "selective" and rank == 0),
         )

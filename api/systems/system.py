@@ -17,7 +17,7 @@ from autoparallel.plan_exports import WrittenPlan
 from autoparallel.planner.configured.configuration import Configuration, even_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Recompute
-from autoparallel.systems.degrees import configuration_of, layer_list
+from autoparallel.systems.degrees import configuration_of, layers_of
 from autoparallel.systems.features import Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
 from autoparallel.systems.priced import Priced, price
@@ -50,14 +50,16 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a system is asked to write. ``folder`` is the name under which the files will lie,
-    ``layers`` the path of the model's list of layers."""
+    """What a system is asked to write. ``folder`` is the name under which the files will lie."""
 
     plan: Plan
     configuration: Configuration
     config: ModelConfig | None
     folder: Path
-    layers: str | None
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(layers_of(self.plan, stage)) for stage in self.plan.stages)
 
     @property
     def devices_per_host(self) -> int:
@@ -100,7 +102,7 @@ def write_for(
     candidates = list(candidates_of(system, plan))
     cost = price(plan, plan_path, candidates, trust=trust)
     config, why_none = read_config(plan)
-    files = system.write(Job(plan, cost.configuration, config, place, layer_list(plan)))
+    files = system.write(Job(plan, cost.configuration, config, place))
     lost = (*differences(system, features_of(plan)), *files.lost)
     notes = (*([f"model arguments are left to you: {why_none}"] if why_none else []), *files.notes)
     report = report_text(f"{system.title} ({system.version})", plan, cost, lost, notes)
@@ -171,12 +173,15 @@ def _folded(own: Configuration, system: System, batch: int) -> Configuration:
     return replace(folded, schedule="1f1b", num_chunks=1, layers=None)
 
 
-def stage_layers(own: Configuration, config: ModelConfig | None) -> tuple[int, ...]:
-    """The layers of each stage: the plan's, or as many in each where it has no such stages."""
+def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
+    """The layers of each stage: the plan's, or about as many in each where it has no such stages.
+
+    >>> stage_layers(Configuration(pp=2, layers=(3, 1)), 4), stage_layers(Configuration(), 4)
+    ((3, 1), (4,))
+    """
     if own.layers is not None and len(own.layers) == own.num_stages:
         return own.layers
-    total = sum(own.layers or ()) or (config.num_layers if config else own.num_stages)
-    return even_layers(total, own.num_stages)
+    return even_layers(num_layers, own.num_stages)
 
 
 DEGREES = ("dp", "tp", "cp", "ep", "pp")

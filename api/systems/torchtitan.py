@@ -1,4 +1,4 @@
-"""torchtitan: a TOML file of its ``JobConfig``, a schedule as CSV, sizes of the model.
+"""torchtitan: a TOML file of its job configuration, a schedule as CSV, sizes of the model.
 
 The names are those of release 0.2.2, the last one that reads TOML (from 0.3 on configurations are
 Python functions). Source: ``torchtitan/config/job_config.py`` and
@@ -183,7 +183,7 @@ def _pipeline(job: Job) -> dict[str, object]:
         if by_table else SCHEDULES[own.schedule],
         **({"pipeline_parallel_schedule_csv": str(job.folder / TABLE)} if by_table else {}),
         "pipeline_parallel_microbatch_size": rows(own),
-        "module_fqns_per_model_part": module_names(stage_layers(own, job.config)),
+        "module_fqns_per_model_part": module_names(stage_layers(own, job.num_layers)),
     }  # fmt: skip
 
 
