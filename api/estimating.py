@@ -38,10 +38,12 @@ from autoparallel.planning import (
     stamped,
     within_limit,
 )
-from autoparallel.progress import Observe, ignore
+from autoparallel.progress import Observe, ignore, shown_to_callers
 from autoparallel.targets import Target
 
 if TYPE_CHECKING:
+    import pandas
+
     from autoparallel.passes.programs.program import Program
 
 Method = Literal["full", "lora"]
@@ -104,6 +106,33 @@ class Estimate:
         if self.days is None or self.dollars_per_hour is None:
             return None
         return self.days * 24 * self.dollars_per_hour
+
+
+class Estimates(tuple[Estimate, ...]):
+    """Estimates that show themselves: as text, in a notebook, and for pandas."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        from autoparallel.report.estimates import estimates_text
+
+        return estimates_text(self)
+
+    def _repr_html_(self) -> str:
+        from autoparallel.html.estimated import estimated_notebook
+
+        return estimated_notebook(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per device and way to train, in seconds and bytes.
+
+        Raises UsageError AP340 where pandas is not installed.
+        """
+        from autoparallel.frames import data_frame
+        from autoparallel.report.estimates import estimates_json
+
+        rows = estimates_json(self)
+        return data_frame([{k: v for k, v in row.items() if k != "memory_bytes"} for row in rows])
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
@@ -319,9 +348,13 @@ def estimate(
     *,
     devices: str | Sequence[str] = DEFAULT_DEVICES,
     loss_fn: Any = None,
+    progress: bool = True,
     **options: Any,
-) -> tuple[Estimate, ...]:
+) -> Estimates:
     """The fewest devices of each kind that train ``model``, with the plan and figures there.
+
+    A sequence of ``Estimate``, which shows itself as a table in notebooks. On a terminal and in a
+    notebook bars show the progress; ``progress=False`` shows none.
 
     ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
     devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
@@ -345,4 +378,5 @@ def estimate(
     lora = options.pop("lora", None) or (DEFAULT_LORA if has_lora(target) else None)
     processes = options.pop("processes", num_processes())
     asked = Asked(parse_devices(text), lora=lora, processes=processes, **options)
-    return estimate_target(target, asked)
+    with shown_to_callers(progress) as observe:
+        return Estimates(estimate_target(target, asked, observe))

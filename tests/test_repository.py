@@ -48,9 +48,9 @@ PUBLIC = {
     "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
     "InfeasibleError", "JsonLines", "MachineError", "ParallelModule", "Plan", "PlanError",
     "RunError", "Step", "TensorBoard", "TimeLimitError", "UsageError", "VerificationError",
-    "WeightsAndBiases", "WorkerError", "__version__", "describe", "distribute", "estimate",
-    "export", "load", "load_plan", "one_process", "parallelize", "plan", "register_op", "save",
-    "save_plan",
+    "WeightsAndBiases", "WorkerError", "__version__", "compare", "describe", "distribute",
+    "estimate", "export", "load", "load_plan", "one_process", "parallelize", "plan", "profile",
+    "register_op", "save", "save_plan",
 }  # fmt: skip
 
 

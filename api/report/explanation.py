@@ -18,7 +18,8 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text, comparison_json, print_comparison
 from autoparallel.report.facts import bytes_of
-from autoparallel.report.page import plain_table, section
+from autoparallel.report.page import section
+from autoparallel.report.printing import plain_table
 from autoparallel.report.words import bytes_text, percent_text, seconds_text
 from autoparallel.what_if import Changed, terms
 
