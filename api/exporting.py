@@ -7,10 +7,7 @@ is one process without a group, that holds one file's tensors at a time.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +16,10 @@ from torch import Tensor, nn
 
 from autoparallel.huggingface_folder import write_adapters, write_model_files
 from autoparallel.lora import Lora, is_transposed, merged, parse_lora
+from autoparallel.new_folder import check_free, new_folder
 from autoparallel.options import did_you_mean, parse_size
 from autoparallel.passes.capture.tie import find_tied
+from autoparallel.plan_exports import CHECKPOINT_FORMATS
 from autoparallel.plan_io import PLAN, load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import record_target
@@ -30,7 +29,6 @@ from autoparallel.runtime.weight_shards import write_shards
 from autoparallel.targets import Target, load_target
 from autoparallel.trust import check_trusted
 
-FORMATS = ("safetensors", "hf", "pt", "peft")
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -104,7 +102,7 @@ def export(  # noqa: PLR0913 - one parameter per option
     _check_choices(to, dtype)
     most_bytes = parse_size(max_shard_size)
     place = Path(folder)
-    _check_free(place, force)
+    check_free(place, force)
     source = _source(Path(checkpoint), model, lora, trust=trust)
     if to in ("hf", "peft"):
         _check_huggingface(source, to)
@@ -116,7 +114,7 @@ def export(  # noqa: PLR0913 - one parameter per option
         made = tensors[name]()
         return made.to(cast) if cast is not None and made.is_floating_point() else made
 
-    with _beside(place) as temporary:
+    with new_folder(place) as temporary:
         if to == "peft":
             files = write_adapters(temporary, source.target, source.lora, source.adapted,
                                    {name: tensor(name) for name in tensors})  # fmt: skip
@@ -132,24 +130,12 @@ def export(  # noqa: PLR0913 - one parameter per option
 
 
 def _check_choices(to: str, dtype: str | None) -> None:
-    for name, value, known in (("--to", to, FORMATS), ("--dtype", dtype, tuple(DTYPES))):
+    for name, value, known in (("--to", to, CHECKPOINT_FORMATS), ("--dtype", dtype, tuple(DTYPES))):
         if value is not None and value not in known:
             raise UsageError(
                 "AP870", f"{name} {value!r} is not one of {', '.join(known)}",
                 fix=did_you_mean(value, known),
             )  # fmt: skip
-
-
-def _check_free(place: Path, force: bool) -> None:
-    if place.exists() and not place.is_dir():
-        raise UsageError("AP869", f"{place} is a file, not a folder", where=str(place.resolve()))
-    if place.exists() and any(place.iterdir()) and not force:
-        raise UsageError(
-            "AP869",
-            f"the folder {place} is not empty",
-            where=str(place.resolve()),
-            fix="choose another folder, or --force to replace its contents",
-        )
 
 
 def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> Source:
@@ -281,19 +267,3 @@ def _largest_dtype(files: WeightFiles, names: Mapping[str, object]) -> torch.dty
     found = [files.dtype(name) for name in names]
     floating = [dtype for dtype in found if dtype.is_floating_point]
     return max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)
-
-
-@contextmanager
-def _beside(place: Path) -> Iterator[Path]:
-    """A new folder beside ``place`` that takes its place when the block ends without error."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(f".{place.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        if place.exists():
-            shutil.rmtree(place)
-        temporary.rename(place)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

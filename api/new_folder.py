@@ -1,0 +1,43 @@
+"""A folder that is written whole: beside its place, and renamed when it is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autoparallel.planner.errors import UsageError
+
+
+def check_free(place: Path, force: bool) -> None:
+    """Raises UsageError AP869 where ``place`` is a file, or holds files and ``force`` is not set.
+
+    >>> check_free(Path("no_such_folder"), force=False)
+    """
+    if place.exists() and not place.is_dir():
+        raise UsageError("AP869", f"{place} is a file, not a folder", where=str(place.resolve()))
+    if place.exists() and any(place.iterdir()) and not force:
+        raise UsageError(
+            "AP869",
+            f"the folder {place} is not empty",
+            where=str(place.resolve()),
+            fix="choose another folder, or --force to replace its contents",
+        )
+
+
+@contextmanager
+def new_folder(place: Path) -> Iterator[Path]:
+    """A new folder beside ``place`` that takes its place when the block ends without error."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if place.exists():
+            shutil.rmtree(place)
+        temporary.rename(place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
