@@ -148,8 +148,8 @@ def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
 
     A shorthand such as ``4xH100`` is the one cluster that it names.
 
-    >>> [cluster.name for cluster in clusters_of("T4", 16)]
-    ['1xT4', '2xT4', '3xT4', '4xT4', '2x4xT4', '3x4xT4', '4x4xT4']
+    >>> [cluster.name for cluster in clusters_of("T4", 24)][5:]
+    ['6xT4', '7xT4', '8xT4', '2x8xT4', '3x8xT4']
     """
     if is_shorthand(device):
         yield find_cluster(device)

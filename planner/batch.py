@@ -17,7 +17,7 @@ from .graph import Accumulation, Graph, Node, Ref
 from .layout import PARTIAL, AxisStrategy, Placement, shard
 from .rules.annotation import FLOATS
 from .rules.case import argument
-from .rules.strategies import op_strategies, strategies_form
+from .rules.strategies import op_form, op_strategies
 from .rules.table import LOSSES, packet
 
 BatchDims = dict[str, tuple[int | None, ...]]
@@ -200,7 +200,7 @@ class _Propagation:
         number = self._forms.get(node.name)
         if number is None:
             found = len(self._strategies)
-            number = self._numbers.setdefault(strategies_form(node, self.graph), found)
+            number = self._numbers.setdefault(op_form(node, self.graph), found)
             self._forms[node.name] = number
             if number == found:
                 size = self.graph.batch_size

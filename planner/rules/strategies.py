@@ -57,8 +57,11 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
 
 def strategies_form(node: Node, graph: Graph) -> tuple[Any, ...]:
     """What ``axis_strategies`` depends on: equal for the same op in equal layers."""
-    if node.kind != "op":
-        return node.kind, node.outputs
+    return op_form(node, graph) if node.kind == "op" else (node.kind, node.outputs)
+
+
+def op_form(node: Node, graph: Graph) -> tuple[Any, ...]:
+    """What ``op_strategies`` depends on."""
     parts: list[Any] = [node.op, node.rule, node.outputs]
     for ref in node.inputs:
         producer = graph.by_name[ref.name]
