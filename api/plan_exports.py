@@ -21,7 +21,7 @@ from autoparallel.planner.plan import Plan
 CHECKPOINT_FORMATS = ("safetensors", "hf", "pt", "peft")
 """Formats of the weights of a checkpoint."""
 
-WRITERS: dict[str, str] = {}
+WRITERS: dict[str, str] = {"python": "autoparallel.script.write:write_script"}
 """The formats of a plan: the ``PlanWriter`` of each, as MODULE:FUNCTION, imported when used."""
 
 
