@@ -45,6 +45,7 @@ MOVES = {
 }  # fmt: skip
 """The function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
 
+STATE = r"_(part|whole|term)(_\d+)?$"
 STATES = {"S": "part", "R": "whole", "I": "whole", "P": "term"}
 SHORT = 48
 """Longer expressions are not written into others."""
@@ -199,7 +200,7 @@ def _write(writer: _Writer, node: fx.Node) -> None:
         if len(node.users) == 1:
             writer.values[node] = made
             return
-        _assign(writer, node, made, str(made.text.split('"')[1].rpartition(".")[2]))
+        _assign(writer, node, made, _base_name(made.text))
         return
     if made.text in {each.text for each in writer.values.values()} and not made.is_compound:
         writer.values[node] = made  # the same value under another name
@@ -306,10 +307,9 @@ def _name(writer: _Writer, node: fx.Node) -> str:
     if getattr(node.target, "__name__", "") == apply_steps.__name__:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        base = re.sub(r'.*\["|"\]|.*\.', "", writer.values[source].text)
-        base = re.sub(r"\W.*", "", base) or "value"
+        base = _base_name(writer.values[source].text)
         last = parse_steps(str(node.args[1]), writer.stage.mesh.axes)[-1]
-        base = re.sub(r"_(part|whole|term)(_\d+)?$", "", base)
+        base = re.sub(STATE, "", base)
         return f"{base}_{STATES[last.target.kind]}"
     source_node = node.meta.get(MADE_BY)
     family = _family(node).strip("_")
@@ -320,10 +320,22 @@ def _name(writer: _Writer, node: fx.Node) -> str:
     if module and family in WEIGHTED:
         return f"{last}_embedding" if family == "embedding" else last
     if "split" in family and node.args and isinstance(node.args[0], fx.Node):
-        names = re.findall(r"\w+", writer.values[node.args[0]].text)
-        return "_".join(names[-2:]) if names[:1] == ["w"] else names[0] if names else family
+        return re.sub(STATE, "", _base_name(writer.values[node.args[0]].text))
     op = source_node.op.split(".")[1] if source_node.op.count(".") == 2 else family
     return NAMES.get(op, op.strip("_"))
+
+
+def _base_name(text: str) -> str:
+    """The name in an expression; of a weight, with that of its module.
+
+    >>> _base_name('w["attention.qkv.bias"]'), _base_name("qkv.reshape(4, 32)")
+    ('qkv_bias', 'qkv')
+    """
+    weight = re.match(r'w\["(.*)"\]', text)
+    if weight:
+        return "_".join(weight[1].split(".")[-2:])
+    found = re.match(r"\(*([A-Za-z_]\w*)", text)
+    return found[1] if found else "value"
 
 
 def _expression(writer: _Writer, node: fx.Node) -> Expression:

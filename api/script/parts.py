@@ -164,10 +164,11 @@ def _unread(module: ast.Module, text: str, kept: Iterable[str]) -> list[ast.stmt
     found: list[ast.stmt] = []
     for statement, following in zip(module.body, [*module.body[1:], None], strict=True):
         name = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        if isinstance(name, ast.Name) and name.id.isupper() and name.id not in kept:
-            if len(re.findall(rf"\b{name.id}\b", text)) == 1:
-                found.append(statement)
-                found += [following] if isinstance(following, ast.Expr) else []
+        if not isinstance(name, ast.Name) or not name.id.isupper() or name.id in kept:
+            continue
+        if len(re.findall(rf"\b{name.id}\b", text)) == 1:
+            found.append(statement)
+            found += [following] if isinstance(following, ast.Expr) else []
     return found
 
 
@@ -184,5 +185,12 @@ def _add(found: _Module, name: str, lines: list[str]) -> None:
     for pattern, replacement in (*renamed, *REMOVED):
         source = re.sub(pattern, replacement, source)
     found.definitions[name] = source
-    names = {each.id for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Name)}
-    found.uses[name] = frozenset(names)
+    found.uses[name] = frozenset(_free_names(ast.parse(source)))
+
+
+def _free_names(tree: ast.AST) -> set[str]:
+    """The names that a definition reads and does not make."""
+    names = [each for each in ast.walk(tree) if isinstance(each, ast.Name)]
+    made = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    made |= {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
+    return {each.id for each in names} - made

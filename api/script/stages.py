@@ -17,7 +17,10 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, dictionary, module_path
-from autoparallel.script.expressions import INDENT, LINE
+from autoparallel.script.expressions import INDENT, LINE, Expression
+
+WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
+"""What calls a block that is recomputed in the backward."""
 
 
 @dataclass(slots=True)
@@ -180,26 +183,22 @@ class _StageWriter:
         inputs = [self._value(key) for key in call.inputs]
         made = [self._variable(key, position, len(call.outputs)) for key in call.outputs]
         where = f'w.of("{call.path}")' if call.path else "w"
-        text = self._call(call, inputs, where, str(call.first_number))
-        self.lines.append(f"{INDENT}{', '.join(made)} = {text}" if made else f"{INDENT}{text}")
+        called = self._call(call, inputs, where, str(call.first_number))
+        self.lines += called.lines(f"{', '.join(made)} = " if made else "", INDENT)
         self.variables.update(zip(call.outputs, made, strict=True))
 
-    def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> str:
+    def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
         """The call of a block's function, run again in the backward or with gathered weights."""
         function = self.functions.named[call.function]
         arguments = [*inputs, where, *["mesh"] * function.takes_mesh]
         arguments += [f"draw.of({number})"] * function.takes_draw
-        text = ", ".join(arguments)
-        if call.recompute == "full":
-            self.uses.add("checkpoint")
-            return f"checkpoint({call.function}, {text}, use_reentrant=False)"
-        if call.recompute == "selective":
-            self.uses.add("keeping_products")
-            return f"keeping_products({call.function}, {text})"
-        if self.zero == 3:
-            self.uses.add("run_sharded")
-            return f"run_sharded({call.function}, {text})"
-        return f"{call.function}({text})"
+        head = call.function
+        if wrapper := WRAPPERS.get(call.recompute, "run_sharded" if self.zero == 3 else ""):
+            self.uses.add(wrapper)
+            head, arguments = wrapper, [call.function, *arguments]
+        if wrapper == "checkpoint":
+            arguments.append("use_reentrant=False")
+        return Expression(f"{head}({', '.join(arguments)})", head, tuple(arguments))
 
     def _run_from(self, start: int) -> int:
         """Where the longest loop that begins at a call ends."""
@@ -252,10 +251,10 @@ class _StageWriter:
         step = calls[1].first_number - first.first_number
         number = f"{first.first_number - step * begin} + {step} * i"
         where = f'w.of(f"{prefix}{{i}}")'
-        text = self._call(first, inputs, where, number)
+        called = self._call(first, inputs, where, number)
         self.lines += [
             f"{INDENT}for i in {_range(begin, begin + len(calls))}:",
-            f"{INDENT}{INDENT}{', '.join(made)} = {text}",
+            *called.lines(f"{', '.join(made)} = ", INDENT * 2),
         ]
         self.variables.update(
             (key, name) for key, name in zip(last.outputs, made, strict=True) if name != "_"

@@ -122,7 +122,9 @@ def script_text(found: Exported, model: ModelText, differences: tuple[str, ...])
         _main(found, model, counts=bool(counting), is_random=is_random),
     ]  # fmt: skip
     text = trimmed("\n\n\n".join(sections) + "\n", {*GIVEN, "GLOBAL_BATCH"})
-    return re.sub(r"\n{4,}", "\n\n\n", text).replace('"""\n\n\nfrom __f', '"""\n\nfrom __f', 1)
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    head, rest = text.split("\n\n\n# -", 1)  # what linters want around imports
+    return head.replace('"""\n\n\nfrom', '"""\n\nfrom', 1) + "\n\n# -" + rest
 
 
 def _stage(found: Exported, number: int, functions: Functions) -> StageText:
@@ -190,19 +192,18 @@ def _imports(parts: Parts, model: ModelText, uses: set[str], body: str) -> str:
         else:
             plain.add(line)
     froms = [f"from {name} import {', '.join(sorted(own))}" for name, own in merged.items()]
-    key = lambda line: line.split()[1]  # noqa: E731
-    lines = sorted([*plain, *froms], key=key)
-    own = set(model.imports)
-    known = [line for line in lines if line not in own and not _is_torch(line)]
-    torch = [line for line in lines if line not in own and _is_torch(line)]
-    groups = [known, torch, sorted(own)]
+    lines = sorted([*plain, *froms], key=lambda line: (line.startswith("from"), line.split()[1]))
+    own = {line for line in model.imports if not _is_installed(line)}
+    known = [line for line in lines if line not in own and not _is_installed(line)]
+    installed = [line for line in lines if _is_installed(line)]
+    groups = [known, installed, sorted(own)]
     return "from __future__ import annotations\n\n" + "\n\n".join(
         "\n".join(group) for group in groups if group
     )
 
 
-def _is_torch(line: str) -> bool:
-    return line.split()[1].partition(".")[0] == "torch"
+def _is_installed(line: str) -> bool:
+    return line.split()[1].partition(".")[0] in ("torch", "transformers")
 
 
 def _section(title: str, *parts: str) -> str:
@@ -283,7 +284,9 @@ def _broken(row: str) -> list[str]:
             line = ""
         line += f" {action}" if line else action
     parts.append(line)
-    return [f'"{part}"' for part in parts[:-1]] + [f'"{parts[-1]}",']
+    if len(parts) == 1:
+        return [f'"{line}",']
+    return ["(", *(f'{INDENT}"{part}"' for part in parts), "),"]
 
 
 def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -> str:

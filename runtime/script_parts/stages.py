@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from .mesh import Mesh
 from .weights import Split, Weight, Weights, box_of, own
@@ -150,3 +157,28 @@ def rows_of(tensor: Tensor, name: str, microbatch: int) -> Tensor:
     """The rows of one micro-batch; all of a tensor that has no dimension of the batch."""
     dim = BATCH_DIMS.get(name)
     return tensor if dim is None else tensor.chunk(MICRO_BATCHES, dim)[microbatch]
+
+
+PRODUCTS = frozenset({
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+})  # fmt: skip
+"""What selective recomputation keeps: outputs that cost much to make for their size."""
+
+
+def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
+    """A block that is computed again in the backward, but for its matrix products."""
+
+    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        is_kept = op in PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)

@@ -140,6 +140,7 @@ class Trainer:
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor] | None:
         """The state of the whole model on rank 0, which fills ``model``; None elsewhere."""
+        model = model.to(MASTER)
         for name, whole in model.named_parameters(remove_duplicate=False):
             pieces = [
                 (weight.box(), weight.master.detach().cpu())

@@ -1,0 +1,210 @@
+"""Scripts that plans are exported as, run without this package, equal one device's training."""
+
+from __future__ import annotations
+
+import compileall
+import importlib.util
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from commands import run_torchrun
+from torch import Tensor, nn
+
+from autoparallel.options import parse_parallel
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.plan_exports import export_plan
+from autoparallel.plan_io import save_plan
+from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.runtime.optimizer import built, default_optimizer
+from autoparallel.runtime.verify import TOLERANCE
+from autoparallel.targets import Target, load_target
+
+STEPS = 3
+SEQ, GLOBAL_BATCH = 16, 8
+GPT = {"n_layer": 4, "d_model": 32, "n_head": 4, "seq": SEQ}
+RUNNER = Path(__file__).parent / "exported_script.py"
+
+
+def target_of(model: str) -> Target:
+    if model in ("gpt", "gpt-tied"):
+        return load_target("examples/gpt.py", {**GPT, "tied": model == "gpt-tied"})
+    if model.endswith(".py"):
+        return load_target(model, {})
+    name, _, lora = model.partition("+")
+    return load_target(f"hf:{name}", {"lora": lora} if lora else {})
+
+
+def num_devices(parallel: str) -> int:
+    forced = parse_parallel(parallel)
+    return (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
+
+
+def exported(folder: Path, model: str, parallel: str, **options: Any) -> tuple[Path, Target]:
+    """The folder of a plan's script, and the target."""
+    target = target_of(model)
+    asked = PlanOptions(
+        global_batch=GLOBAL_BATCH, forced=parse_parallel(parallel),
+        **{"precision": "fp64", "seq": SEQ, **options},
+    )  # fmt: skip
+    plan = make_plan(target, f"cpu:{num_devices(parallel)}", asked)
+    save_plan(plan, folder / "plan.json")
+    export_plan(folder / "plan.json", folder / "out", to="python")
+    return folder / "out", target
+
+
+def check_text(folder: Path) -> str:
+    """A script is clean Python that mentions this package in its first comment alone."""
+    text = (folder / "train.py").read_text()
+    assert compileall.compile_file(folder / "train.py", quiet=1)
+    linted = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "train.py"],
+        capture_output=True, text=True, check=False, cwd=folder,
+    )  # fmt: skip
+    assert linted.returncode == 0, linted.stdout
+    _, _, code = text.split('"""', 2)
+    assert "autoparallel" not in code
+    assert max(map(len, text.splitlines())) <= 100
+    return text
+
+
+def run(folder: Path, parallel: str, *arguments: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the weights of a script's steps."""
+    saved = folder / "saved.pt"
+    done = run_torchrun(
+        RUNNER, str(folder / "train.py"), "--steps", str(STEPS), "--save", str(saved), *arguments,
+        num_processes=num_devices(parallel),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    return losses, torch.load(saved, weights_only=True)
+
+
+def script_of(folder: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exported_train", folder / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["exported_train"] = module
+    sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
+
+
+def one_device(
+    folder: Path, target: Target, dtype: torch.dtype, *, accumulate: int = 1,
+    max_norm: float | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+    """The same steps of the plain model, on the script's batches."""
+    module = plain_build(target.build_model, 0).to(dtype)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = default_optimizer(trained)
+    if target.build_optimizer is not None:
+        optimizer = built(target.build_optimizer, module.named_parameters())
+    data, losses = script_of(folder).batches(0), []
+    with promote_to_float64() if dtype == torch.float64 else nullcontext():
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            parts = []
+            for _ in range(accumulate):
+                batch = {
+                    key: value.to(dtype) if value.is_floating_point() else value
+                    for key, value in next(data).items()
+                }
+                loss = find_loss(call_model(module, batch), batch, target.loss_fn)
+                (loss / accumulate).backward()
+                parts.append(loss.item())
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(trained, max_norm)
+            optimizer.step()
+            losses.append(sum(parts) / len(parts))
+    return losses, dict(module.state_dict())
+
+
+def check_equal(
+    found: tuple[list[float], dict[str, Tensor]],
+    expected: tuple[list[float], dict[str, Tensor]],
+    tolerance: float,
+) -> None:
+    losses, weights = found
+    assert losses == pytest.approx(expected[0], rel=tolerance)
+    assert weights.keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        largest = tensor.abs().max().item() if tensor.numel() else 0.0
+        difference = (weights[name].to(tensor.dtype) - tensor).abs().max().item()
+        assert difference <= tolerance * max(largest, 1e-12), name
+
+
+def check_script(folder: Path, model: str, parallel: str, **options: Any) -> str:
+    """A plan's script equals one device in float64."""
+    out, target = exported(folder, model, parallel, **options)
+    text = check_text(out)
+    found = run(out, parallel)
+    check_equal(found, one_device(out, target, torch.float64), TOLERANCE["float64"])
+    return text
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "dp=2",
+        "tp=2",
+        "dp=2,zero=2,microbatches=2",
+        "dp=2,zero=3,microbatches=2,recompute=full",
+        "pp=2,microbatches=4,schedule=1f1b",
+    ],
+)
+def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) -> None:
+    check_script(tmp_path, "gpt", parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "dp=2,zero=1",
+        "dp=2,zero=3",
+        "dp=2,recompute=selective",
+        "dp=2,tp=2,zero=3,microbatches=2",
+        "pp=4,microbatches=8,schedule=gpipe",
+        "pp=2,microbatches=4,schedule=interleaved",
+        "pp=2,microbatches=4,schedule=zb-h1",
+        "pp=2,microbatches=4,schedule=zbv",
+        "dp=2,pp=2,zero=2,microbatches=4",
+        "dp=2,tp=2,pp=2,microbatches=4",
+    ],
+)
+def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parallel: str) -> None:
+    check_script(tmp_path, "gpt", parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("gpt-tied", "pp=2,microbatches=2"),
+        ("gpt-tied", "tp=2,pp=2,microbatches=2"),
+        ("gpt-tied", "dp=2,pp=2,zero=3,microbatches=2"),
+        ("tests/models/llama", "tp=2"),
+        ("tests/models/llama", "dp=2,zero=3"),
+        ("tests/models/llama+r=4,alpha=8", "dp=2,pp=2,zero=2"),
+        ("tests/models/gpt2", "dp=2,tp=2"),
+        ("tests/models/mixtral", "dp=2,microbatches=2"),
+        ("tests/models/mixtral", "tp=2"),
+        ("tests/models/gpt_dropout.py", "dp=2,microbatches=2,recompute=full"),
+        ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2"),
+    ],
+)
+def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, parallel: str) -> None:
+    check_script(tmp_path, model, parallel)
