@@ -7,6 +7,8 @@ the same function. Values are named after the modules that make them; views are 
 
 from __future__ import annotations
 
+import builtins
+import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.passes.local.localize import MADE_BY, apply_steps, parse_key
+from autoparallel.passes.local.localize import MADE_BY, parse_key
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
-from autoparallel.passes.ops.collectives import local_tensor, parse_steps
+from autoparallel.passes.ops.collectives import apply_steps, local_tensor, parse_steps
 from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.errors import PlanError
@@ -54,17 +56,30 @@ NAMES = {
     "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss", "nll_loss": "loss",
     "nll_loss_nd": "loss", "layer_norm": "norm", "convolution": "conv",
     "_native_batch_norm_legit_functional": "normalized", "counter_dropout": "dropped",
-    "counter_uniform": "uniform",
+    "counter_uniform": "uniform", "slice": "part", "pow": "power", "sum": "total", "neg": "negated",
+    "_to_copy": "cast", "to": "cast", "mul": "product", "div": "quotient", "pad": "padded",
+    "where": "chosen", "cat": "joined", "add": "sum_", "sub": "difference", "max": "largest",
+    "min": "least", "abs": "size", "all": "all_", "any": "any_",
 }  # fmt: skip
+LIGHT = frozenset({
+    "neg", "rsqrt", "sqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "mean", "add", "mul",
+    "div", "sub", "to", "_to_copy", "slice",
+})  # fmt: skip
+"""Ops of one tensor that read well inside of another expression."""
+
 WEIGHTED = frozenset({
     "linear", "layer_norm", "rms_norm", "embedding", "convolution", "conv1d", "conv2d", "conv3d",
     "group_norm", "batch_norm", "addmm", "split_embedding",
 })  # fmt: skip
 """Ops whose result is called after their module, which holds their weight."""
 
+TAKEN = frozenset({*MOVES.values(), "all_to_all", "dropout", "uniform", "checkpoint"})
+"""What functions of a script are called."""
+
 RESERVED = frozenset({
+    *TAKEN, *dir(builtins),
     "w", "mesh", "draw", "torch", "F", "x", "in", "is", "not", "and", "or", "if", "for", "def",
-    "lambda", "class", "pass", "return", "from", "import", "as", "with", "global", "None",
+    "lambda", "class", "pass", "return", "from", "import", "as", "with", "global",
 })  # fmt: skip
 
 
@@ -166,20 +181,33 @@ def _arguments(writer: _Writer) -> tuple[str, ...]:
     held = {**writer.stage.parameters, **writer.stage.buffers}
     pairs = list(zip(placeholders, writer.program.inputs, strict=True))
     free = [(node, key) for node, key in pairs if key not in held]
-    made = [key for _, key in free if parse_key(key).name in writer.graph.by_name
-            and writer.graph[parse_key(key).name].kind == "op"]  # fmt: skip
-    arguments = []
+    known = writer.graph.by_name
+    made = [
+        key for key in dict.fromkeys(key for _, key in free)
+        if parse_key(key).name in known and known[parse_key(key).name].kind == "op"
+    ]  # fmt: skip
+    arguments: dict[str, str] = {}
     for node, key in pairs:
         if key in held:
             writer.values[node] = _weight(writer, key)
             continue
-        name = "x" if [key] == made else key
-        if key.startswith("count of "):
-            name = "count"
-        name = "x" if name == "x" else writer.unique(name)
-        writer.values[node] = Expression(name)
-        arguments.append(name)
-    return tuple(arguments)
+        if key not in arguments:
+            arguments[key] = "x" if made == [key] else writer.unique(_argument_name(writer, key))
+        writer.values[node] = Expression(arguments[key])
+    return tuple(arguments.values())
+
+
+def _argument_name(writer: _Writer, key: str) -> str:
+    """What a value is called that comes from outside; a constant after what computes it."""
+    if key.startswith("count of "):
+        return "count"
+    node = writer.graph.by_name.get(parse_key(key).name)
+    while node is not None and node.kind == "constant":
+        family = node.op.split(".")[1] if node.op.count(".") == 2 else ""
+        if family not in (*METHODS, "_to_copy", "to", "mul", "add") or not node.inputs:
+            return family or key
+        node = writer.graph[node.inputs[0].name]
+    return key
 
 
 def _weight(writer: _Writer, name: str) -> Expression:
@@ -209,11 +237,16 @@ def _write(writer: _Writer, node: fx.Node) -> None:
     if items and len(items) == len(node.users):
         _unpack(writer, node, made, items)
         return
-    is_light = _family(node) in METHODS or node.target is operator.getitem
+    is_view = _family(node) in METHODS or node.target is operator.getitem
+    is_light = is_view or (_family(node) in LIGHT and _tensors(node) == 1)
     if is_light and len(users) == 1 and not is_last and len(made.text) <= SHORT:
         writer.values[node] = made
         return
     _assign(writer, node, made, _name(writer, node))
+
+
+def _tensors(node: fx.Node) -> int:
+    return len(node.all_input_nodes)
 
 
 def _assign(writer: _Writer, node: fx.Node, made: Expression, name: str) -> None:
@@ -308,9 +341,9 @@ def _name(writer: _Writer, node: fx.Node) -> str:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         base = _base_name(writer.values[source].text)
-        last = parse_steps(str(node.args[1]), writer.stage.mesh.axes)[-1]
+        step = parse_steps(str(node.args[1]), writer.stage.mesh.axes)[-1]
         base = re.sub(STATE, "", base)
-        return f"{base}_{STATES[last.target.kind]}"
+        return f"{base}_{STATES[step.target.kind]}"
     source_node = node.meta.get(MADE_BY)
     family = _family(node).strip("_")
     if not isinstance(source_node, Node):
@@ -354,11 +387,21 @@ def _expression(writer: _Writer, node: fx.Node) -> Expression:
     if isinstance(target, torch._ops.OpOverload):
         namespace, _, path = str(target).partition(".")
         if namespace == "aten":
+            if path.startswith("to.") and _keeps_dtype(writer, node):
+                return args[0]  # type: ignore[no-any-return]
             return op_call(path, args, kwargs)
         if namespace == "autoparallel":
             raise _unwritable(writer, node, f"{target} has no equal in plain PyTorch")
         return called(f"torch.ops.{target}", args, kwargs)
     return _own_call(writer, node, args, kwargs)
+
+
+def _keeps_dtype(writer: _Writer, node: fx.Node) -> bool:
+    """Whether a cast is to the dtype that its tensor has."""
+    source = node.meta.get(MADE_BY)
+    if not isinstance(source, Node):
+        return False
+    return writer.graph.spec(source.inputs[0]).dtype == source.spec.dtype
 
 
 def _own_call(
@@ -369,7 +412,7 @@ def _own_call(
     assert callable(function)
     axes = writer.stage.mesh.axes
     if function is apply_steps:
-        made = args[0]
+        made: Expression = args[0]
         for step in parse_steps(str(node.args[1]), axes):
             made = _moved(writer, made, step)
         return made
@@ -380,11 +423,57 @@ def _own_call(
     if not can_copy(function):
         raise _unwritable(writer, node, f"{function.__name__} has no equal in plain PyTorch")
     writer.uses.add(function.__name__)
+    if "activation" in kwargs:
+        kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
     named = {
         name: _axis_names(value, axes) if name in ("axes", "balanced", "row_axes") else value
         for name, value in kwargs.items()
     }
     return called(function.__name__, [Expression("mesh"), *args], named)
+
+
+def _activation(writer: _Writer, text: str) -> Expression:
+    """A function of rows (``passes.ops.activation``), which is defined before it is used."""
+    name = writer.unique("activation")
+    writer.lines.append(f"{INDENT}def {name}(rows: Tensor) -> Tensor:")
+    made = ["rows"]
+    for number, (target, args, kwargs) in enumerate(json.loads(text), 1):
+        parts = [_of_activation(each, made) for each in args]
+        options = [f"{key}={_of_activation(value, made)}" for key, value in kwargs.items()]
+        home, _, call = target.partition(".")
+        if home == "method":
+            value = f"{parts[0]}.{call}({', '.join([*parts[1:], *options])})"
+        elif call in SIGNS:
+            value = f"{parts[0]} {SIGNS[call]} {parts[1]}"
+        elif call == "getitem":
+            value = f"{parts[0]}[{parts[1]}]"
+        else:
+            place = {"functional": "F", "torch": "torch"}.get(home, home)
+            value = f"{place}.{call}({', '.join([*parts, *options])})"
+        made.append(f"part_{number}")
+        writer.lines.append(f"{INDENT * 2}{made[-1]} = {value}")
+    writer.lines += [f"{INDENT * 2}return {made[-1]}", ""]
+    return Expression(name)
+
+
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "matmul": "@", "pow": "**"}
+
+
+def _of_activation(value: Any, made: Sequence[str]) -> str:
+    """An argument of a call of an activation."""
+    if isinstance(value, dict) and "at" in value:
+        return made[value["at"]]
+    if isinstance(value, dict) and "dtype" in value:
+        return f"torch.{value['dtype']}"
+    if isinstance(value, dict) and "tuple" in value:
+        return "(" + "".join(f"{_of_activation(each, made)}, " for each in value["tuple"]) + ")"
+    if isinstance(value, dict) and "slice" in value:
+        return f"slice({', '.join(_of_activation(each, made) for each in value['slice'])})"
+    if isinstance(value, dict):
+        return "..."
+    if isinstance(value, list):
+        return f"[{', '.join(_of_activation(each, made) for each in value)}]"
+    return literal(value)
 
 
 def _moved(writer: _Writer, value: Expression, step: Step) -> Expression:
@@ -409,7 +498,9 @@ def _class_loss(
     is_mean = not is_logits or kwargs["reduction"] == MEAN
     if is_mean and count is None and rows:
         raise _unwritable(writer, node, "its targets are probabilities, split over ranks")
-    options = {name: kwargs[name] for name in ("ignore_index", "label_smoothing") if name in kwargs}
+    options: dict[str, Any] = {
+        name: kwargs[name] for name in ("ignore_index", "label_smoothing") if name in kwargs
+    }
     if classes:
         if not is_mean and kwargs["reduction"] != 2:
             raise _unwritable(writer, node, "its classes are split and its rows are not summed")

@@ -57,7 +57,7 @@ OVERLOADS = frozenset({
 
 NN_FUNCTIONS = frozenset({
     "linear", "gelu", "silu", "relu", "elu", "leaky_relu", "hardtanh", "hardswish", "softplus",
-    "conv1d", "conv2d", "conv3d", "glu", "mish", "selu", "logsigmoid", "log_sigmoid", "pad",
+    "conv1d", "conv2d", "conv3d", "glu", "mish", "selu", "logsigmoid", "pad",
     "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
 })  # fmt: skip
 """Functions of torch.nn.functional with the arguments of the op of the same name."""
@@ -93,6 +93,16 @@ class Expression:
         return [f"{indent}{start}{self.head}(", *body, f"{indent}){comment}"]
 
 
+def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
+    """``start`` and a dictionary from names to values as text, in one line where that fits."""
+    pairs = [f'"{name}": {value}' for name, value in items.items()]
+    whole = f"{indent}{start}{{{', '.join(pairs)}}}{end}"
+    if len(whole) <= LINE:
+        return [whole]
+    inner = [f"{indent}{INDENT}{pair}," for pair in pairs]
+    return [f"{indent}{start}{{", *inner, f"{indent}}}{end}"]
+
+
 def called(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
     """A call; arguments are written by ``literal``."""
     parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
@@ -115,7 +125,7 @@ def literal(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, str):
-        return f'"{value}"'
+        return repr(value) if '"' in value else f'"{value}"'
     if isinstance(value, torch.device):
         return "None"
     return str(value)
@@ -142,7 +152,7 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
             rest = rest[0]
         method = "split" if name == "split_with_sizes" else name
         return called(f"{args[0].operand}.{method}", rest, kwargs)
-    if name in NN_FUNCTIONS and name != "pad":
+    if name in NN_FUNCTIONS:
         return called(f"F.{name}", args, kwargs)
     if name in FUNCTIONS and overload in OVERLOADS:
         return called(f"torch.{name}", args, kwargs)
@@ -244,7 +254,22 @@ def _rms_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
                                  named.get("eps")])  # fmt: skip
 
 
+def _reduction(name: str) -> Special:
+    def reduction(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+        named = _named(args, ("self", "dim", "keepdim"), kwargs)
+        tensor, dims = named.pop("self"), named.pop("dim", None)
+        if not isinstance(tensor, Expression) or (dims is not None and not isinstance(dims, list)):
+            return None
+        first = [] if dims is None else [dims[0] if len(dims) == 1 else tuple(dims)]
+        options = {key: value for key, value in named.items() if value not in (None, False)}
+        return called(f"{tensor.operand}.{name}", first, options)
+
+    return reduction
+
+
 SPECIAL: dict[str, Special] = {
+    "mean": _reduction("mean"),
+    "sum": _reduction("sum"),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "embedding": _embedding,

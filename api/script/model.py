@@ -219,7 +219,7 @@ def check_optimizer(found: Exported) -> None:
     build = found.made.target.build_optimizer
     splits = any(
         stage.zero or any(each.is_shard for p in program.parameters.values() for each in p.layout)
-        for stage, program in zip(found.plan.stages, found.programs, strict=True)
+        for stage, program in zip(found.stages, found.programs, strict=True)
     )
     if build is None or not splits:
         return

@@ -21,7 +21,6 @@ MODULES = (
     "autoparallel.runtime.script_parts.ops",
     "autoparallel.passes.ops.local_loss",
     "autoparallel.passes.ops.batch_norm",
-    "autoparallel.passes.ops.activation",
     "autoparallel.passes.ops.experts",
     "autoparallel.passes.local.local_indexing",
     "autoparallel.passes.local.local_functions",
@@ -41,6 +40,7 @@ RENAMED = (
     (r"\bRank\b", "Mesh"),
     (r"\baxes: tuple\[int, \.\.\.\]", "axes: tuple[str, ...]"),
     (r"\baxis: int\b", "axis: str"),
+    (r"\bactivation: str\b", "activation: Callable[[Tensor], Tensor]"),
 )
 """What is written otherwise in a script, of definitions in ``passes``."""
 
@@ -89,7 +89,9 @@ def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
             pending.append(used)
     sections = {
         module: tuple(
-            found[module, name] for name in _read(module).definitions if (module, name) in found
+            dict.fromkeys(
+                found[module, name] for name in _read(module).definitions if (module, name) in found
+            )
         )
         for module in MODULES
     }
@@ -102,11 +104,11 @@ def can_copy(function: Callable[..., object]) -> bool:
 
 
 @cache
-def _read(name: str) -> _Module:
-    module = importlib.import_module(name)
+def _read(module_name: str) -> _Module:
+    module = importlib.import_module(module_name)
     text = inspect.getsource(module)
     lines = text.splitlines()
-    found = _Module(name)
+    found = _Module(module_name)
     previous_name = ""
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -115,9 +117,11 @@ def _read(name: str) -> _Module:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             _add(found, node.name, lines[first - 1 : node.end_lineno])
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            previous_name = target.id if isinstance(target, ast.Name) else ""
-            _add(found, previous_name, lines[node.lineno - 1 : node.end_lineno])
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [each.id for each in ast.walk(targets[0]) if isinstance(each, ast.Name)]
+            for name in names:
+                _add(found, name, lines[node.lineno - 1 : node.end_lineno])
+            previous_name = names[0]
             continue
         elif isinstance(node, ast.Expr) and previous_name:  # what a constant means
             own = "\n".join(lines[node.lineno - 1 : node.end_lineno])

@@ -7,7 +7,7 @@ and the schedule; or a PlanError that says what of the plan a script cannot do.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoparallel.cost_model.actions import (
     COMPUTE,
@@ -22,22 +22,26 @@ from autoparallel.cost_model.actions import (
 from autoparallel.passes.local.stage_program import StageProgram
 from autoparallel.passes.ops.collectives import Alone
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.layout import Mesh
-from autoparallel.planner.plan import Plan
+from autoparallel.planner.graph import Graph, map_refs
+from autoparallel.planner.layout import Layout, Mesh
+from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.pricing.weight_versions import is_asynchronous
+from autoparallel.planner.replicas import placed_stages
 from autoparallel.recaptured import Recaptured, recaptured
 from autoparallel.runtime.variants import Variant, stage_programs, variant_of
 
 
 @dataclass(frozen=True)
 class Exported:
-    """``programs`` are by stage, of the first rank of each; ``last_programs`` of the last one.
+    """``stages`` are as the schedule numbers them, with replicas. ``programs`` are by stage, of the
+    first rank of each; ``last_programs`` of the last one.
 
     ``rows`` is the schedule without steps, each row's receives in the order of its senders.
     """
 
     made: Recaptured
     variant: Variant
+    stages: tuple[StagePlan, ...]
     programs: tuple[StageProgram, ...]
     last_programs: tuple[StageProgram, ...]
     rows: tuple[Row, ...]
@@ -67,20 +71,47 @@ def exported(plan: Plan, plan_path: str, *, trust: bool) -> Exported:
     variant = variant_of(made.program, plan)
     if made.program.returned or variant.program.graph.updates.keys() & set(made.program.literals):
         raise _refused("the model returns no loss", "a script trains models that do")
-    programs = []
-    for end in (0, -1):
-        programs.append(tuple(_program(variant, index, end) for index in range(len(plan.stages))))
-    return Exported(made, variant, programs[0], programs[1], in_order(variant.schedule))
-
-
-def _program(variant: Variant, index: int, end: int) -> StageProgram:
-    """A stage's program on its first (0) or last (-1) device."""
-    mesh = variant.plan.stages[index].mesh
-    coordinates = mesh.coordinates(end % mesh.size)
-    (program,) = stage_programs(
-        variant, index, coordinates=coordinates, communicator=_Place(mesh, coordinates)
+    stages = placed_stages(plan)
+    first, last = (
+        tuple(_program(variant, stages[index], index, end) for index in range(len(stages)))
+        for end in (0, -1)
     )
-    return program
+    return Exported(made, variant, stages, first, last, in_order(variant.schedule))
+
+
+def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
+    """A stage's program on its first (0) or last (-1) device."""
+    coordinates = stage.mesh.coordinates(end % stage.mesh.size)
+    (program,) = stage_programs(
+        variant, index, coordinates=coordinates, communicator=_Place(stage.mesh, coordinates)
+    )
+    return with_equal_constants(program, variant.program.graph)
+
+
+def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
+    """The program with one constant for those that are equal, so that layers are too."""
+    numbers: dict[tuple[str, ...], int] = {}
+    forms: dict[str, int] = {}
+
+    def form(name: str) -> int:
+        if name not in forms:
+            node = graph[name]
+            own = repr(map_refs((node.args, dict(node.kwargs)), lambda r: (form(r.name), r.index)))
+            key = (node.op, own) if node.kind == "constant" else (node.kind, name)
+            forms[name] = numbers.setdefault(key, len(numbers))
+        return forms[name]
+
+    first: dict[tuple[int, Layout], str] = {}
+    same = {
+        name: first.setdefault((form(name), held.layout), name)
+        for name, held in program.constants.items()
+    }
+    blocks = tuple(
+        replace(block, inputs=tuple(same.get(key, key) for key in block.inputs))
+        for block in program.blocks
+    )
+    constants = {name: program.constants[name] for name in same.values()}
+    return replace(program, blocks=blocks, constants=constants)
 
 
 def check_writable(plan: Plan) -> None:
@@ -90,7 +121,6 @@ def check_writable(plan: Plan) -> None:
         (is_asynchronous(plan.schedule) and plan.has_pipeline,
          f"schedule {plan.schedule}, which updates weights in the middle of a step", ""),
         (bool(plan.slices), "slices of the sequences", ""),
-        (plan.schedule == "chimera" and plan.has_pipeline, "replicas of stages (chimera)", ""),
         (plan.offload != "none", "optimizer states in host memory", ""),
         (plan.model.precision == "fp8", "products in fp8", "plan with --precision bf16"),
         (any(stage.shares for stage in plan.stages), "unequal shares of the batch",

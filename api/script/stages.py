@@ -17,7 +17,7 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, dictionary, module_path
-from autoparallel.script.expressions import INDENT, LINE, Expression
+from autoparallel.script.expressions import INDENT, LINE, Expression, dictionary_lines
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
 """What calls a block that is recomputed in the backward."""
@@ -100,7 +100,7 @@ def stage_text(
         made = block_function(block, program, graph, layout_of)
         name = functions.add(made, block, function_name(block))
         held = {**program.parameters, **program.buffers}
-        inputs = tuple(key for key in block.inputs if key not in held)
+        inputs = tuple(dict.fromkeys(key for key in block.inputs if key not in held))
         calls.append(_Call(name, inputs, block.outputs, module_path(block), block.recompute,
                            made.first_number))  # fmt: skip
     writer = _StageWriter(program, plan.zero, functions, calls)
@@ -149,14 +149,14 @@ class _StageWriter:
             else:
                 self._single(start)
             start = stop
-        returned = ", ".join(f'"{key}": {self._value(key)}' for key in self.leaving())
+        returned = {key: self._value(key) for key in self.leaving()}
         return "\n".join([
             f"def stage_{number}(",
             f"{INDENT}values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw",
             ") -> dict[str, Tensor]:",
             f'{INDENT}"""{what}"""',
             *self.lines,
-            f"{INDENT}return {{{returned}}}",
+            *dictionary_lines("return ", returned, INDENT),
         ])  # fmt: skip
 
     def _value(self, key: str) -> str:
@@ -270,16 +270,18 @@ class _StageWriter:
             f"mesh={dictionary(sizes)}",
             f"parameters=STAGE_{number}",
         ]
+        lines = [f"{INDENT * 2}{part}," for part in parts]
+        parts = []
         for name, held in (
             ("inputs", program.inputs), ("constants", program.constants),
             ("buffers", program.buffers),
         ):  # fmt: skip
-            splits = {key: split_of(each.layout, axes) for key, each in held.items()}  # type: ignore[attr-defined]
+            splits = {k: dictionary(split_of(each.layout, axes)) for k, each in held.items()}
             if splits:
-                parts.append(f"{name}={_table(splits)}")
+                lines += dictionary_lines(f"{name}=", splits, INDENT * 2, ",")
         if program.updates:
-            inner = ", ".join(f'"{name}": "{key}"' for name, key in program.updates.items())
-            parts.append(f"updates={{{inner}}}")
+            updates = {name: f'"{key}"' for name, key in program.updates.items()}
+            lines += dictionary_lines("updates=", updates, INDENT * 2, ",")
         if plan.zero:
             parts.append(f"zero={plan.zero}")
         if program.loss is not None:
@@ -288,17 +290,13 @@ class _StageWriter:
             parts += [f'loss="{program.loss}"']
             if terms:
                 parts += ["loss_terms=(" + ", ".join(f'"{axis}"' for axis in terms) + ",)"]
-        inner = "".join(f"{INDENT}{INDENT}{part},\n" for part in parts)
-        return f"{INDENT}Stage(\n{inner}{INDENT}),"
+        lines += [f"{INDENT * 2}{part}," for part in parts]
+        return "\n".join([f"{INDENT}Stage(", *lines, f"{INDENT}),"])
 
 
 def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
     """The dimension that each axis splits."""
     return {a: held.dim for a, held in zip(axes, layout, strict=True) if held.is_shard}
-
-
-def _table(splits: Mapping[str, Mapping[str, int]]) -> str:
-    return "{" + ", ".join(f'"{name}": {dictionary(split)}' for name, split in splits.items()) + "}"
 
 
 def _numbered(path: str) -> tuple[str, int] | None:

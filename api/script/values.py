@@ -21,7 +21,14 @@ from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Graph, Node, Ref, map_refs
 from autoparallel.planner.layout import Mesh
 from autoparallel.script.blocks import block_function
-from autoparallel.script.expressions import INDENT, Expression, called, literal, op_call
+from autoparallel.script.expressions import (
+    INDENT,
+    Expression,
+    called,
+    dictionary_lines,
+    literal,
+    op_call,
+)
 from autoparallel.script.source import Exported
 
 MOST_VALUES = 256
@@ -56,14 +63,14 @@ def constants_text(found: Exported) -> str:
         lines += made.lines(f"{name} = ", INDENT)
         if node.name in names and node.kind == "constant":
             lines += _at_batch(name, program.graph[node.name], node)
-    given = ", ".join(f'"{name}": {variables[name]}' for name in names)
+    given = {name: variables[name] for name in names}
     return "\n".join([
         "def constants(model: nn.Module) -> dict[str, Tensor]:",
         f'{INDENT}"""What depends neither on the batch nor on weights, whole."""',
         f"{INDENT}buffers = dict(model.named_buffers(remove_duplicate=False))"
         if any("buffers[" in line for line in lines) else "",
         *lines,
-        f"{INDENT}return {{{given}}}",
+        *dictionary_lines("return ", given, INDENT),
     ]).replace("\n\n", "\n")  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def script_text(found: Exported, model: ModelText, differences: tuple[str, ...])
 def _stage(found: Exported, number: int, functions: Functions) -> StageText:
     variant = found.variant
     return stage_text(
-        found.programs[number], found.plan.stages[number], variant.program.graph,
+        found.programs[number], found.stages[number], variant.program.graph,
         variant.program.blocks, number=number, functions=functions,
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def _check_same_on_all_ranks(found: Exported, stages: list[StageText]) -> None:
     functions, graph = Functions(), found.variant.program.graph
     for number, program in enumerate(found.last_programs):
         again = stage_text(
-            program, found.plan.stages[number], graph, found.variant.program.blocks,
+            program, found.stages[number], graph, found.variant.program.blocks,
             number=number, functions=functions,
         )  # fmt: skip
         if (again.function, again.entry) != (stages[number].function, stages[number].entry):
@@ -191,7 +191,7 @@ def _imports(parts: Parts, model: ModelText, uses: set[str], body: str) -> str:
             merged.setdefault(found[1], set()).update(found[2].split(", "))
         else:
             plain.add(line)
-    froms = [f"from {name} import {', '.join(sorted(own))}" for name, own in merged.items()]
+    froms = [_from(name, sorted(own)) for name, own in merged.items()]
     lines = sorted([*plain, *froms], key=lambda line: (line.startswith("from"), line.split()[1]))
     own = {line for line in model.imports if not _is_installed(line)}
     known = [line for line in lines if line not in own and not _is_installed(line)]
@@ -200,6 +200,14 @@ def _imports(parts: Parts, model: ModelText, uses: set[str], body: str) -> str:
     return "from __future__ import annotations\n\n" + "\n\n".join(
         "\n".join(group) for group in groups if group
     )
+
+
+def _from(module: str, names: list[str]) -> str:
+    """An import, in lines as linters want them."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= 88:
+        return line
+    return f"from {module} import (\n" + "".join(f"{INDENT}{name},\n" for name in names) + ")"
 
 
 def _is_installed(line: str) -> bool:
@@ -239,10 +247,10 @@ def _table(name: str, entries: list[str]) -> str:
 
 def _crossings(found: Exported) -> list[str]:
     """The values that go between stages, as entries of a table."""
-    plan, entries = found.plan, []
+    entries = []
     for each in (own for crossing in found.variant.crossing() for own in crossing):
         splits = [
-            str(split_of(layout, plan.stages[stage].mesh.axes)).replace("'", '"')
+            str(split_of(layout, found.stages[stage].mesh.axes)).replace("'", '"')
             for layout, stage in (
                 (each.source_layout, each.source_stage), (each.target_layout, each.target_stage)
             )

@@ -6,6 +6,7 @@ another form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ def split_cross_entropy(
     classes = _Classes(start, total, axes, ignore_index, label_smoothing)  # type: ignore[arg-type]
     rows = _split_class_rows(mesh, logits, target, classes)  # type: ignore[arg-type]
     return (rows.sum() / count).to(logits.dtype)
+
+
+def activate(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """What stands between the two products of an expert."""
+    return activation(rows)
 
 
 def halved(query: Tensor) -> tuple[Tensor, ...]:

@@ -181,8 +181,9 @@ def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) 
         "pp=2,microbatches=4,schedule=interleaved",
         "pp=2,microbatches=4,schedule=zb-h1",
         "pp=2,microbatches=4,schedule=zbv",
-        "dp=2,pp=2,zero=2,microbatches=4",
-        "dp=2,tp=2,pp=2,microbatches=4",
+        "dp=2,pp=2,zero=2,microbatches=4,schedule=1f1b",
+        "dp=2,tp=2,pp=2,microbatches=4,schedule=1f1b",
+        "pp=2,microbatches=4,schedule=chimera",
     ],
 )
 def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parallel: str) -> None:
@@ -193,17 +194,17 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        ("gpt-tied", "pp=2,microbatches=2"),
-        ("gpt-tied", "tp=2,pp=2,microbatches=2"),
-        ("gpt-tied", "dp=2,pp=2,zero=3,microbatches=2"),
+        ("gpt-tied", "pp=2,microbatches=2,schedule=1f1b"),
+        ("gpt-tied", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
+        ("gpt-tied", "dp=2,pp=2,zero=3,microbatches=2,schedule=1f1b"),
         ("tests/models/llama", "tp=2"),
         ("tests/models/llama", "dp=2,zero=3"),
-        ("tests/models/llama+r=4,alpha=8", "dp=2,pp=2,zero=2"),
+        ("tests/models/llama+r=4,alpha=8", "dp=2,pp=2,zero=2,schedule=1f1b"),
         ("tests/models/gpt2", "dp=2,tp=2"),
         ("tests/models/mixtral", "dp=2,microbatches=2"),
         ("tests/models/mixtral", "tp=2"),
         ("tests/models/gpt_dropout.py", "dp=2,microbatches=2,recompute=full"),
-        ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2"),
+        ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
     ],
 )
 def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, parallel: str) -> None:
