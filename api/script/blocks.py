@@ -7,12 +7,10 @@ the same function. Values are named after the modules that make them; views are 
 
 from __future__ import annotations
 
-import builtins
-import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -22,30 +20,18 @@ from torch import fx
 from autoparallel.passes.local.localize import MADE_BY, parse_key
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
 from autoparallel.passes.ops.collectives import apply_steps, local_tensor, parse_steps
-from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
-from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Graph, Node, TensorSpec
-from autoparallel.planner.layout import Layout, Step, local_shape
+from autoparallel.planner.layout import Layout, local_shape
+from autoparallel.script.calls import own_call
 from autoparallel.script.expressions import (
     INDENT,
     METHODS,
     Expression,
     called,
-    literal,
-    loss_call,
     op_call,
 )
-from autoparallel.script.parts import can_copy
-
-MOVES = {
-    ("S", "R"): "all_gather", ("S", "I"): "all_gather_same", ("S", "P"): "pad",
-    ("R", "S"): "take_part", ("I", "S"): "take_part_same",
-    ("R", "P"): "as_term", ("I", "P"): "as_term_same", ("R", "I"): "divide_gradient",
-    ("I", "R"): "sum_gradient", ("P", "I"): "all_reduce", ("P", "R"): "all_reduce_both",
-    ("P", "S"): "reduce_scatter",
-}  # fmt: skip
-"""The function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
+from autoparallel.script.writer import Writer, unwritable
 
 STATE = r"_(part|whole|term)(_\d+)?$"
 STATES = {"S": "part", "R": "whole", "I": "whole", "P": "term"}
@@ -73,15 +59,6 @@ WEIGHTED = frozenset({
 })  # fmt: skip
 """Ops whose result is called after their module, which holds their weight."""
 
-TAKEN = frozenset({*MOVES.values(), "all_to_all", "dropout", "uniform", "checkpoint"})
-"""What functions of a script are called."""
-
-RESERVED = frozenset({
-    *TAKEN, *dir(builtins),
-    "w", "mesh", "draw", "torch", "F", "x", "in", "is", "not", "and", "or", "if", "for", "def",
-    "lambda", "class", "pass", "return", "from", "import", "as", "with", "global",
-})  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class BlockFunction:
@@ -102,33 +79,6 @@ class BlockFunction:
     """Of its random ops, whose numbers in the text are counted from it."""
 
 
-@dataclass(slots=True)
-class _Writer:
-    """One function in the making; ``values`` are what nodes are written as."""
-
-    program: BlockProgram
-    stage: StageProgram
-    graph: Graph
-    layout_of: Callable[[str], Layout | None]
-    path: str
-    first_number: int
-    values: dict[fx.Node, Expression] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-    names: dict[str, int] = field(default_factory=dict)
-    uses: set[str] = field(default_factory=set)
-    weights: list[str] = field(default_factory=list)
-    part: str = ""
-
-    def unique(self, name: str) -> str:
-        """``name``, numbered where it is taken."""
-        name = re.sub(r"\W", "_", name).strip("_") or "value"
-        if name[0].isdigit():
-            name = f"part_{name}"
-        count = self.names.get(name, 1 if name in RESERVED else 0)
-        self.names[name] = count + 1
-        return f"{name}_{count + 1}" if count else name
-
-
 def block_function(
     program: BlockProgram,
     stage: StageProgram,
@@ -145,7 +95,7 @@ def block_function(
         if getattr(node.target, "func", None) in (dropout_part, uniform_part)
     ]
     first = min(numbers, default=0)
-    writer = _Writer(program, stage, graph, layout_of, module_path(program), first)
+    writer = Writer(program, stage, graph, layout_of, module_path(program), first)
     arguments = _arguments(writer)
     result: tuple[fx.Node, ...] = ()
     for node in program.module.graph.nodes:
@@ -156,7 +106,7 @@ def block_function(
         elif node.op == "call_function":
             _write(writer, node)
         elif node.op != "placeholder":
-            raise _unwritable(writer, node, "it runs a module of the model's as it is")
+            raise unwritable(writer, node, "it runs a module of the model's as it is")
     returned = ", ".join(writer.values[node].text for node in result)
     writer.lines.append(f"{INDENT}return {returned or 'None'}")
     text = "\n".join(writer.lines)
@@ -175,7 +125,7 @@ def module_path(program: BlockProgram) -> str:
     return program.name if names and is_module else ""
 
 
-def _arguments(writer: _Writer) -> tuple[str, ...]:
+def _arguments(writer: Writer) -> tuple[str, ...]:
     """The names of the values that the function takes; weights among the inputs are not."""
     placeholders = [n for n in writer.program.module.graph.nodes if n.op == "placeholder"]
     held = {**writer.stage.parameters, **writer.stage.buffers}
@@ -197,7 +147,7 @@ def _arguments(writer: _Writer) -> tuple[str, ...]:
     return tuple(arguments.values())
 
 
-def _argument_name(writer: _Writer, key: str) -> str:
+def _argument_name(writer: Writer, key: str) -> str:
     """What a value is called that comes from outside; a constant after what computes it."""
     if key.startswith("count of "):
         return "count"
@@ -210,14 +160,14 @@ def _argument_name(writer: _Writer, key: str) -> str:
     return key
 
 
-def _weight(writer: _Writer, name: str) -> Expression:
+def _weight(writer: Writer, name: str) -> Expression:
     """A parameter or buffer, by its name from the block's module on."""
     short = name.removeprefix(f"{writer.path}.") if writer.path else name
     writer.weights.append(short)
     return Expression(f'w["{short}"]')
 
 
-def _write(writer: _Writer, node: fx.Node) -> None:
+def _write(writer: Writer, node: fx.Node) -> None:
     """One call: a line, or a part of what uses it."""
     made = _expression(writer, node)
     if node.target is operator.getitem and node in writer.values:
@@ -249,14 +199,14 @@ def _tensors(node: fx.Node) -> int:
     return len(node.all_input_nodes)
 
 
-def _assign(writer: _Writer, node: fx.Node, made: Expression, name: str) -> None:
+def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
     _heading(writer, node)
     name = "x" if _continues_x(writer, node) else writer.unique(name)
     writer.lines += made.lines(f"{name} = ", INDENT, _shape_comment(writer, node))
     writer.values[node] = Expression(name)
 
 
-def _continues_x(writer: _Writer, node: fx.Node) -> bool:
+def _continues_x(writer: Writer, node: fx.Node) -> bool:
     """Whether a sum adds to ``x``, which nothing reads afterwards."""
     if _family(node) != "add" or not any(
         isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
@@ -269,7 +219,7 @@ def _continues_x(writer: _Writer, node: fx.Node) -> bool:
     )
 
 
-def _unpack(writer: _Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
+def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
     """``first, second = …``; what nobody uses is called ``_``."""
     _heading(writer, node)
     count = _count_of(node)
@@ -293,7 +243,7 @@ def _count_of(node: fx.Node) -> int | None:
     return len(source.outputs) if isinstance(source, Node) else None
 
 
-def _heading(writer: _Writer, node: fx.Node) -> None:
+def _heading(writer: Writer, node: fx.Node) -> None:
     """A comment where the ops of another submodule begin."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
@@ -309,7 +259,7 @@ def _heading(writer: _Writer, node: fx.Node) -> None:
         writer.lines.append(f"{INDENT}# {part}{where}")
 
 
-def _shape_comment(writer: _Writer, node: fx.Node) -> str:
+def _shape_comment(writer: Writer, node: fx.Node) -> str:
     """The local shape of what a node makes."""
     spec, layout = _made(writer, node)
     if spec is None or layout is None:
@@ -321,7 +271,7 @@ def _shape_comment(writer: _Writer, node: fx.Node) -> str:
     return f"  # {tuple(shape)}" if shape else ""
 
 
-def _made(writer: _Writer, node: fx.Node) -> tuple[TensorSpec | None, Layout | None]:
+def _made(writer: Writer, node: fx.Node) -> tuple[TensorSpec | None, Layout | None]:
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node) or len(source.outputs) != 1:
         return None, None
@@ -335,7 +285,7 @@ def _family(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _name(writer: _Writer, node: fx.Node) -> str:
+def _name(writer: Writer, node: fx.Node) -> str:
     """What a value is called: after the module whose result it is, else after the op."""
     if getattr(node.target, "__name__", "") == apply_steps.__name__:
         source = node.args[0]
@@ -371,7 +321,7 @@ def _base_name(text: str) -> str:
     return found[1] if found else "value"
 
 
-def _expression(writer: _Writer, node: fx.Node) -> Expression:
+def _expression(writer: Writer, node: fx.Node) -> Expression:
     """What a call is written as."""
     target = node.target
     if target is local_tensor:
@@ -391,12 +341,12 @@ def _expression(writer: _Writer, node: fx.Node) -> Expression:
                 return args[0]  # type: ignore[no-any-return]
             return op_call(path, args, kwargs)
         if namespace == "autoparallel":
-            raise _unwritable(writer, node, f"{target} has no equal in plain PyTorch")
+            raise unwritable(writer, node, f"{target} has no equal in plain PyTorch")
         return called(f"torch.ops.{target}", args, kwargs)
-    return _own_call(writer, node, args, kwargs)
+    return own_call(writer, node, args, kwargs)
 
 
-def _keeps_dtype(writer: _Writer, node: fx.Node) -> bool:
+def _keeps_dtype(writer: Writer, node: fx.Node) -> bool:
     """Whether a cast is to the dtype that its tensor has."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
@@ -404,159 +354,12 @@ def _keeps_dtype(writer: _Writer, node: fx.Node) -> bool:
     return writer.graph.spec(source.inputs[0]).dtype == source.spec.dtype
 
 
-def _own_call(
-    writer: _Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
-) -> Expression:
-    """The call of a function of ours that takes the rank first."""
-    function = getattr(node.target, "func", node.target)
-    assert callable(function)
-    axes = writer.stage.mesh.axes
-    if function is apply_steps:
-        made: Expression = args[0]
-        for step in parse_steps(str(node.args[1]), axes):
-            made = _moved(writer, made, step)
-        return made
-    if function in (cross_entropy, nll_loss):
-        return _class_loss(writer, node, args, kwargs, is_logits=function is cross_entropy)
-    if function in (dropout_part, uniform_part):
-        return _random(writer, node, args, kwargs)
-    if not can_copy(function):
-        raise _unwritable(writer, node, f"{function.__name__} has no equal in plain PyTorch")
-    writer.uses.add(function.__name__)
-    if "activation" in kwargs:
-        kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
-    named = {
-        name: _axis_names(value, axes) if name in ("axes", "balanced", "row_axes") else value
-        for name, value in kwargs.items()
-    }
-    return called(function.__name__, [Expression("mesh"), *args], named)
-
-
-def _activation(writer: _Writer, text: str) -> Expression:
-    """A function of rows (``passes.ops.activation``), which is defined before it is used."""
-    name = writer.unique("activation")
-    writer.lines.append(f"{INDENT}def {name}(rows: Tensor) -> Tensor:")
-    made = ["rows"]
-    for number, (target, args, kwargs) in enumerate(json.loads(text), 1):
-        parts = [_of_activation(each, made) for each in args]
-        options = [f"{key}={_of_activation(value, made)}" for key, value in kwargs.items()]
-        home, _, call = target.partition(".")
-        if home == "method":
-            value = f"{parts[0]}.{call}({', '.join([*parts[1:], *options])})"
-        elif call in SIGNS:
-            value = f"{parts[0]} {SIGNS[call]} {parts[1]}"
-        elif call == "getitem":
-            value = f"{parts[0]}[{parts[1]}]"
-        else:
-            place = {"functional": "F", "torch": "torch"}.get(home, home)
-            value = f"{place}.{call}({', '.join([*parts, *options])})"
-        made.append(f"part_{number}")
-        writer.lines.append(f"{INDENT * 2}{made[-1]} = {value}")
-    writer.lines += [f"{INDENT * 2}return {made[-1]}", ""]
-    return Expression(name)
-
-
-SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "matmul": "@", "pow": "**"}
-
-
-def _of_activation(value: Any, made: Sequence[str]) -> str:
-    """An argument of a call of an activation."""
-    if isinstance(value, dict) and "at" in value:
-        return made[value["at"]]
-    if isinstance(value, dict) and "dtype" in value:
-        return f"torch.{value['dtype']}"
-    if isinstance(value, dict) and "tuple" in value:
-        return "(" + "".join(f"{_of_activation(each, made)}, " for each in value["tuple"]) + ")"
-    if isinstance(value, dict) and "slice" in value:
-        return f"slice({', '.join(_of_activation(each, made) for each in value['slice'])})"
-    if isinstance(value, dict):
-        return "..."
-    if isinstance(value, list):
-        return f"[{', '.join(_of_activation(each, made) for each in value)}]"
-    return literal(value)
-
-
-def _moved(writer: _Writer, value: Expression, step: Step) -> Expression:
-    axis = writer.stage.mesh.axes[step.axis]
-    source, target = step.source, step.target
-    first = [value, Expression("mesh"), axis]
-    if source.is_shard and target.is_shard:
-        writer.uses.add("all_to_all")
-        return called("all_to_all", first, {"split_dim": target.dim, "concat_dim": source.dim})
-    name = MOVES[source.kind, target.kind]
-    writer.uses.add(name)
-    split = source if source.is_shard else target
-    return called(name, first, {"dim": split.dim} if split.is_shard else {})
-
-
-def _class_loss(
-    writer: _Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any], *, is_logits: bool
-) -> Expression:
-    """A mean over rows that are counted beforehand; the classes may be split."""
-    axes, count = writer.stage.mesh.axes, kwargs.get("count")
-    rows, classes = kwargs["axes"] if is_logits else (kwargs["row_axes"], ())
-    is_mean = not is_logits or kwargs["reduction"] == MEAN
-    if is_mean and count is None and rows:
-        raise _unwritable(writer, node, "its targets are probabilities, split over ranks")
-    options: dict[str, Any] = {
-        name: kwargs[name] for name in ("ignore_index", "label_smoothing") if name in kwargs
-    }
-    if classes:
-        if not is_mean and kwargs["reduction"] != 2:
-            raise _unwritable(writer, node, "its classes are split and its rows are not summed")
-        if is_mean and count is None:
-            rows_counted = f"({literal(args[1])} != {kwargs['ignore_index']}).sum()"
-            count = Expression(rows_counted)
-        writer.uses.add("split_cross_entropy")
-        named = {k: v for k, v in options.items() if (k, v) != ("ignore_index", -100) and v}
-        given = [Expression("mesh"), args[0], args[1], count if is_mean else 1.0]
-        return called("split_cross_entropy", given, {"axes": _axis_names(classes, axes), **named})
-    named = {"input": args[0], "target": args[1], "weight": args[2], "reduction": 2, **options}
-    total = loss_call("F.cross_entropy" if is_logits else "F.nll_loss", named)
-    if not is_mean or count is None:
-        return total
-    source = node.meta[MADE_BY]
-    divided = f"{total.text} / {literal(count)}"
-    if source.spec.dtype not in ("float32", "float64"):
-        return Expression(f"({divided}).to(torch.{source.spec.dtype})")
-    return Expression(divided, is_compound=True)
-
-
-def _random(writer: _Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """A counted random op: where its part lies follows from the rank's place on the mesh."""
-    name = "dropout" if node.target.__name__ == dropout_part.__name__ else "uniform"  # type: ignore[union-attr]
-    writer.uses.add(name)
-    layout = writer.layout_of(node.meta[MADE_BY].name) or ()
-    split = {
-        axis: placement.dim
-        for axis, placement in zip(writer.stage.mesh.axes, layout, strict=True)
-        if placement.is_shard
-    }
-    named: dict[str, Any] = {
-        "number": int(kwargs["number"]) - writer.first_number,
-        "split": Expression(dictionary(split)),
-    }
-    if kwargs["batch"] is not None:
-        named["rows"] = tuple(kwargs["batch"])
-    return called(name, [*args, Expression("mesh"), Expression("draw")], named)
-
-
-def dictionary(split: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f'"{axis}": {dim}' for axis, dim in split.items()) + "}"
-
-
-def _axis_names(value: Any, axes: Sequence[str]) -> Any:
-    if isinstance(value, tuple | list):
-        return tuple(_axis_names(each, axes) for each in value)
-    return axes[value]
-
-
-def _operand(writer: _Writer, node: Any) -> str:
+def _operand(writer: Writer, node: Any) -> str:
     made = writer.values[node]
     return made.operand
 
 
-def _argument(writer: _Writer, value: Any) -> Any:
+def _argument(writer: Writer, value: Any) -> Any:
     """A call's argument with nodes as they are written."""
     if isinstance(value, fx.Node):
         return writer.values[value]
@@ -565,12 +368,3 @@ def _argument(writer: _Writer, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_argument(writer, each) for each in value)
     return value
-
-
-def _unwritable(writer: _Writer, node: fx.Node, why: str) -> PlanError:
-    source = node.meta.get(MADE_BY)
-    where = source.source or source.module if isinstance(source, Node) else ""
-    return PlanError(
-        "AP367", f"{node.name} of block {writer.program.name} cannot be written as plain PyTorch",
-        why=why, where=where, fix="train with autoparallel run, or plan without this op",
-    )  # fmt: skip

@@ -16,8 +16,9 @@ from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
-from autoparallel.script.blocks import BlockFunction, block_function, dictionary, module_path
+from autoparallel.script.blocks import BlockFunction, block_function, module_path
 from autoparallel.script.expressions import INDENT, LINE, Expression, dictionary_lines
+from autoparallel.script.writer import dictionary
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
 """What calls a block that is recomputed in the backward."""

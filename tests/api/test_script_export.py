@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from commands import run_torchrun
+from processes import run_processes
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from autoparallel.options import parse_parallel
@@ -23,9 +26,15 @@ from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.plan_exports import export_plan
 from autoparallel.plan_io import save_plan
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.plan import ServerPlan
+from autoparallel.planner.plan_file import loads
+from autoparallel.planning import PlanOptions, capture_program, make_plan, record_target
 from autoparallel.runtime.optimizer import built, default_optimizer
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.update import UpdateOptions
 from autoparallel.runtime.verify import TOLERANCE
+from autoparallel.script.source import check_writable
 from autoparallel.targets import Target, load_target
 
 STEPS = 3
@@ -158,9 +167,7 @@ def check_script(folder: Path, model: str, parallel: str, **options: Any) -> str
 @pytest.mark.parametrize(
     "parallel",
     [
-        "dp=2",
         "tp=2",
-        "dp=2,zero=2,microbatches=2",
         "dp=2,zero=3,microbatches=2,recompute=full",
         "pp=2,microbatches=4,schedule=1f1b",
     ],
@@ -174,6 +181,7 @@ def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) 
     "parallel",
     [
         "dp=2,zero=1",
+        "dp=2,zero=2,microbatches=2",
         "dp=2,zero=3",
         "dp=2,recompute=selective",
         "dp=2,tp=2,zero=3,microbatches=2",
@@ -209,3 +217,130 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
 )
 def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, parallel: str) -> None:
     check_script(tmp_path, model, parallel)
+
+
+def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(tmp_path: Path) -> None:
+    out, target = exported(tmp_path, "gpt", "dp=2")
+    found = run(out, "dp=2", "--accumulate", "2", "--max-norm", "0.5")
+    expected = one_device(out, target, torch.float64, accumulate=2, max_norm=0.5)
+    check_equal(found, expected, TOLERANCE["float64"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("parallel", ["dp=2,zero=1,microbatches=2", "tp=2", "dp=2,zero=3"])
+def test_a_script_in_half_precision_trains_as_the_runtime_does(
+    tmp_path: Path, precision: str, parallel: str
+) -> None:
+    """Of the same plan: what differs is the order in which gradients are summed."""
+    out, _ = exported(tmp_path, "gpt", parallel, precision=precision)
+    check_text(out)
+    losses, weights = run(out, parallel)
+    plan = (tmp_path / "plan.json").read_text()
+    expected = run_processes(2, runtime_losses, plan, str(out))[0]
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert all(each.dtype == torch.float32 for each in weights.values())
+
+
+def runtime_losses(text: str, folder: str) -> list[float]:
+    """On a rank: the losses of the steps of a plan, on a script's batches."""
+    plan, target = loads(text, "test"), target_of("gpt")
+    deferred = record_target(target)
+    program = capture_program(
+        target, deferred, global_batch=GLOBAL_BATCH, seq=SEQ, precision=plan.model.precision,
+        autocast=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        program, plan, deferred, device=torch.device("cpu"), build=target.build_optimizer
+    )
+    trainer.use_update(UpdateOptions())
+    data = script_of(Path(folder)).batches(0)
+    return [float(trainer.step(next(data)).loss) for _ in range(STEPS)]
+
+
+def test_a_script_goes_on_from_weights(tmp_path: Path) -> None:
+    """Whole tensors that another script saved, as safetensors too."""
+    out, _ = exported(tmp_path, "gpt-tied", "pp=2,microbatches=2,schedule=1f1b")
+    _, saved = run(out, "pp=2")
+    for ending in ("pt", "safetensors"):
+        kept = tmp_path / f"kept.{ending}"
+        done = run_torchrun(
+            RUNNER, str(out / "train.py"), "--steps", "0", "--weights", str(out / "saved.pt"),
+            "--save", str(kept),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = torch.load(kept) if ending == "pt" else load_file(kept)
+        assert found.keys() <= saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in found)
+
+
+def test_the_documents_excerpt_is_what_an_export_writes(tmp_path: Path) -> None:
+    parallel, settings = "dp=2,zero=2", {"n_layer": 2, "d_model": 32, "seq": SEQ}
+    target = load_target("examples/gpt.py", settings)
+    asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel(parallel))
+    save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")
+    export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
+    text = (tmp_path / "out" / "train.py").read_text()
+    document = Path("docs/python_script.md").read_text()
+    found = re.search(r"```text\n(.*?)```", document, re.DOTALL)
+    assert found is not None
+    parts = found[1].split("\n\n\n")
+    assert len(parts) == 2
+    assert all(part.strip() in text for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"offload": "optimizer"}, "optimizer states in host memory"),
+        ({"slices": (8, 8)}, "slices of the sequences"),
+        ({"servers": ServerPlan((0, 1), (0,), (1, 1))}, "parameter servers"),
+    ],
+)
+def test_a_plan_that_a_script_cannot_run_is_refused(
+    tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
+    asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel("dp=2"))
+    plan = make_plan(target_of("gpt"), "cpu:2", asked)
+    with pytest.raises(PlanError, match=what) as error:
+        check_writable(replace(plan, **change))
+    assert error.value.code == "AP366"
+
+
+MODEL = """
+import torch
+{imports}
+
+def build_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+
+def example_batch(global_batch):
+    return {{"input": torch.empty(global_batch, 4, device="meta")}}
+
+def loss_fn(outputs, batch):
+    return outputs.square().mean()
+
+def build_optimizer(parameters):
+    return torch.optim.{optimizer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "optimizer", "code"),
+    [
+        ("", "Adafactor(parameters)", "AP368"),
+        ("import autoparallel", "SGD(parameters, lr=0.1)", "AP366"),
+    ],
+)
+def test_a_model_file_that_a_script_cannot_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: str, optimizer: str, code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"refused_{code}.py"
+    Path(name).write_text(MODEL.format(imports=imports, optimizer=optimizer))
+    asked = PlanOptions(global_batch=8, forced=parse_parallel("dp=2,zero=1"))
+    save_plan(make_plan(load_target(name), "cpu:2", asked), tmp_path / "plan.json")
+    with pytest.raises(PlanError) as error:
+        export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
+    assert error.value.code == code
+    assert not (tmp_path / "out").exists()
